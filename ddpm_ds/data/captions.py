@@ -65,11 +65,7 @@ SHOWN = 60
 
 
 def known_captions(source: Source, spec: DataSpec) -> Captions | None:
-    """Return the captions of a source's images; None without ``data.text``.
-
-    Raises:
-        DataError: images have none.
-    """
+    """Return the captions of a source's images, None without ``data.text``; raises DataError if images have none."""
     captions = captions_of(source)
     if captions is None or not (missing := captions.missing):
         return captions
@@ -82,7 +78,7 @@ def known_captions(source: Source, spec: DataSpec) -> Captions | None:
 
 
 def image_fields(captions: npt.NDArray[np.int32]) -> dict[str, StoredField]:
-    """Return the fields that images have beside their pixels if they have ``captions`` (N, most captions)."""
+    """Return the fields of images with ``captions`` (N, most captions), beside their pixels."""
     return {
         SIZES: StoredField(shape=(6,), values="float32"),
         CAPTIONS: StoredField(shape=(captions.shape[1],), values="int32"),
@@ -110,17 +106,17 @@ def text_path(images: DatasetCache, encoders: TextEncoders) -> Path:
 
 
 def without_text(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums of images alone, of those of images that are used with encoded captions."""
+    """Return ``checksums`` without those of encoded captions."""
     return {name: value for name, value in checksums.items() if not name.startswith(TEXTS)}
 
 
 def text_sources(images: DatasetCache, encoders: TextEncoders) -> dict[str, str]:
-    """Return the checksums of what encoded captions are made of."""
+    """Return the checksums that encoded captions depend on."""
     return {CAPTIONS_FILE: images.meta.sha256[CAPTIONS_FILE], ENCODERS: encoders.digest}
 
 
 def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
-    """Return the fields of one encoded caption, or of one that is stored as its tokens' numbers."""
+    """Return the fields of one encoded caption, or of its tokens' numbers."""
     measured = {MEASURED: StoredField(shape=(3,), values="float32")}
     if encoders.spec.stored == "ids":
         return {IMAGES: StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
@@ -135,51 +131,39 @@ def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
 
 
 def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chunk]:
-    """Yield encoded ``texts``, or their tokens' numbers, in chunks.
-
-    Raises:
-        DataError: the encoders are damaged, or make a value beyond float16.
-    """
+    """Yield encoded ``texts``, or their tokens' numbers, in chunks; raises DataError for a value beyond float16."""
     import torch
 
     for first in range(0, len(texts), CHUNK_TEXTS):
         part = list(texts[first : first + CHUNK_TEXTS])
         cut = torch.tensor(encoders.excess(part), dtype=torch.float32)
+        fields: dict[str, Tensor] = {}
+        mean = largest = torch.zeros_like(cut)
         if encoders.spec.stored == "ids":
-            measured = torch.stack((torch.zeros_like(cut), torch.zeros_like(cut), cut), dim=1)
-            yield _chunk(encoders.ids(part), {MEASURED: measured})
-            continue
-        tokens, pooled = (None if each is None else each.float().cpu() for each in encoders.encode(part))
-        assert tokens is not None
-        for values in (tokens, pooled):
-            if values is not None and not (values.abs().amax() <= MOST_FLOAT16):
+            stored = encoders.ids(part)
+        else:
+            tokens, pooled = encoders.encode(part).on(torch.device("cpu"))
+            tokens = tokens.float()
+            if not all(values.abs().amax() <= MOST_FLOAT16 for values in (tokens, pooled) if values is not None):
                 raise DataError(
                     f"data.text.encoders = {encoders.spec.encoders} make a value that float16 can't hold of a caption "
                     f"such as {part[0]!r}; use other encoders"
                 )
-        fields: dict[str, Tensor] = {}
-        if encoders.spec.stored == "int8":
-            stored, fields[TEXT_SCALE] = in_8_bits(tokens)
-            read = stored * fields[TEXT_SCALE][:, :, None]
-        else:
             stored = tokens.half()
-            read = stored.float()
-        errors = (read - tokens).norm(dim=2) / tokens.norm(dim=2).clamp(min=1e-30)  # (n, tokens)
-        if pooled is not None:
-            fields[POOLED] = pooled.half()
-        fields[MEASURED] = torch.stack((errors.mean(dim=1), errors.amax(dim=1), cut), dim=1)
-        yield _chunk(stored, fields)
-
-
-def _chunk(stored: Tensor, fields: Mapping[str, Tensor]) -> Chunk:
-    others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
-    return Chunk([row.data for row in stored.numpy()], [0] * len(stored), [], others)
+            if encoders.spec.stored == "int8":
+                stored, fields[TEXT_SCALE] = in_8_bits(tokens)
+            read = widened(stored.float(), fields.get(TEXT_SCALE))
+            errors = (read - tokens).norm(dim=2) / tokens.norm(dim=2).clamp(min=1e-30)  # (n, tokens)
+            mean, largest = errors.mean(dim=1), errors.amax(dim=1)
+            if pooled is not None:
+                fields[POOLED] = pooled.half()
+        fields[MEASURED] = torch.stack((mean, largest, cut), dim=1)
+        others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
+        yield Chunk([row.data for row in stored.numpy()], [0] * len(stored), [], others)
 
 
 def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (N, tokens, channels) as int8 and the scale (N, tokens) float32 of each, of which they are the
-    product up to half a scale.
-    """
+    """Return tokens (N, tokens, channels) as int8, and the scale (N, tokens) float32 that each was divided by."""
     import torch
 
     scale = tokens.abs().amax(dim=2) / STEPS
@@ -188,18 +172,18 @@ def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def findings(text: DatasetCache) -> list[str]:
-    """Return what is to be said of encoded captions: how many were cut, and the error of 8 bits."""
+    """Return lines about encoded captions: how many were cut, and the error of 8 bits."""
     mean, largest, cut = text.others[MEASURED][:].T
-    said = []
+    found = []
     if cuts := int((cut > 0).sum()):
         tokens = text.meta.shape[2 if text.meta.field(IMAGES).values == "int32" else 1]
-        said.append(
+        found.append(
             f"{cuts:,} of {len(text):,} captions have more than {tokens} tokens and are cut, as by diffusers' "
             f"pipelines; the longest loses {int(cut.max()):,}"
         )
     if text.meta.field(IMAGES).values == "int8":
-        said.append(f"int8: relative error of a token {mean.mean():.2%} on average, {largest.max():.2%} at most")
-    return said
+        found.append(f"int8: relative error of a token {mean.mean():.2%} on average, {largest.max():.2%} at most")
+    return found
 
 
 def _read_field(store: DatasetCache, positions: Indices, name: str) -> Any:
@@ -232,10 +216,8 @@ class EncodedPrompts:
         log: Callable[[str], None],
         learned: str | None = None,
     ) -> Self:
-        """Encode texts; ``log`` is told which are longer than the encoders read.
-
-        Raises:
-            DataError: the encoders can't be used, or are others than those with the checksum ``learned``.
+        """Encode texts; ``log`` prints which are cut. Raises DataError if the encoders can't be used, or don't have the
+        checksum ``learned``.
         """
         import torch
 
@@ -249,11 +231,7 @@ class EncodedPrompts:
 
     @classmethod
     def of_captions(cls, store: DatasetCache, positions: Indices) -> Self:
-        """Return the first captions of the images at ``positions`` of a cache, as they are encoded there.
-
-        Raises:
-            DataError: they can't be read.
-        """
+        """Return the first captions of the images at ``positions`` of a cache, as encoded there; raises DataError."""
         import torch
 
         names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
@@ -265,7 +243,7 @@ class EncodedPrompts:
 
     @classmethod
     def split(cls, texts: Sequence[str], whole: Encoded) -> Self:
-        """Return prompts from what was encoded of them and, last, of the empty text."""
+        """Return prompts of which ``whole`` are encoded, and the empty text last."""
         tokens, pooled = whole
         last = Encoded(tokens[-1:], None if pooled is None else pooled[-1:])
         return cls(tuple(texts), Encoded(tokens[:-1], None if pooled is None else pooled[:-1]), last)

@@ -94,7 +94,7 @@ class FieldSource:
     labels: Labels = field(repr=False)
 
     def rows(self) -> dict[str, list[Rows]]:
-        """Return what reads the images of each array, by field."""
+        """Return readers of the images of each array, by field."""
         return {
             name: [Rows(variable, MOST_BYTES // len(part.variables)) for variable in part.variables]
             for name, part in self.parts.items()
@@ -242,10 +242,8 @@ class FieldSource:
 
 
 def open_fields(spec: DataSpec) -> FieldSource:
-    """Open the arrays that ``spec`` names and check them against it, reading none but constants and labels.
-
-    Raises:
-        DataError: an array is missing, or of another size, number or kind; the line names it, the file and the fix.
+    """Open the arrays that ``spec`` names and check them against it, reading none but constants and labels; raises
+    DataError.
     """
     opener, asked = FIELD_OPENERS[spec.source], spec.condition or ConditionSpec()
     main = open_arrays_of(spec, opener)
@@ -254,11 +252,8 @@ def open_fields(spec: DataSpec) -> FieldSource:
     parts = {IMAGES: _part(main, images, spec.values if spec.values != "bytes" else "uint8")}
     if asked.kind == "stored":
         found = condition_of(spec, asked, beside)
-        if spec.values != "bytes":
-            values: Values = spec.values
-        else:
-            values = "uint8" if all(variable.dtype == np.uint8 for variable in found) else "float32"
-        parts[CONDITION] = _part(beside, found, values)
+        kind: Values = "uint8" if all(variable.dtype == np.uint8 for variable in found) else "float32"
+        parts[CONDITION] = _part(beside, found, spec.values if spec.values != "bytes" else kind)
     if asked.vector:
         found = vector_of(spec, asked, beside)
         parts[VECTOR] = Part(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
@@ -303,7 +298,7 @@ def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
 
 
 def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
-    """Return what the file says of the dimensions of its images."""
+    """Return names, positions and units of the dimensions of images."""
     found = list[Coordinate]()
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
     for along, axis in axes:
@@ -326,9 +321,7 @@ def _labels(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
 
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
-    """Check the fields of a cache against the spec; raises DataError for those that can't be normalised as it says, and
-    for a condition of another number of channels.
-    """
+    """Refuse fields of a cache that have other channels than the spec, or can't be normalised; raises DataError."""
     asked = spec.condition or ConditionSpec()
     counted = {
         "data.condition.channels": (asked.channels, meta.fields.get(CONDITION)),
@@ -364,7 +357,7 @@ class Regression(Protocol):
 
 
 def fields_of(data: DataSpec) -> DataSpec:
-    """Return the spec of the fields of whose residuals ``data`` is the spec; ``data`` itself if it is of fields."""
+    """Return the spec of the fields that residuals are made from; ``data`` itself if it is of fields."""
     return data if data.residual_of is None else data.model_copy(update={"residual_of": None})
 
 
@@ -374,11 +367,7 @@ def made_of(fields: DatasetCache, regression: Regression) -> dict[str, str]:
 
 
 def residuals(fields: DatasetCache, regression: Regression, numbers: range) -> Iterator[Chunk]:
-    """Yield a range of the residuals of all ``fields``, in chunks.
-
-    Raises:
-        DataError: a prediction is not finite, or a residual is beyond the type that is stored.
-    """
+    """Yield a range of the residuals of all ``fields``, in chunks; raises DataError for one that can't be stored."""
     unfilled = fields.meta.model_copy(update={"masked": False})  # masked values stay NaN, for the statistics
     stored = {name: StoredImages(fields.path, unfilled, None, name=name) for name in fields.fields}
     together, dtype = max(1, PREDICTED_BYTES // fields.meta.field(IMAGES).nbytes), fields.meta.field(IMAGES).dtype
@@ -402,13 +391,9 @@ def residuals(fields: DatasetCache, regression: Regression, numbers: range) -> I
             for name, values in read.items()
             if name != IMAGES
         }
+        moments = {
+            name: merged(np.stack([moments_of(values, fields.meta.masked) for values in read[name]]))
+            for name in fields.meta.statistics
+        }
         labels = fields.labels[positions].tolist()
-        yield Chunk([each.data for each in found], labels, [], others, _moments(read, fields))
-
-
-def _moments(read: Mapping[str, npt.NDArray[np.generic]], fields: DatasetCache) -> dict[str, Moments]:
-    """Return the moments of the fields that have statistics."""
-    return {
-        name: merged(np.stack([moments_of(values, fields.meta.masked) for values in read[name]]))
-        for name in fields.meta.statistics
-    }
+        yield Chunk([each.data for each in found], labels, [], others, moments)

@@ -94,11 +94,10 @@ def grid(
 
 def _label_font(labels: Sequence[str], size: int, width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Return the largest font up to ``size`` in which all labels fit into ``width``, or the smallest."""
-    for pixels in range(size, SMALLEST_LABEL_PIXELS, -1):
-        font = ImageFont.load_default(pixels)
-        if all(font.getlength(" ".join(label.split())) <= width for label in set(labels)):
-            return font
-    return ImageFont.load_default(SMALLEST_LABEL_PIXELS)
+    words = {" ".join(label.split()) for label in labels}
+    while size > SMALLEST_LABEL_PIXELS and any(ImageFont.load_default(size).getlength(word) > width for word in words):
+        size -= 1
+    return ImageFont.load_default(max(size, SMALLEST_LABEL_PIXELS))
 
 
 def _line_height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
@@ -160,20 +159,21 @@ class Drawn:
     """What the images were asked for by, in turn; () if that is not known."""
 
     def picture(self, title: str, labels: Sequence[str] = (), channel: int = 0) -> Image.Image:
-        """Return a grid of the images or, of images with inputs, a row for each input: what was given, some members,
-        their mean and spread, and the truth. Of fields it shows a ``channel``, in colours whose range stands below.
+        """Return a grid of the images or, for inputs, a row for each: input, some members, their mean and spread,
+        truth. Of fields it shows a ``channel``, in colours whose range stands below.
         """
-        between = self._range(channel)
+        shown = [part[:, channel].float().nan_to_num() for part in (self.images, self.truths) if part is not None]
+        between = min(float(part.min()) for part in shown), max(float(part.max()) for part in shown)
         name = self.channels[channel] if self.channels else f"channel {channel}"
-        said = [f"{name}: {between[0]:.4g} to {between[1]:.4g}"] if self.are_fields else []
+        ranges = [f"{name}: {between[0]:.4g} to {between[1]:.4g}"] if self.are_fields else []
         if self.given is None and self.truths is None:
             images = coloured(self.images[:, channel], *between) if self.are_fields else self.images
-            return grid(images, title, labels, footer="".join(said))
+            return grid(images, title, labels, footer="".join(ranges))
         rows = min(len(self.images) // self.members, MOST_ROWS)
         members = self.images[: rows * self.members].unflatten(0, (rows, self.members)).float()  # (rows, K, C, H, W)
         columns: dict[str, Tensor] = {}
         if self.given is not None:
-            columns["input"] = self._given(self.given[:rows].cpu(), name, said)
+            columns["input"] = self._given(self.given[:rows].cpu(), name, ranges)
         for number in range(min(self.members, MOST_MEMBERS)):
             title_of = f"member {number + 1}" if self.members > 1 else "drawn"
             columns[title_of] = self._bytes(members[:, number], channel, between)
@@ -182,33 +182,28 @@ class Drawn:
             spread = members.std(dim=1)  # (rows, C, H, W)
             spread = spread[:, channel] if self.are_fields else spread.mean(dim=1)
             columns["spread"] = coloured(spread, 0.0, float(spread.max()))
-            said.append(f"spread: 0 to {float(spread.max()):.4g}")
+            ranges.append(f"spread: 0 to {float(spread.max()):.4g}")
         if self.truths is not None:
             columns["truth"] = self._bytes(self.truths[:rows].cpu(), channel, between)
         cells = torch.stack([*columns.values()], dim=1).flatten(0, 1)  # (rows x columns, 3, H, W)
-        return grid(cells, title, [*columns] * rows, columns=len(columns), footer="\n".join(said))
+        return grid(cells, title, [*columns] * rows, columns=len(columns), footer="\n".join(ranges))
 
     @property
     def are_fields(self) -> bool:
         """Whether the images are fields."""
         return self.images.is_floating_point()
 
-    def _range(self, channel: int) -> tuple[float, float]:
-        """Return the smallest and the largest value of a channel of fields, drawn and true."""
-        parts = [part[:, channel].float().nan_to_num() for part in (self.images, self.truths) if part is not None]
-        return min(float(part.min()) for part in parts), max(float(part.max()) for part in parts)
-
     def _bytes(self, images: Tensor, channel: int, between: tuple[float, float]) -> Tensor:
         return coloured(images[:, channel], *between) if self.are_fields else _rgb(images)
 
-    def _given(self, given: Tensor, name: str, said: list[str]) -> Tensor:
+    def _given(self, given: Tensor, name: str, ranges: list[str]) -> Tensor:
         """Return what was given as colours: of fields the channel of this ``name``, else the first; add its range."""
         if not self.are_fields and given.shape[1] in (1, 3):
             return _rgb(given)
         number = self.given_channels.index(name) if name in self.given_channels else 0
         low, high = float(given[:, number].min()), float(given[:, number].max())
         called = "".join(f" {each}" for each in self.given_channels[number : number + 1])
-        said.append(f"input{called}: {low:.4g} to {high:.4g}")
+        ranges.append(f"input{called}: {low:.4g} to {high:.4g}")
         return coloured(given[:, number], low, high)
 
 

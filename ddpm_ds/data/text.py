@@ -109,12 +109,6 @@ class Part:
     config: _Config
     variant: Literal["fp16"] | None
 
-    @property
-    def files(self) -> list[Path]:
-        """Files on which the encoded text depends."""
-        beside = (path for path in self.tokenizer.iterdir() if path.suffix in (".json", ".txt"))
-        return [*sorted(beside), self.encoder / CONFIG, *_weights(self.encoder, self.variant)]
-
 
 class TextEncoders:
     """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU. Without a
@@ -123,20 +117,17 @@ class TextEncoders:
 
     def __init__(self, spec: TextSpec, parts: Sequence[Part], device: torch.device | None) -> None:
         self.spec, self.device, self._parts = spec, device, parts
+        self._configs = [part.config for part in parts]
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
-        """Open the encoders of ``spec``, of which only configurations are read; without a ``device`` they don't encode.
-
-        Raises:
-            DataError: transformers is not installed, or encoders or tokenizers are missing, damaged or of another kind.
-        """
+        """Open the encoders of ``spec``, of which only configurations are read; raises DataError."""
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
         return cls(spec, parts_of(spec), device)
 
     def check_learned(self, digest: str | None) -> None:
-        """Refuse other encoders than those with this ``digest``, if one is known; raises DataError."""
+        """Refuse encoders without this ``digest``, if one is known; raises DataError."""
         if digest is not None and digest != self.digest:
             raise DataError(
                 f"data.text.encoders = {self.spec.encoders} has other encoders or tokenizers than those whose text was "
@@ -145,27 +136,29 @@ class TextEncoders:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides what a text becomes: the files of all parts and the layer."""
+        """SHA-256 of everything that decides how a text is encoded: the files of all parts and the layer."""
         followed = hashlib.sha256(self.spec.layer.encode())
         for part in self._parts:
-            for path in part.files:
+            beside = sorted(path for path in part.tokenizer.iterdir() if path.suffix in (".json", ".txt"))
+            for path in (*beside, part.encoder / CONFIG, *_weights(part.encoder, part.variant)):
                 followed.update(f"{path.parent.name}/{path.name} {_checksum(path)}".encode())
         return followed.hexdigest()
 
     @property
     def channels(self) -> int:
         """Width of the encoded tokens."""
-        return sum(part.config.hidden_size for part in self._parts)
+        return sum(each.hidden_size for each in self._configs)
 
     @property
     def tokens(self) -> int:
         """Tokens of a text, padding included."""
-        return self._parts[0].config.max_position_embeddings
+        return self._configs[0].max_position_embeddings
 
     @property
     def pooled_channels(self) -> int | None:
         """Width of the pooled text; None if no encoder projects."""
-        return next((part.config.projection_dim for part in self._parts if _projects(part)), None)
+        widths = (each.projection_dim for each in self._configs if each.architectures[0] == PROJECTING)
+        return next(widths, None)
 
     @property
     def count(self) -> int:
@@ -175,20 +168,16 @@ class TextEncoders:
     @property
     def parameters(self) -> int:
         """Parameters of all encoders."""
-        return sum(part.config.parameters for part in self._parts)
+        return sum(each.parameters for each in self._configs)
 
     @property
     def elements(self) -> int:
         """Elements that a device holds while it encodes: parameters, and the states of texts."""
-        return self.parameters + sum(part.config.states for part in self._parts)
+        return self.parameters + sum(each.states for each in self._configs)
 
     @functools.cached_property
     def tokenizers(self) -> list[Any]:
-        """Tokenizers of all encoders.
-
-        Raises:
-            DataError: they are damaged or of another kind.
-        """
+        """Tokenizers of all encoders; raises DataError if they are damaged or of another kind."""
 
         def loaded(transformers: Any, part: Part) -> Any:
             tokenizer = transformers.CLIPTokenizer.from_pretrained(part.tokenizer, local_files_only=True)
@@ -200,25 +189,16 @@ class TextEncoders:
 
     @functools.cached_property
     def models(self) -> list[Any]:
-        """Encoders on the device.
-
-        Raises:
-            DataError: they are damaged or of another kind.
-        """
+        """Encoders on the device; raises DataError if they are damaged or of another kind."""
         import torch
 
         assert self.device is not None, "opened without a device"
         device, dtype = self.device, torch.float16 if self.device.type == "cuda" else torch.float32
+        given = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True, "dtype": dtype}
 
         def loaded(transformers: Any, part: Part) -> Any:
-            encoder, notes = getattr(transformers, part.config.architectures[0]).from_pretrained(
-                part.encoder,
-                variant=part.variant,
-                dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            kind = getattr(transformers, part.config.architectures[0])
+            encoder, notes = kind.from_pretrained(part.encoder, variant=part.variant, **given)
             if missing := sorted(notes["missing_keys"]):
                 raise ValueError(f"its weights lack {missing[0]}")
             return encoder.eval().requires_grad_(False).to(device)
@@ -226,7 +206,6 @@ class TextEncoders:
         return [self._loaded(part.encoder, part, loaded) for part in self._parts]
 
     def _loaded(self, where: Path, part: Part, load: Callable[[Any, Part], Any]) -> Any:
-        """Return what is loaded from a folder ``where``; raises DataError."""
         import transformers
 
         transformers.logging.set_verbosity_error()  # the error below replaces its warnings
@@ -249,12 +228,11 @@ class TextEncoders:
         return self.encode_ids(self.ids(texts))
 
     def encode_ids(self, ids: Tensor) -> Encoded:
-        """Return encoded texts, of which :meth:`ids` are given, on the device, in the encoders' dtype."""
+        """Return the encoded texts of :meth:`ids`, on the device, in the encoders' dtype."""
         import torch
 
-        pieces = ids.to(self.device).long().split(TEXTS_AT_ONCE)
         with torch.no_grad():
-            found = [self._encoded(piece) for piece in pieces]
+            found = [self._encoded(piece) for piece in ids.to(self.device).long().split(TEXTS_AT_ONCE)]
         tokens, pooled = zip(*found, strict=True)
         return Encoded(torch.cat(tokens), None if pooled[0] is None else torch.cat(pooled))
 
@@ -277,16 +255,10 @@ class TextEncoders:
 
 
 def check_text(spec: RunSpec) -> None:
-    """Refuse encoders whose text the U-Net of ``spec`` can't read.
-
-    Raises:
-        DataError: as :meth:`TextEncoders.open`.
-        SpecError: it has other numbers of tokens or channels than ``unet.text``.
-    """
+    """Refuse encoders whose text the U-Net of ``spec`` can't read; raises DataError and SpecError."""
     if spec.data.text is None or (cross := spec.unet.text) is None:
         return
-    wrong = misfit(TextEncoders.open(spec.data.text, None), cross)
-    if wrong is not None:
+    if (wrong := misfit(TextEncoders.open(spec.data.text, None), cross)) is not None:
         key, wanted, found = wrong
         has, fix = ("none", "null") if found is None else (found, found)
         raise SpecError(
@@ -297,26 +269,27 @@ def check_text(spec: RunSpec) -> None:
 
 def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int, int | None] | None:
     """Return the first key of ``unet.text`` that encoders don't fit, its value and theirs; None if they fit."""
-    asked: dict[str, tuple[int | None, int | None]] = {
-        "tokens": (cross.tokens, encoders.tokens),
-        "context_channels": (cross.context_channels, encoders.channels),
-        "pooled_channels": (cross.pooled_channels, encoders.pooled_channels),
-    }
-    for key, (wanted, found) in asked.items():
-        if wanted is not None and wanted != found:
-            return key, wanted, found
-    return None
+    asked: tuple[tuple[str, int | None, int | None], ...] = (
+        ("tokens", cross.tokens, encoders.tokens),
+        ("context_channels", cross.context_channels, encoders.channels),
+        ("pooled_channels", cross.pooled_channels, encoders.pooled_channels),
+    )
+    wrong = ((key, wanted, found) for key, wanted, found in asked if wanted is not None and wanted != found)
+    return next(wrong, None)
 
 
 def parts_of(spec: TextSpec) -> list[Part]:
-    """Return the tokenizers and encoders of ``spec``, downloading them if needed.
-
-    Raises:
-        DataError: they are missing, damaged or of another kind.
-    """
+    """Return the tokenizers and encoders of ``spec``, downloaded if needed; raises DataError."""
 
     def opened(folder: Path) -> list[Part]:
-        return [_part(spec, folder, suffix) for suffix in SUFFIXES if not suffix or _is_there(folder, suffix)]
+        try:
+            index = parse_json(read_bytes(folder / INDEX))
+            listed = {name for name, kind in index.items() if any(kind or ())}
+        except (OSError, ValueError, TypeError, AttributeError):
+            listed = set()  # a folder of encoders alone
+        second = [f"{part}{SUFFIXES[1]}" for part in ("tokenizer", "text_encoder")]
+        has_two = any(name in listed or (folder / name).exists() for name in second)
+        return [_part(spec, folder, suffix) for suffix in SUFFIXES[: 1 + has_two]]
 
     folder = expanded(spec.encoders)
     if folder.exists():
@@ -326,21 +299,6 @@ def parts_of(spec: TextSpec) -> list[Part]:
 
 
 _checksum = until_changed(sha256_of)
-
-
-def _projects(part: Part) -> bool:
-    return part.config.architectures[0] == PROJECTING
-
-
-def _is_there(folder: Path, suffix: str) -> bool:
-    """Return whether a pipeline has an encoder or a tokenizer of this name, or says that it has."""
-    names = [f"{part}{suffix}" for part in ("tokenizer", "text_encoder")]
-    try:
-        index = parse_json(read_bytes(folder / INDEX))
-        said = [name for name in names if any(index.get(name) or ())]
-    except (OSError, ValueError, TypeError, AttributeError):
-        said = []  # a folder of encoders alone
-    return bool(said) or any((folder / name).exists() for name in names)
 
 
 def _part(spec: TextSpec, folder: Path, suffix: str) -> Part:

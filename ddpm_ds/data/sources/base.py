@@ -31,8 +31,7 @@ Labels: TypeAlias = npt.NDArray[np.int64]
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 PICTURES = {".avif", ".heic", ".heif", ".hif", ".jxl", ".webp"}
-"""Extensions of images that this Pillow may be unable to decode; they are listed all the same, then named as left out.
-"""
+"""Extensions of images that are listed even if this Pillow can't decode them, so that they are named as left out."""
 MOST_IMAGE_BYTES = 2**28
 """Maximum bytes of an encoded image, which is read at once."""
 MOST_REASON = 300
@@ -98,11 +97,7 @@ class Captions:
 
 
 def captions_in(value: Any) -> list[str] | None:
-    """Return the captions in a text or a list of texts; None if there is none.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return the captions in a text or a list of texts, None without one; raises ValueError for anything else."""
     if value is None or value == []:
         return None
     if not _are_texts(value):
@@ -118,9 +113,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def texts_of(block: Any, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` of an image's block of JSON, or else its other keys of texts, with their
-    ``place``; none for what is no block.
-    """
+    """Return the captions under ``key`` of an image's block of JSON, or else its other keys of texts with ``place``."""
     if not isinstance(block, dict):
         return {}
     if (captions := captions_in(block.get(key))) is not None:
@@ -166,8 +159,7 @@ class Source(Protocol):
     def read(self, i: int, /) -> bytes | Pixels:
         """Return image ``i`` as stored: the bytes of an image file, or uint8 pixels (H, W) or (H, W, C).
 
-        Raises:
-            OSError, ValueError: this image can't be read, and is skipped; any other error is a bug.
+        OSError and ValueError skip this image; any other error is a bug.
         """
         ...
 
@@ -183,7 +175,7 @@ Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"
 
 @contextlib.contextmanager
 def network_limit(seconds: float) -> Iterator[None]:
-    """Set a time limit for network responses, which downloads by torchvision and torch.hub lack."""
+    """Limit the wait for network responses, which downloads by torchvision and torch.hub don't."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -243,11 +235,8 @@ def slashed(path: str) -> str:
 def listed_labels(path: Path, read: Callable[[], bytes], names: list[str]) -> Labels | None:
     """Return the labels (N,) of images ``names`` in the ``dataset.json`` of ``path``, or None if it has none.
 
-    ``read`` returns the file's content. Images that it lists, but that are not in ``names``, are added there: reading
-    them fails, so they are reported.
-
-    Raises:
-        DataError: it can't be read, an image has no label, or two, or lies outside of ``path``.
+    ``read`` returns the file's content. Images that are missing from ``names`` are added: reading them fails, so they
+    are reported. Raises DataError.
     """
     try:
         listed = parse_json(read())["labels"]
@@ -300,10 +289,8 @@ def read_file(path: Path) -> bytes:
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:
-    """Return the states of all files in a folder and its folders, by relative name, sorted.
-
-    Raises:
-        OSError: it can't be listed, has anything but files and folders, or one folder twice by a link.
+    """Return the states of all files in a folder and its folders, by relative name, sorted; raises OSError, also for
+    anything but files and folders, and for a folder that is found twice by a link.
     """
     found, below, seen = dict[str, os.stat_result](), [""], set[tuple[int, int]]()
     for above in below:  # which grows
@@ -325,11 +312,7 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
 
 
 def map_array(path: Path) -> npt.NDArray[Any]:
-    """Memory-map a ``.npy`` file, so that a forged header can't allocate more than the file holds.
-
-    Raises:
-        OSError: it can't be read, is cut short or holds no array of numbers; ``strerror`` is the reason.
-    """
+    """Memory-map a ``.npy`` file, so that a forged header can't allocate more than the file holds; raises OSError."""
     open_regular(path).close()
     try:
         with np.errstate(over="raise"):  # numpy's own count of bytes
@@ -350,12 +333,6 @@ def formats() -> tuple[str, ...]:
 
 
 @functools.cache
-def _extensions() -> set[str]:
-    """Return the extensions of images."""
-    return PICTURES | {extension for extension, kind in Image.registered_extensions().items() if kind in formats()}
-
-
-@functools.cache
 def say(line: str) -> None:
     """Print a line once, however often a source is opened."""
     print(line, file=sys.stderr)
@@ -363,7 +340,9 @@ def say(line: str) -> None:
 
 def is_image(name: str) -> bool:
     """Return whether a file name, without folders, has the extension of an image."""
-    return os.path.splitext(name)[1].lower() in _extensions() and not name.startswith(".")
+    extension = os.path.splitext(name)[1].lower()
+    readable = Image.registered_extensions().get(extension) in formats()
+    return (readable or extension in PICTURES) and not name.startswith(".")
 
 
 def printable(path: str) -> str:

@@ -4,6 +4,7 @@ The library only downloads and converts. Images are then read directly from memo
 the library takes seconds, and memory in each process.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from ddpm_ds.errors import DataError
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder written by ``save_to_disk`` is recognised."""
+LABELS = ("u?int", "string")
+"""Types of columns of labels; class labels are int64."""
 FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """Loaders of the library for single files."""
 
@@ -111,8 +114,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
 
 def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
     """Load a data set, or a dictionary of data sets by split, with the library; raises DataError."""
-    cache = str(spec.store_root / "downloads" / "huggingface")
-    path = spec.path
+    path, name, options = spec.path, spec.name, {"cache_dir": str(spec.store_root / "downloads" / "huggingface")}
     fix = "give what save_to_disk wrote, a .parquet or .arrow file or a folder of them with --set data.path=PATH"
     if path is not None and not path.exists():
         raise DataError(f"{key} does not exist; {fix}")
@@ -120,23 +122,19 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
         raise DataError(f"{key} is no .parquet or .arrow file; {fix}")
     try:
         if path is None:
-            name, configuration = spec.name, None
             assert name is not None  # the run spec checks it
-            if name.count("/") == 2:
-                name, _, configuration = name.rpartition("/")
-            return datasets.load_dataset(name, configuration, cache_dir=cache)
+            name, _, configuration = name.rpartition("/") if name.count("/") == 2 else (name, "", None)
+            fix = "check the name and the network, or bring a folder of it and set data.path"
+            return datasets.load_dataset(name, configuration, **options)
         if path.is_file():
-            return datasets.load_dataset(FILES[path.suffix], data_files=str(path.resolve()), cache_dir=cache)
-        if any((path / name).is_file() for name in SAVED):
+            return datasets.load_dataset(FILES[path.suffix], data_files=str(path.resolve()), **options)
+        if any((path / each).is_file() for each in SAVED):
             return datasets.load_from_disk(str(path), keep_in_memory=False)
-        return datasets.load_dataset(str(path.resolve()), cache_dir=cache)
+        return datasets.load_dataset(str(path.resolve()), **options)
     except Exception as error:  # from Arrow, any file format or the network
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
-        reason = one_line(error)[:MOST_REASON]
-        if path is None:
-            fix = "check the name and the network, or bring a folder of it and set data.path"
-        raise DataError(f"{key} can't be loaded ({reason}); {fix}") from error
+        raise DataError(f"{key} can't be loaded ({one_line(error)[:MOST_REASON]}); {fix}") from error
 
 
 def _split(loaded: Any, spec: DataSpec, key: str) -> Any:
@@ -157,42 +155,41 @@ def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:
     columns = ", ".join(rows.column_names)
     if (named := spec.image_column) is not None:
         feature = _feature(rows, "data.image_column", named, key)
-        kinds = ("binary", "large_binary", "string", "large_string")
-        encoded = (isinstance(feature, dict) and "bytes" in feature) or getattr(feature, "dtype", "") in kinds
-        if not (isinstance(feature, datasets.Image) or encoded):
+        holds_files = isinstance(feature, dict) and "bytes" in feature
+        if not (isinstance(feature, datasets.Image) or holds_files or _is(feature, "binary", "string")):
             raise DataError(f"data.image_column = {named} of {key} holds no images; its columns are {columns}")
         return named
-    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
-    if not images:
+    found = _only(rows, datasets.Image, "images", "data.image_column", key)
+    if found is None:
         raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
-    if len(images) > 1:
-        raise DataError(f"{key} has images in {', '.join(images)}; choose with --set data.image_column={images[0]}")
-    return images[0]
+    return found
+
+
+def _only(rows: Any, kind: type, what: str, option: str, key: str) -> str | None:
+    """Return the name of the only column of a ``kind``, None without one; raises DataError for several."""
+    names = [name for name, feature in rows.features.items() if isinstance(feature, kind)]
+    if len(names) > 1:
+        raise DataError(f"{key} has {what} in {', '.join(names)}; choose with --set {option}={names[0]}")
+    return names[0] if names else None
 
 
 def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], Labels]:
     """Return the names of the classes and the label of each row; raises DataError."""
-    column = spec.label_column
-    if column is None:
-        named = [name for name, feature in rows.features.items() if isinstance(feature, datasets.ClassLabel)]
-        if len(named) > 1:
-            raise DataError(f"{key} has labels in {', '.join(named)}; choose with --set data.label_column={named[0]}")
-        column = named[0] if named else "label"
-        if column not in rows.column_names:
-            return labelled(np.full(len(rows), UNLABELLED))
+    column = spec.label_column or _only(rows, datasets.ClassLabel, "labels", "data.label_column", key) or "label"
+    if spec.label_column is None and column not in rows.column_names:
+        return labelled(np.full(len(rows), UNLABELLED))
     feature = _feature(rows, "data.label_column", column, key)
-    if not (_whole(feature) or _text(feature)):
-        others = ", ".join(name for name, other in rows.features.items() if _whole(other) or _text(other))
+    if not _is(feature, *LABELS):
+        others = ", ".join(name for name, other in rows.features.items() if _is(other, *LABELS))
         raise DataError(
             f"data.label_column = {column} of {key} holds {getattr(feature, 'dtype', 'lists')}, no whole numbers or "
             f"names; {f'choose with --set data.label_column= one of {others}' if others else 'convert or rename it'}"
         )
     fix = "name another with --set data.label_column=COLUMN, or mend it"
-    names = getattr(feature, "names", None)
-    values = rows.data.column(column)
+    names, values = getattr(feature, "names", None), rows.data.column(column)
     try:
         values.validate(full=True)
-        if _text(feature):
+        if _is(feature, "string"):
             texts = values.to_pylist()
             labels = np.full(len(texts), UNLABELLED)
             names, labels[[text is not None for text in texts]] = numbered(text for text in texts if text is not None)
@@ -214,8 +211,10 @@ def _captions(rows: Any, spec: DataSpec, key: str) -> Captions | None:
         return None
     column = spec.text.captions
     feature = _feature(rows, "data.text.captions", column, key)
-    if not _text(getattr(feature, "feature", feature)):
-        texts = ", ".join(name for name, other in rows.features.items() if _text(getattr(other, "feature", other)))
+    if not _is(getattr(feature, "feature", feature), "string"):
+        texts = ", ".join(
+            name for name, other in rows.features.items() if _is(getattr(other, "feature", other), "string")
+        )
         fix = f"choose one of {texts}" if texts else "bring a column of captions"
         raise DataError(f"data.text.captions = {column} of {key} holds no texts; {fix}")
     values = rows.data.column(column)
@@ -234,11 +233,6 @@ def _feature(rows: Any, option: str, column: str, key: str) -> Any:
     return rows.features[column]
 
 
-def _whole(feature: Any) -> bool:
-    """Return whether a column holds whole numbers, including class labels."""
-    return str(getattr(feature, "dtype", "")).lstrip("u").startswith("int")
-
-
-def _text(feature: Any) -> bool:
-    """Return whether a column holds texts."""
-    return str(getattr(feature, "dtype", "")) in ("string", "large_string")
+def _is(feature: Any, *kinds: str) -> bool:
+    """Return whether a column holds one of these ``kinds``, such as "int" and "uint" of any size."""
+    return re.fullmatch(rf"(large_)?({'|'.join(kinds)})\d*", str(getattr(feature, "dtype", ""))) is not None

@@ -218,14 +218,16 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
         ) from error
     except Exception as error:  # a library may raise anything on a damaged file
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
-    if spec.missing_chunks == "fill":
-        found = {name: replace(each, lacks=lambda: (0, 0)) for name, each in found.items()}
     before = path.stat()
     watched = {name: _watched(each, path, before) for name, each in found.items()}
-    finished = {
-        name: _opened(name, lambda each=each: _ordered(_unpacked(each), watched)) for name, each in watched.items()
-    }
-    return Arrays(key, path, finished)
+    if spec.missing_chunks == "fill":
+        watched = {name: replace(each, lacks=lambda: (0, 0)) for name, each in watched.items()}
+    found = {name: _opened(name, partial(_finished, each, watched)) for name, each in watched.items()}
+    return Arrays(key, path, found)
+
+
+def _finished(variable: Variable, beside: Variables) -> Variable:
+    return _ordered(_unpacked(variable), beside)
 
 
 def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
@@ -640,20 +642,16 @@ def _numbers(key: str, value: Any) -> Array:
 def _ordered(variable: Variable, found: Variables) -> Variable:
     """Return an array whose dimension of time is the first and, if it has two dimensions of places, these the last.
 
-    Where dimensions have no names, arrays (n,) that are named as such and alone have their length name them.
+    Where dimensions have no names, arrays (n,) beside it name them, where names and lengths leave no doubt.
     """
     if variable.fault or len(variable.shape) < 2:
         return variable
     folder, names = variable.name.rpartition("/")[0], [*variable.dimensions]
     if not any(names) or len(names) != len(variable.shape):
-        near = [each for each in found.values() if each.name.rpartition("/")[0] == folder and len(each.shape) == 1]
-        fits = [
-            [each.name for each in near if each.shape == (side,) and _role(each.name, found) != OTHER]
-            for side in variable.shape
-        ]
+        near = [name for name in found if name.rpartition("/")[0] == folder and _role(name, found) != OTHER]
+        fits = [[name for name in near if found[name].shape == (side,)] for side in variable.shape]
         names = [own[0] if len(own) == 1 and fits.count(own) == 1 else "" for own in fits]
-    roles = [_role(name, found) for name in names]
-    order = [*range(len(names))]
+    roles, order = [_role(name, found) for name in names], [*range(len(names))]
     if roles.count(PLACE) == 2:
         order.sort(key=roles.__getitem__)
     elif TIME in roles:
@@ -668,14 +666,10 @@ def _ordered(variable: Variable, found: Variables) -> Variable:
         which[order[0]] = part
         return np.asarray(variable.read(tuple(which))).transpose(order)
 
-    chunks = variable.chunks or variable.shape
-    return replace(
-        variable,
-        shape=tuple(variable.shape[axis] for axis in order),
-        chunks=tuple(chunks[axis] for axis in order),
-        dimensions=tuple(names[axis] for axis in order),
-        read=read,
+    shape, chunks, dimensions = (
+        tuple(each[axis] for axis in order) for each in (variable.shape, variable.chunks or variable.shape, names)
     )
+    return replace(variable, shape=shape, chunks=chunks, dimensions=dimensions, read=read)
 
 
 def _role(name: str, found: Variables) -> int:
