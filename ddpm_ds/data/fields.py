@@ -220,25 +220,21 @@ class FieldSource:
 
     def _unfit(self, name: str, rows: Sequence[Rows], i: int) -> DataError:
         """Return the error for a value of image ``i`` that is not finite, or not once it is stored."""
-        part, before = self.parts[name], 0
-        for row in rows:
-            raw = np.asarray(row[i]).reshape(row.variable.channels, -1)
-            bad = ~np.isfinite(part.stored.rounded(raw, before)) & ~(np.isnan(raw) if self._masks(name) else False)
-            if bad.any():
-                channel, place = np.unravel_index(bad.argmax(), bad.shape)
-                value = float(raw[channel, place])
-                where = f"{row.variable.name} of {part.arrays} has {{}} in image {i}, channel {before + channel}"
-                if math.isnan(value):
-                    fix = "leave out such images" if name == VECTOR else "--set data.mask=nan masks such values"
-                    return DataError(f"{where.format('NaN')}; {fix}")
-                if math.isinf(value):
-                    return DataError(f"{where.format('infinity')}; replace it")
-                kind = part.stored.values
-                fix = "--set data.values=float32" if kind == "float16" else "scale it down"
-                limit = float(np.finfo(kind).max)
-                return DataError(f"{where.format(f'{value:g}')}, and {kind} ends at {limit:g}; {fix}")
-            before += row.variable.channels
-        raise AssertionError("the file has changed while it was read")
+        part = self.parts[name]
+        raw = np.concatenate([np.asarray(row[i]).reshape(row.variable.channels, -1) for row in rows])
+        bad = ~np.isfinite(part.stored.rounded(raw)) & ~(np.isnan(raw) & self._masks(name))
+        assert bad.any(), "the file has changed while it was read"
+        channel, place = np.unravel_index(bad.argmax(), bad.shape)
+        names, value = [row.variable.name for row in rows for _ in range(row.variable.channels)], raw[channel, place]
+        where = f"{names[channel]} of {part.arrays} has {{}} in image {i}, channel {channel}"
+        if math.isnan(value):
+            fix = "leave out such images" if name == VECTOR else "--set data.mask=nan masks such values"
+            return DataError(f"{where.format('NaN')}; {fix}")
+        if math.isinf(value):
+            return DataError(f"{where.format('infinity')}; replace it")
+        kind = part.stored.values
+        fix, limit = "--set data.values=float32" if kind == "float16" else "scale it down", np.finfo(kind).max
+        return DataError(f"{where.format(f'{value:g}')}, and {kind} ends at {limit:g}; {fix}")
 
 
 def open_fields(spec: DataSpec) -> FieldSource:

@@ -149,11 +149,7 @@ def test_usual_places_of_captions_are_read(
         ),
         (
             {"2.tags": "two", "a/1.txt": ""},
-            "1 of 2 images of data.source = folder have no caption, first 2.png; 2.tags is not read: give each",
-        ),
-        (
-            {"meta_lat.json": '{"a/1": {"caption": "one"}}'},
-            'meta_lat.json is not read: give each a .txt of its name, or a line {"file_name": "2.png", "text": "its',
+            "1 of 2 images of data.source = folder have no caption, first 2.png; give each a .txt of its name, or a line {",
         ),
         ({"metadata.jsonl": '{"file_name": "no/9.png"}', **ONE, "a/1.txt": ""}, "1 of 3 images"),
         (

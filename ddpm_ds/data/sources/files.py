@@ -1,7 +1,6 @@
 """Image files of a folder and its subfolders."""
 
 import csv
-import glob
 import io
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Any, TypeAlias
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     LABELS,
-    MOST_NAMED,
     Captions,
     Labels,
     Names,
@@ -129,21 +127,10 @@ def _captions(
     except ValueError as error:
         raise DataError(f"data.path = {root}: {error}; write it again") from error
     if captions.missing:
-        first = files[captions.missing[0]]
-        captions.advice = under_other_keys(others, key) if others else _advice(root, first, key)
+        line = json.dumps({"file_name": printable(files[captions.missing[0]]), key: "its caption"}, ensure_ascii=False)
+        usual = f"give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
+        captions.advice = under_other_keys(others, key) if others else usual
     return captions
-
-
-def _advice(root: Path, name: str, key: str) -> str:
-    """Return advice about image ``name`` without captions: files beside it, or of the whole folder, are not read."""
-    folder, image = os.path.split(name)
-    stem = os.path.splitext(image)[0]
-    near = {path.name for path in (root / folder).glob(f"{glob.escape(stem)}.*") if not is_image(path.name)}
-    far = {path.name for path in root.iterdir() if path.suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet")}
-    unread = sorted(map(printable, near or far - {*METADATA, LABELS}))
-    there = f"{', '.join(unread[:MOST_NAMED])} {'is' if len(unread) == 1 else 'are'} not read: " if unread else ""
-    line = json.dumps({"file_name": printable(name), key: "its caption"}, ensure_ascii=False)
-    return f"{there}give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
 
 
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:

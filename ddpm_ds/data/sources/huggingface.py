@@ -212,9 +212,8 @@ def _captions(rows: Any, spec: DataSpec, key: str) -> Captions | None:
     column = spec.text.captions
     feature = _feature(rows, "data.text.captions", column, key)
     if not _is(getattr(feature, "feature", feature), "string"):
-        texts = ", ".join(
-            name for name, other in rows.features.items() if _is(getattr(other, "feature", other), "string")
-        )
+        kinds = {name: getattr(other, "feature", other) for name, other in rows.features.items()}
+        texts = ", ".join(name for name, kind in kinds.items() if _is(kind, "string"))
         fix = f"choose one of {texts}" if texts else "bring a column of captions"
         raise DataError(f"data.text.captions = {column} of {key} holds no texts; {fix}")
     values = rows.data.column(column)

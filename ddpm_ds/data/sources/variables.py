@@ -226,10 +226,6 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
     return Arrays(key, path, found)
 
 
-def _finished(variable: Variable, beside: Variables) -> Variable:
-    return _ordered(_unpacked(variable), beside)
-
-
 def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
     """Return an array whose reads raise OSError whatever the library raises, and DataError once a file was cut short:
     HDF5 reads zeros there, and a mapped file ends the process.
@@ -639,11 +635,12 @@ def _numbers(key: str, value: Any) -> Array:
     return found
 
 
-def _ordered(variable: Variable, found: Variables) -> Variable:
-    """Return an array whose dimension of time is the first and, if it has two dimensions of places, these the last.
+def _finished(variable: Variable, found: Variables) -> Variable:
+    """Return an unpacked array whose dimension of time is the first and, of places if it has two, these are the last.
 
     Where dimensions have no names, arrays (n,) beside it name them, where names and lengths leave no doubt.
     """
+    variable = _unpacked(variable)
     if variable.fault or len(variable.shape) < 2:
         return variable
     folder, names = variable.name.rpartition("/")[0], [*variable.dimensions]
