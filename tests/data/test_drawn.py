@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -66,8 +65,3 @@ def test_a_picture_has_as_many_rows_as_inputs_up_to_a_limit(count: int, monkeypa
     images, given = torch.zeros(count, 1, 8, 8, dtype=torch.uint8), torch.zeros(count, 1, 8, 8)
     found, _, _ = cells(Drawn(images, 1, given), monkeypatch)
     assert found.shape == (min(count, MOST_ROWS), 2, 3)
-
-
-def test_a_message_of_ranges_is_below_fields_alone() -> None:
-    plain, fields = torch.zeros(4, 1, 64, 64, dtype=torch.uint8), torch.zeros(4, 1, 64, 64)
-    assert np.array(Drawn(fields).picture("")).shape[0] > np.array(Drawn(plain).picture("")).shape[0]

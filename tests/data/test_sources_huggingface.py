@@ -154,13 +154,6 @@ def test_a_data_set_of_which_no_row_has_a_label_is_one_class(tmp_path: Path, spe
     assert "12 of 12 rows without" in line_of(spec_of(source="huggingface", path=tmp_path / "a", label_column="label"))
 
 
-def test_a_label_in_words_is_a_class(tmp_path: Path, spec_of: SpecOf) -> None:
-    """No image may lose its label only since a column is named label, but holds no numbers."""
-    saved({"label": ["dog", "a cat", "dog"] * 4}, {"label": datasets.Value("string")}).save_to_disk(str(tmp_path / "a"))
-    source = open_source(spec_of(source="huggingface", path=tmp_path / "a"))
-    assert source.classes == ("a cat", "dog") and source.labels.tolist() == [1, 0, 1] * 4
-
-
 @pytest.mark.parametrize("column", ["label", "image"])
 def test_forged_offsets_of_texts_are_one_line(column: str, tmp_path: Path, spec_of: SpecOf) -> None:
     """Python would raise SystemError on a text of negative length, or end."""

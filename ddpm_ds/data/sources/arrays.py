@@ -156,7 +156,8 @@ def _open_torchvision(spec: DataSpec, name: str, key: str, progress: bool) -> So
     from torchvision import datasets  # imports torch
 
     kind: Any = getattr(datasets, name, None) if name in datasets.__all__ else None
-    if not inspect.isclass(kind):
+    known = inspect.isclass(kind)  # a name of its own, else mypy takes the kind for object
+    if not known:
         near = difflib.get_close_matches(name, datasets.__all__, 1, 0.0)[0]
         raise DataError(f"{key} is no data set of torchvision; did you mean {near}?")
     folder = spec.store_root / "downloads"

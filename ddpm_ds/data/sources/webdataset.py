@@ -194,17 +194,15 @@ def _sample(file: IO[bytes], members: _Members, captions: str | None) -> _Sample
 
 
 def _label(name: str, content: bytes) -> int:
-    """Return the label in a member, or UNLABELLED if its block has none; raises ValueError."""
+    """Return the label in a member, UNLABELLED if its block has none; raises ValueError."""
     try:
         if name.lower().endswith("json"):
             block = parse_json(content)
             label = next((block[key] for key in ("label", "cls") if block.get(key) is not None), UNLABELLED)
-            if label is UNLABELLED:
-                return UNLABELLED
         else:
             label = int(check_digits(content.decode("ascii").strip()))
     except (ValueError, AttributeError):
         label = None
-    if type(label) is not int or not 0 <= label < MOST_CLASSES:
+    if type(label) is not int or not UNLABELLED <= label < MOST_CLASSES:
         raise ValueError(f"the label in {name} is no whole number from 0 to {MOST_CLASSES - 1:,}")
     return label
