@@ -5,7 +5,7 @@
     t2m (N, H, W), u (N, C, H, W) ──joined along the channels──▶ images     float16 or float32, or bytes as they are
     condition, vector, mask       ──────────────────────────────▶ fields of their own, of the same image
 
-Their residuals, what a regression leaves of them, are learned instead, and added to its predictions again::
+Or residuals are learned, fields minus the predictions of a regression, and added to its predictions again::
 
     fields     (N, C, H, W) ──minus predictions, once──▶ residuals (N, C, H, W) ──▶ training
     condition, vector ──────┘                                 │ drawn by a sampler
@@ -140,7 +140,7 @@ class FieldSource:
 
     def centred(self) -> FieldSource:
         """Return this source with the offsets of its fields in float16: the means of some images, in channels whose
-        mean is larger than their spread; of whole numbers whole ones, and none of what is float16 already.
+        mean is larger than their spread; whole ones for whole numbers, none for float16 arrays.
         """
         parts, rows = dict(self.parts), self.rows()
         halves = [name for name, part in parts.items() if part.stored.values == "float16"]

@@ -1,5 +1,5 @@
 """Pictures: uint8 tensors as PNG files, as grids with a title and labels, and grids as an animation; drawn images
-beside what they were drawn for: input, members, mean, spread, truth; fields in colours.
+beside the images of their inputs: input, members, mean, spread, truth; fields in colours.
 
 Images in a grid may be enlarged for viewing; read the tensors to get exact pixels.
 """
@@ -142,7 +142,7 @@ def write_animation(files: Sequence[Path], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Images that were drawn, and what a picture shows beside them."""
+    """Drawn images, and images that a picture shows beside them."""
 
     images: Tensor
     """(N, C, H, W) uint8, or float32 in physical units for fields"""

@@ -294,8 +294,8 @@ def parts_of(spec: TextSpec) -> list[Part]:
     folder = expanded(spec.encoders)
     if folder.exists():
         return opened(folder)
-    said = f"data.text.encoders = {spec.encoders}"
-    return from_hub(spec.encoders, DOWNLOADED, opened, said=said, expected=EXPECTED)
+    key = f"data.text.encoders = {spec.encoders}"
+    return from_hub(spec.encoders, DOWNLOADED, opened, said=key, expected=EXPECTED)
 
 
 _checksum = until_changed(sha256_of)

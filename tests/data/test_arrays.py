@@ -197,7 +197,7 @@ def half(file: h5py.File) -> None:
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, message",
     [
         (lacking_chunks, "images of data.path = {} lacks 1 of 6 chunks, and 0.0 would be read instead"),
         (lambda folder: hdf5_of(folder, half), "lacks 1 of 3 chunks"),
@@ -215,12 +215,12 @@ def half(file: h5py.File) -> None:
     ],
 )
 def test_nothing_is_read_for_values_that_are_not_there(
-    make: Callable[[Path], Path], said: str, tmp_path: Path, spec_of: SpecOf
+    make: Callable[[Path], Path], message: str, tmp_path: Path, spec_of: SpecOf
 ) -> None:
     path = make(tmp_path)
     spec = spec_of(source="hdf5", path=path, **GIVEN)
     line = refusal(spec)
-    assert said.format(path) in line
+    assert message.format(path) in line
     if " lacks " in line:
         assert "bring them, or --set data.missing_chunks=fill" in line
         images = prepare(spec.model_copy(update={"missing_chunks": "fill"})).images[:][:, 0]
@@ -254,7 +254,7 @@ def test_a_file_that_is_cut_while_it_is_read_gives_no_zeros(suffix: str, tmp_pat
 def test_any_change_is_noticed_and_a_copy_is_none(
     kind: str, changed: str, whole: bool, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One field of 400 has another value; of large files that is found by some images, or said."""
+    """One field of 400 has another value; of large files that is found by some images, or a line is printed."""
     if not whole:
         monkeypatch.setattr(fields, "WHOLE_BYTES", 0)
     values, land = np.zeros((400, 8, 9), np.float32) + np.arange(1, 401)[:, None, None], np.ones((8, 9))
@@ -339,7 +339,7 @@ def needing(file: h5py.File) -> None:
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, message",
     [
         (lambda folder: pipe_in(zarr_of(folder / "a"), "c/3/0/0"), "c/3/0/0 is no file"),
         (lambda folder: pipe_in(zarr_of(folder / "a"), "zarr.json"), "zarr.json is no file"),
@@ -359,11 +359,11 @@ def needing(file: h5py.File) -> None:
         (lambda folder: Path("/dev/zero"), "it is a device, not a file"),
     ],
 )
-def test_a_bad_file_is_one_line(make: Callable[[Path], Path], said: str, tmp_path: Path, spec_of: SpecOf) -> None:
+def test_a_bad_file_is_one_line(make: Callable[[Path], Path], message: str, tmp_path: Path, spec_of: SpecOf) -> None:
     path = make(tmp_path)
     for source in ("hdf5", "zarr", "netcdf"):
         line = refusal(spec_of(source=source, path=path, **GIVEN))
-        assert said in line and str(path) in line
+        assert message in line and str(path) in line
 
 
 @pytest.mark.parametrize("source", ["arrays", "hdf5", "zarr", "netcdf"])

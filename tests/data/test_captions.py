@@ -28,7 +28,7 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.prepare import prepare, prepare_images
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.sources.base import say
+from ddpm_ds.data.sources.base import print_once
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.keyed import Stream
@@ -137,7 +137,7 @@ def test_usual_places_of_captions_are_read(
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         (
             {"metadata.jsonl": LINES.replace("text", "caption")},
@@ -166,13 +166,13 @@ def test_usual_places_of_captions_are_read(
     ],
 )
 def test_captions_that_are_not_read_are_named_with_the_key_that_reads_them(
-    spec_of: SpecOf, tmp_path: Path, files: Mapping[str, str | int | None], said: str
+    spec_of: SpecOf, tmp_path: Path, files: Mapping[str, str | int | None], message: str
 ) -> None:
     """And what advice sets is read."""
     with pytest.raises(DataError) as caught:
         captions.known_captions(opened(spec_of, tmp_path / "few", files), spec_of())
     line = str(caught.value)
-    assert said in line and "\n" not in line
+    assert message in line and "\n" not in line
     if "--set data.text.captions=" in line:
         source = open_source(spec_of({"captions": line.rpartition("=")[2]}, path=tmp_path / "few"))
         assert not source.captions.missing  # type: ignore[attr-defined]
@@ -202,15 +202,15 @@ def test_what_other_trainers_mean_by_names_gets_a_line(
     spec_of: SpecOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Masks are no images, repeats are not counted, and of several files of captions the first is read."""
-    say.cache_clear()
+    print_once.cache_clear()
     beside: dict[str, str | None] = {"10_cat/3.txt": "3", "10_cat/3.caption": "three", "10_cat/3.json": "{}"}
     masks: dict[str, str | None] = {"10_cat/3-masklabel.png": "", "10_cat/3-condlabel.png": "", "10_cat/3.png": ""}
     source = opened(spec_of, tmp_path / "few", {**beside, **masks, **ONE, "a/1.txt": "one"})
     assert [source.name(i) for i in range(len(source.labels))] == ["10_cat/3.png", "2.png", "a/1.png"]
-    said = capsys.readouterr().err
-    assert "2 masks of OneTrainer, such as 10_cat/3-condlabel.png, are neither images here nor read" in said
-    assert "10_cat asks sd-scripts for repeats; here each image comes once" in said
-    assert "of 10_cat/3.txt, 10_cat/3.caption, 10_cat/3.json the first is read" in said
+    message = capsys.readouterr().err
+    assert "2 masks of OneTrainer, such as 10_cat/3-condlabel.png, are neither images here nor read" in message
+    assert "10_cat asks sd-scripts for repeats; here each image comes once" in message
+    assert "of 10_cat/3.txt, 10_cat/3.caption, 10_cat/3.json the first is read" in message
     open_source(spec_of(path=tmp_path / "few"), progress=True)
     assert not capsys.readouterr().err, "once, however often the source is opened"
 
@@ -362,8 +362,12 @@ def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.C
     # Half a step of largest / 127, and the roundings of one division and one product of numbers up to the largest.
     assert ((stored * scale[:, :, None] - tokens).abs() <= largest * (0.5 / STEPS + 4 * 2.0**-24)).all()
     cache = prepare(spec_of({"stored": "int8"}), progress=True, encode_on=CPU)
-    said = capsys.readouterr().err
-    assert "int8: relative error of a token 0." in said and "9 distinct captions of" in said and "are free" in said
+    message = capsys.readouterr().err
+    assert (
+        "int8: relative error of a token 0." in message
+        and "9 distinct captions of" in message
+        and "are free" in message
+    )
     batch = batch_of(cache, fields={"text", "text_scale"})
     assert batch.text is not None and batch.text.dtype == torch.int8 and batch.text_scale is not None
     exact = batch_of(prepare(spec_of(), encode_on=CPU), fields={"text"}).text
@@ -376,8 +380,8 @@ def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.C
 def test_long_captions_are_cut_and_counted(spec_of: SpecOf, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "dogs" / "5.txt").write_text("dog " * 100)
     prepare(spec_of(), progress=True, encode_on=CPU)
-    assert "1 of 9 captions have more than 77 tokens and are cut" in (said := capsys.readouterr().err)
-    assert "the longest loses 25" in said, "100 words, a start and an end"
+    assert "1 of 9 captions have more than 77 tokens and are cut" in (message := capsys.readouterr().err)
+    assert "the longest loses 25" in message, "100 words, a start and an end"
 
 
 def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -446,7 +450,7 @@ def test_text_that_is_not_encoded_is_asked_for(spec_of: SpecOf, encoders: Path, 
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (lambda path: shutil.rmtree(path / "tokenizer"), "it has no folder tokenizer; name the folder"),
         (lambda path: shutil.rmtree(path / "text_encoder_2"), "it has no folder text_encoder_2; name the folder"),
@@ -461,13 +465,13 @@ def test_text_that_is_not_encoded_is_asked_for(spec_of: SpecOf, encoders: Path, 
     ],
 )
 def test_encoders_that_cannot_be_used_are_refused_in_a_line(
-    spec_of: SpecOf, encoders: Path, tmp_path: Path, broken: Callable[[Path], Any], said: str
+    spec_of: SpecOf, encoders: Path, tmp_path: Path, broken: Callable[[Path], Any], message: str
 ) -> None:
     shutil.copytree(encoders, tmp_path / "broken")
     broken(tmp_path / "broken")
     with pytest.raises(DataError) as error:
         prepare(spec_of({"encoders": str(tmp_path / "broken")}), encode_on=CPU)
-    assert said in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "stores").exists()
+    assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "stores").exists()
 
 
 def test_encoders_of_another_width_than_the_unet_reads_are_refused(spec_of: SpecOf) -> None:

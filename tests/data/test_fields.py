@@ -150,9 +150,9 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
     spec = spec_of(source="arrays", path=write("arrays", tmp_path, arrays), values="float16", **asked)
     spec = spec.model_copy(update={"mask": "sea" if masked else None})
     store = pickle.loads(pickle.dumps(prepare(spec, progress=True)))
-    said = capsys.readouterr().err
-    assert "RMS of the rounding of images to float16, as a share of their spread: rain " in said
-    assert said.count("; --set data.values=float32 keeps more") == 1 and "of condition to float16" in said
+    message = capsys.readouterr().err
+    assert "RMS of the rounding of images to float16, as a share of their spread: rain " in message
+    assert message.count("; --set data.values=float32 keeps more") == 1 and "of condition to float16" in message
     assert store.images.dtype == store.others["condition"].dtype == np.float32 and len(store.meta.shards) > 1
     for field, channels in (("images", names), ("condition", ("coarse",))):
         offset, found = store.meta.field(field).offset, store.fields[field][:].astype(np.float64)

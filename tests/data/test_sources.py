@@ -202,7 +202,7 @@ def test_arrays_of_any_order_are_read_with_their_labels(
 
 
 @pytest.mark.parametrize(
-    ("name", "arrays", "said"),
+    ("name", "arrays", "message"),
     [
         ("a.npy", {"images": GREY.astype(np.float32)}, "images of float32 (5, 8, 8); use uint8"),
         ("a.npy", {"images": GREY[:0]}, "images of uint8 (0, 8, 8)"),
@@ -216,9 +216,9 @@ def test_arrays_of_any_order_are_read_with_their_labels(
     ],
 )
 def test_arrays_that_are_no_images_are_one_line(
-    name: str, arrays: dict[str, Any], said: str, tmp_path: Path, spec_of: SpecOf
+    name: str, arrays: dict[str, Any], message: str, tmp_path: Path, spec_of: SpecOf
 ) -> None:
-    assert said in line_of(spec_of(source="arrays", path=written(tmp_path / name, **arrays)))
+    assert message in line_of(spec_of(source="arrays", path=written(tmp_path / name, **arrays)))
 
 
 def test_arrays_that_are_cut_or_missing_are_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -323,7 +323,7 @@ def test_what_edms_tools_write_has_the_labels_of_its_list(tmp_path: Path, spec_o
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "message"),
     [
         ([["00000/img1.png", 2]], "00000/img0.png has no label"),
         ([["00000/img0.png", -1], ["00000/img1.png", 1]], "a label is no whole number from 0"),
@@ -334,9 +334,11 @@ def test_what_edms_tools_write_has_the_labels_of_its_list(tmp_path: Path, spec_o
         ("{", "dataset.json of data.path"),
     ],
 )
-def test_lists_of_labels_that_are_wrong_are_one_line(labels: Any, said: str, tmp_path: Path, spec_of: SpecOf) -> None:
+def test_lists_of_labels_that_are_wrong_are_one_line(
+    labels: Any, message: str, tmp_path: Path, spec_of: SpecOf
+) -> None:
     path = unpacked(tmp_path / "a", labels)
-    assert said in line_of(spec_of(source="folder", path=path))
+    assert message in line_of(spec_of(source="folder", path=path))
 
 
 def test_what_has_a_label_and_is_absent_is_left_out_and_named(tmp_path: Path, spec_of: SpecOf) -> None:

@@ -112,12 +112,12 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
     named = open_source(spec_of(**spec, image_column="bytes", label_column="text"))
     assert named.classes == ("a", "b") and named.labels.tolist() == [1, 0, 0] * 4
     fix = "no whole numbers or names; choose with --set data.label_column= one of path, kind, text, hash"
-    for column, said in (("ratio", fix), ("lists", fix), ("x", "is no column of"), ("hash", "can't be read (")):
-        assert said in line_of(spec_of(**spec, image_column="bytes", label_column=column))
+    for column, message in (("ratio", fix), ("lists", fix), ("x", "is no column of"), ("hash", "can't be read (")):
+        assert message in line_of(spec_of(**spec, image_column="bytes", label_column=column))
 
 
 @pytest.mark.parametrize(
-    ("columns", "features", "said"),
+    ("columns", "features", "message"),
     [
         ({"image": None}, {}, "has no column of images; its columns are label"),
         (
@@ -140,11 +140,11 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
     ],
 )
 def test_columns_that_do_not_say_what_is_learned_are_one_line(
-    columns: dict[str, Any], features: dict[str, Any], said: str, tmp_path: Path, spec_of: SpecOf
+    columns: dict[str, Any], features: dict[str, Any], message: str, tmp_path: Path, spec_of: SpecOf
 ) -> None:
     saved(columns, features).save_to_disk(str(tmp_path / "a"))
     line = line_of(spec_of(source="huggingface", path=tmp_path / "a"))
-    assert said in line and str(tmp_path / "a") in line
+    assert message in line and str(tmp_path / "a") in line
 
 
 def test_a_data_set_of_which_no_row_has_a_label_is_one_class(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -172,28 +172,28 @@ def test_forged_offsets_of_texts_are_one_line(column: str, tmp_path: Path, spec_
 
 
 def test_what_is_missing_broken_or_of_another_split_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
-    def said(**keys: Any) -> str:
+    def message(**keys: Any) -> str:
         return line_of(spec_of(source="huggingface", **keys))
 
     saved().save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"a": saved(), "b": saved()}).save_to_disk(str(tmp_path / "parts"))
     one, parts = tmp_path / "one", tmp_path / "parts"
-    assert "data.split = test: data.path = " in said(path=one, split="test")
+    assert "data.split = test: data.path = " in message(path=one, split="test")
     for split in (None, "test"):
-        assert "is no split of data.path" in said(path=parts, split=split) and "one of a, b" in said(path=parts)
-    assert "does not exist; give what save_to_disk wrote" in said(path=tmp_path / "none")
+        assert "is no split of data.path" in message(path=parts, split=split) and "one of a, b" in message(path=parts)
+    assert "does not exist; give what save_to_disk wrote" in message(path=tmp_path / "none")
     (tmp_path / "a.csv").write_text("a,b")
-    assert "is no .parquet or .arrow file" in said(path=tmp_path / "a.csv")
+    assert "is no .parquet or .arrow file" in message(path=tmp_path / "a.csv")
     (tmp_path / "empty").mkdir()
-    assert "can't be loaded (" in said(path=tmp_path / "empty")
+    assert "can't be loaded (" in message(path=tmp_path / "empty")
     saved().to_parquet(str(tmp_path / "a.parquet"))
     content = (tmp_path / "a.parquet").read_bytes()
     for kept in (0, 10, len(content) // 2, len(content) - 1):
         (tmp_path / "a.parquet").write_bytes(content[:kept])
-        assert f"data.path = {tmp_path}/a.parquet can't be loaded (" in said(path=tmp_path / "a.parquet")
+        assert f"data.path = {tmp_path}/a.parquet can't be loaded (" in message(path=tmp_path / "a.parquet")
     (file,) = one.glob("*.arrow")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert "can't be loaded (" in said(path=one)
+    assert "can't be loaded (" in message(path=one)
 
 
 def test_files_of_different_columns_are_one_line(tmp_path: Path, spec_of: SpecOf) -> None:

@@ -117,7 +117,7 @@ def test_splits_are_named_as_the_data_set_names_them(downloads: Path, spec_of: S
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "said"),
+    ("name", "split", "message"),
     [
         ("Cifar100", None, "data.name = Cifar100 is no data set of torchvision; did you mean CIFAR100?"),
         ("vision", None, "is no data set of torchvision"),
@@ -137,10 +137,10 @@ def test_splits_are_named_as_the_data_set_names_them(downloads: Path, spec_of: S
     ],
 )
 def test_what_is_not_there_is_one_line(
-    name: str, split: str | None, said: str, downloads: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
+    name: str, split: str | None, message: str, downloads: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = line_of(spec_of(source="torchvision", name=name, split=split))
-    assert said in line and (("download" not in said or "torchvision" in said) or str(downloads) in line)
+    assert message in line and (("download" not in message or "torchvision" in message) or str(downloads) in line)
     assert capfd.readouterr() == ("", "")
 
 

@@ -49,7 +49,7 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [
         (sample("a", 0, b"1") | sample("b", 1), "1 of 2 images have no label, first a.tar/b.png; give each a .cls"),
         (sample("a", 0, b"cat"), "the label in a.cls is no whole number from 0 to 999,999; write it again"),
@@ -65,10 +65,10 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
     ],
 )
 def test_shards_that_are_wrong_are_one_line(
-    members: Mapping[str, bytes] | list[tuple[str, bytes]], said: str, tmp_path: Path, spec_of: SpecOf
+    members: Mapping[str, bytes] | list[tuple[str, bytes]], message: str, tmp_path: Path, spec_of: SpecOf
 ) -> None:
     line = line_of(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
-    assert said in line and "a.tar" in line
+    assert message in line and "a.tar" in line
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
@@ -128,21 +128,21 @@ def test_a_forged_size_in_a_header_is_an_error_of_a_line(
 
 
 def test_what_is_no_shard_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
-    def said(path: Path) -> str:
+    def message(path: Path) -> str:
         return line_of(spec_of(source="webdataset", path=path))
 
     whole = shard(tmp_path / "shards" / "a.tar", sample("a", 0)).read_bytes()
-    assert "does not exist; give a .tar file or a folder of them" in said(tmp_path / "none")
+    assert "does not exist; give a .tar file or a folder of them" in message(tmp_path / "none")
     (tmp_path / "shards" / "b.tar.gz").write_bytes(gzip.compress(whole))
-    assert "b.tar.gz is compressed; decompress it" in said(tmp_path / "shards")
+    assert "b.tar.gz is compressed; decompress it" in message(tmp_path / "shards")
     (tmp_path / "c.tar").write_bytes(gzip.compress(whole))
-    assert "c.tar: truncated header; write it again" in said(tmp_path / "c.tar")
+    assert "c.tar: truncated header; write it again" in message(tmp_path / "c.tar")
     (tmp_path / "d.tar").write_bytes(b"hello" * 1000)
-    assert "d.tar: invalid header; write it again" in said(tmp_path / "d.tar")
+    assert "d.tar: invalid header; write it again" in message(tmp_path / "d.tar")
     (tmp_path / "empty").mkdir()
-    assert "holds no .tar files" in said(tmp_path / "empty")
+    assert "holds no .tar files" in message(tmp_path / "empty")
     (tmp_path / "empty" / "e.tar").symlink_to("nowhere")
-    assert "e.tar: No such file or directory" in said(tmp_path / "empty")
+    assert "e.tar: No such file or directory" in message(tmp_path / "empty")
 
 
 def test_a_shard_that_changes_after_it_was_listed_costs_its_images(tmp_path: Path, spec_of: SpecOf) -> None:

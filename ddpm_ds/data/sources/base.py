@@ -69,10 +69,10 @@ class UnreadableImage(Exception):
 
 
 class Captions:
-    """Captions of N images, stored compactly: distinct texts once, and the numbers of those that each image has.
+    """Captions of N images, stored compactly: distinct texts once, and their numbers for each image.
 
     ``found`` has the captions of each image, None where they are missing. Text 0 is empty, whether an image has it or
-    not: it is what a dropped caption becomes.
+    not: dropped captions become it.
     """
 
     def __init__(self, found: Iterable[Sequence[str] | None]) -> None:
@@ -333,7 +333,7 @@ def formats() -> tuple[str, ...]:
 
 
 @functools.cache
-def say(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a line once, however often a source is opened."""
     print(line, file=sys.stderr)
 

@@ -23,10 +23,10 @@ from ddpm_ds.data.sources.base import (
     numbered,
     one_line,
     outside,
+    print_once,
     printable,
     read_file,
     read_path,
-    say,
     slashed,
     texts_in,
     texts_of,
@@ -78,7 +78,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     files = [name for name in every if MASK.search(name) is None]
     if progress and (masks := len(every) - len(files)):
         first = printable(next(filter(MASK.search, every)))
-        say(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        print_once(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
@@ -94,7 +94,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
         if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
-            say(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
+            print_once(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
     return FolderSource(*classed, root, Names(files), captions)
 
 
@@ -119,7 +119,7 @@ def _captions(
             others.update(unread | found)
             return None
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
-            say(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
+            print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
         return found
 
     try:

@@ -1,7 +1,7 @@
 """Fields and what belongs to them, from files of named arrays: which arrays a spec means, their checks, lazy reads.
 
-The first dimension of an array counts images; ``constants`` have no such dimension. What opens a kind of file returns
-its arrays as :class:`Variable` by name, and reads none of them::
+The first dimension of an array counts images; ``constants`` have no such dimension. Openers return the arrays of a file
+as :class:`Variable` by name, and read none of them::
 
     Zarr     folders of format 2 or 3, by zarr: arrays by their path in the group, such as ``era5/t2m``
     HDF5     by h5py, and so NetCDF 4: data sets by their path in the file
@@ -58,7 +58,7 @@ ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")
 ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}
 """Files of an array's metadata, by Zarr's format."""
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
-"""What a data set's NAME begins with if it stands for a dimension alone."""
+"""Beginning of the NAME of a data set that stands for a dimension alone."""
 TIME, OTHER, PLACE = range(3)
 """Roles of dimensions, in their order."""
 TIMES = {"time", "valid_time", "times", "date", "datetime"}
@@ -82,7 +82,7 @@ class Variable:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[Any], Array] = field(repr=False)
-    """Reads a range of the first dimension, or what a tuple of slices selects."""
+    """Reads a range of the first dimension, or a tuple of slices."""
     chunks: tuple[int, ...] | None = None
     """Shape of the chunks that are read as a whole; None if every byte can be read alone."""
     dimensions: tuple[str, ...] = ()
@@ -551,7 +551,7 @@ def _hdf5_array(name: str, item: Any, path: Path) -> Variable:
     mapped = _mapped(item, path) if item.is_virtual else 0
 
     def lacks() -> tuple[int, int]:
-        """Compare what is stored with the grid of chunks, or what is mapped with the number of values."""
+        """Compare stored chunks with their grid, or mapped values with all."""
         if item.is_virtual:
             return max(0, item.size - mapped), item.size
         if item.chunks is None:
@@ -598,7 +598,7 @@ def _text(value: Any) -> str:
 
 
 def _unpacked(variable: Variable) -> Variable:
-    """Return an array whose values are what its attributes say; raises ValueError if these are no numbers."""
+    """Return an array unpacked by its attributes; raises ValueError if these are no numbers."""
     given, kind = variable.attributes, variable.dtype
     if variable.fault or kind.kind not in "fiu" or not given.keys() & {*PACKED, *MISSING, "_Unsigned"}:
         return variable

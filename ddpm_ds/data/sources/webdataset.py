@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ CAPTIONS = ("json", "txt", "caption")
 IMAGE = "image"
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
+_Texts: TypeAlias = "list[str] | dict[str, str]"
 _Members: TypeAlias = "dict[str, tuple[str, int, int]]"
 """Name, offset and size of the members of a key, by extension; that of the image is IMAGE."""
 
@@ -80,25 +81,27 @@ class WebDatasetSource:
 def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
     shards, key = _shards(spec), None if spec.text is None else spec.text.captions
-    found, places, others = list[_Sample](), array("q"), dict[str, str]()
+    names, labels, places, texts = list[str](), array("q"), array("q"), list[_Texts]()
     with tqdm(shards, desc="listing shards", delay=1, disable=not progress) as bar:
         for number, shard in enumerate(bar):
-            for sample in _samples(shard, key):
-                places.extend((number, *sample.place))
-                found.append(sample)
-                others.update(sample.texts if isinstance(sample.texts, dict) else {})
-    if not found:
+            for name, offset, size, label, found in _images(shard, key):
+                names.append(name)
+                places.extend((number, offset, size))
+                labels.append(label)
+                texts.append(found)
+    if not names:
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
-    classes, labels = labelled(np.array([sample.label for sample in found], np.int64))
+    classes, numbers = labelled(np.array(labels, np.int64))
     captions = None
     if key is not None:
-        captions = Captions(sample.texts if isinstance(sample.texts, list) else None for sample in found)
+        captions = Captions(each if isinstance(each, list) else None for each in texts)
+        others = {name: place for each in texts if isinstance(each, dict) for name, place in each.items()}
         captions.advice = under_other_keys(others, key) if others else ""
-    files, table = Names(sample.name for sample in found), np.array(places, np.int64).reshape(-1, 3)
-    source = WebDatasetSource(classes, labels, shards, files, table, captions)
-    if len(without := np.flatnonzero(labels == UNLABELLED)):
+    table = np.array(places, np.int64).reshape(-1, 3)
+    source = WebDatasetSource(classes, numbers, shards, Names(names), table, captions)
+    if len(without := np.flatnonzero(numbers == UNLABELLED)):
         raise DataError(
-            f"data.path = {spec.path}: {len(without):,} of {len(found):,} images have no label, first "
+            f"data.path = {spec.path}: {len(without):,} of {len(names):,} images have no label, first "
             f"{source.name(int(without[0]))}; give each a .cls, or none"
         )
     return source
@@ -123,22 +126,11 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
     return shards
 
 
-class _Sample(NamedTuple):
-    """An image of a shard, with its label and what :func:`texts_in` returns."""
+def _images(shard: Path, captions: str | None) -> list[tuple[str, int, int, int, _Texts]]:
+    """Return name, offset, size in bytes, label and captions of the images in a shard; raises DataError.
 
-    name: str
-    place: tuple[int, int]
-    """Offset of its content and size in bytes."""
-    label: int
-    texts: list[str] | dict[str, str]
-
-
-def _samples(shard: Path, captions: str | None) -> list[_Sample]:
-    """Return the images of a shard, with captions under this key of their .json, or in their .txt; a mask
-    ``KEY.seg.png`` beside ``KEY.png`` is not read.
-
-    Raises:
-        DataError: the shard is damaged or has wrong content; the message names it.
+    Captions are under this key of the image's .json, or in its .txt. A mask ``KEY.seg.png`` beside ``KEY.png`` is not
+    read.
     """
     found, dotted = defaultdict[str, _Members](dict), dict[str, str]()
     try:
@@ -167,13 +159,15 @@ def _samples(shard: Path, captions: str | None) -> list[_Sample]:
                     raise ValueError("it has more behind its end; several tar files in one are not read")
             if alone := [name for key, name in dotted.items() if IMAGE not in found[key]]:
                 raise DataError(f"data.path: shard {shard}: the key of {alone[0]} ends at its first dot; rename it")
-            return [_sample(file, members, captions) for members in found.values() if IMAGE in members]
+            return [
+                (*members[IMAGE], *_beside(file, members, captions)) for members in found.values() if IMAGE in members
+            ]
     except BROKEN as error:
         raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
 
 
-def _sample(file: IO[bytes], members: _Members, captions: str | None) -> _Sample:
-    """Return the image among the members of a key; raises ValueError."""
+def _beside(file: IO[bytes], members: _Members, captions: str | None) -> tuple[int, _Texts]:
+    """Return label and captions among the members of a key; raises ValueError."""
 
     def content(kind: str) -> bytes:
         name, offset, size = members[kind]
@@ -184,13 +178,8 @@ def _sample(file: IO[bytes], members: _Members, captions: str | None) -> _Sample
     labels = (_label(printable(members[kind][0]), content(kind)) for kind in LABELS if kind in members)
     kinds = [kind for kind in CAPTIONS if kind in members] if captions is not None else []
     texts = [texts_in(printable(members[kind][0]), partial(content, kind), captions or "") for kind in kinds]
-    name, *place = members[IMAGE]
-    return _Sample(
-        name,
-        (place[0], place[1]),
-        next((label for label in labels if label != UNLABELLED), UNLABELLED),
-        next((each for each in texts if isinstance(each, list)), texts[0] if texts else {}),
-    )
+    label = next((label for label in labels if label != UNLABELLED), UNLABELLED)
+    return label, next((each for each in texts if isinstance(each, list)), texts[0] if texts else {})
 
 
 def _label(name: str, content: bytes) -> int:
