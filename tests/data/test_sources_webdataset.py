@@ -42,7 +42,11 @@ def test_shards_are_read_in_place_in_the_order_of_their_names_and_members(tmp_pa
 
 
 def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) -> None:
-    members = sample("a", 0) | sample("b", 1, b'{"text": "a cat"}', "json") | {"c.webp": encoded(PICTURES[2], "webp")}
+    members = (
+        sample("a", 0)
+        | sample("b", 1, b'{"text": "a cat"}', "json")
+        | {"c.webp": encoded(PICTURES[2], "webp"), "c.image": b""}
+    )
     source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
     assert (source.classes, source.labels.tolist()) == ((".",), [0, 0, 0])
 
