@@ -111,11 +111,8 @@ class FieldSource:
         """Return a hash of the arrays' names and shapes, labels and constants, and of the files at ``paths``, or of
         some images if these are large.
         """
-        known = [
-            (name, each.name, each.shape, str(each.dtype))
-            for name, part in self.parts.items()
-            for each in part.variables
-        ]
+        every = [(name, each) for name, part in self.parts.items() for each in part.variables]
+        known = [(name, each.name, each.shape, str(each.dtype)) for name, each in every]
         constants = b"" if self.constants is None else self.constants.tobytes()
         digest = sha256(repr(known).encode() + self.labels.tobytes() + constants)
         found = [(path, files_below(path) if path.is_dir() else {"": path.stat()}) for path in paths]
@@ -125,10 +122,9 @@ class FieldSource:
                     digest.update(os.fsencode(name) + sha256_of(path / name).encode())
             return digest.hexdigest()
         for i in self._sampled:
-            for part in self.parts.values():
-                for variable in part.variables:
-                    with suppress(*BROKEN):  # its preparation reports it
-                        digest.update(np.ascontiguousarray(variable.read(slice(i, i + 1))).tobytes())
+            for _, each in every:
+                with suppress(*BROKEN):  # its preparation reports it
+                    digest.update(np.ascontiguousarray(each.read(slice(i, i + 1))).tobytes())
         return SAMPLED + digest.hexdigest()
 
     @property

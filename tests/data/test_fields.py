@@ -441,14 +441,6 @@ def test_a_spec_of_fields_is_checked_before_anything_is_read(changes: list[str],
         specified(*changes)
 
 
-def test_a_full_disk_is_told_of_all_fields_together(
-    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = writing.shutil._ntuple_diskusage(10**9, 10**9, 4 * 3 * 60 * COUNT)
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
-    assert "and the images take" in refusal(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), **NAMED))
-
-
 def test_an_image_that_can_t_be_read_is_left_out_of_every_field_and_named(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,16 +196,6 @@ def test_what_is_missing_broken_or_of_another_split_is_one_line(tmp_path: Path, 
     assert "can't be loaded (" in message(path=one)
 
 
-def test_files_of_different_columns_are_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
-    (tmp_path / "files").mkdir()
-    saved().to_parquet(str(tmp_path / "files" / "train-00000-of-00002.parquet"))
-    other = tmp_path / "files" / "train-00001-of-00002.parquet"
-    saved({"label": None}).to_parquet(str(other))
-    assert "has 12 of 24 rows without a label" in line_of(spec_of(source="huggingface", path=tmp_path / "files"))
-    saved({"label": ["a"] * 12}, {"label": datasets.Value("string")}).to_parquet(str(other))
-    assert "can't be loaded (" in line_of(spec_of(source="huggingface", path=tmp_path / "files"))
-
-
 def test_a_name_without_network_is_one_line(spec_of: SpecOf) -> None:
     for name in ("owner/pictures", "owner/pictures/small"):
         line = line_of(spec_of(source="huggingface", name=name))

@@ -90,19 +90,7 @@ def test_arrays_with_channels_first_are_read(downloads: Path, spec_of: SpecOf, m
     assert (pixels == PICTURES[4]).all() and label == 5 and source.classes == tuple("0123456789")
 
 
-def test_files_are_read_as_they_are_stored(downloads: Path, spec_of: SpecOf) -> None:
-    for name, numbers in (("Forest", (0, 1)), ("River", (2,))):
-        folder = downloads / "eurosat" / "2750" / name
-        folder.mkdir(parents=True)
-        for number in numbers:
-            (folder / f"{number}.png").write_bytes(encoded(PICTURES[number]))
-    source = open_source(spec_of(source="torchvision", name="EuroSAT"))
-    assert source.classes == ("Forest", "River") and source.labels.tolist() == [0, 0, 1]
-    assert source.read(2) == encoded(PICTURES[2]) and (at(source, 1, channels=3)[0] == PICTURES[1]).all()
-    assert source.name(2).endswith("eurosat/2750/River/2.png")
-
-
-def test_splits_are_named_as_the_data_set_names_them(downloads: Path, spec_of: SpecOf) -> None:
+def test_files_of_each_split_are_read_as_they_are_stored(downloads: Path, spec_of: SpecOf) -> None:
     pets = downloads / "oxford-iiit-pet"
     (pets / "images").mkdir(parents=True)
     (pets / "annotations").mkdir()
@@ -113,7 +101,8 @@ def test_splits_are_named_as_the_data_set_names_them(downloads: Path, spec_of: S
     source = open_source(spec_of(source="torchvision", name="OxfordIIITPet"))
     assert source.classes == ("Birman", "Pug") and source.labels.tolist() == [0, 1]
     test = open_source(spec_of(source="torchvision", name="OxfordIIITPet", split="test"))
-    assert test.read(0) == encoded(PICTURES[2])
+    assert test.read(0) == encoded(PICTURES[2]) and (at(source, 1, channels=3)[0] == PICTURES[1]).all()
+    assert test.name(0).endswith("oxford-iiit-pet/images/Pug_3.jpg")
 
 
 @pytest.mark.parametrize(

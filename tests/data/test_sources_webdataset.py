@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.sources import open_source, webdataset
+from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import UnreadableImage
 from ddpm_ds.errors import DataError
 from tests.data.reading import PICTURES, at, encoded, line_of, shard
@@ -43,7 +42,11 @@ def test_shards_are_read_in_place_in_the_order_of_their_names_and_members(tmp_pa
 
 
 def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) -> None:
-    members = sample("a", 0) | sample("b", 1, b'{"text": "a cat"}', "json") | {"c.webp": encoded(PICTURES[2], "webp")}
+    members = (
+        sample("a", 0)
+        | sample("b", 1, b'{"text": "a cat"}', "json")
+        | {"c.webp": encoded(PICTURES[2], "webp"), "c.image": b""}
+    )
     source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
     assert (source.classes, source.labels.tolist()) == ((".",), [0, 0, 0])
 
@@ -151,14 +154,3 @@ def test_a_shard_that_changes_after_it_was_listed_costs_its_images(tmp_path: Pat
     path.write_bytes(path.read_bytes()[:1100])
     with pytest.raises(UnreadableImage, match=r"^a.tar/b.png: its shard was cut since it was listed$"):
         at(source, 1)
-
-
-def test_listing_shows_a_bar_only_where_asked_for(
-    tmp_path: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = spec_of(source="webdataset", path=shard(tmp_path / "a.tar", sample("a", 0) | sample("b", 1)))
-    monkeypatch.setattr(webdataset, "tqdm", lambda shards, **options: tqdm(shards, **options | {"delay": 0}))
-    for progress in (False, True):
-        open_source(spec, progress)
-        out, err = capfd.readouterr()
-        assert out == "" and ("listing shards: 100%" in err) == progress

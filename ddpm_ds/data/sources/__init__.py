@@ -9,7 +9,7 @@ so they import the libraries of extras in functions.
 from pathlib import Path
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_numpy, open_torchvision
+from ddpm_ds.data.sources.arrays import open_arrays, open_digits, open_numpy, open_torchvision
 from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
@@ -20,7 +20,7 @@ from ddpm_ds.errors import DataError
 
 OPENERS: dict[str, Opener] = {
     "digits": open_digits,
-    "cifar10": open_cifar10,
+    "cifar10": open_torchvision,
     "folder": open_folder,
     "arrays": open_arrays,
     "webdataset": open_webdataset,

@@ -141,20 +141,12 @@ def open_numpy(path: Path, spec: DataSpec) -> Variables:
     return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
 
 
-def open_cifar10(spec: DataSpec, progress: bool) -> Source:
-    """Open the 50,000 training images of CIFAR-10, RGB of 32x32 pixels."""
-    return _open_torchvision(spec, "CIFAR10", "data.source = cifar10", progress)
-
-
 def open_torchvision(spec: DataSpec, progress: bool) -> Source:
-    """Open split ``data.split`` of the data set ``data.name`` in ``torchvision.datasets``."""
-    assert spec.name is not None  # the run spec checks it
-    return _open_torchvision(spec, spec.name, f"data.name = {spec.name}", progress)
-
-
-def _open_torchvision(spec: DataSpec, name: str, key: str, progress: bool) -> Source:
+    """Open split ``data.split`` of the data set ``data.name`` in ``torchvision.datasets``, or CIFAR-10's."""
     from torchvision import datasets  # imports torch
 
+    name = "CIFAR10" if spec.name is None else spec.name
+    key = f"data.source = {spec.source}" if spec.name is None else f"data.name = {name}"
     kind: Any = getattr(datasets, name, None) if name in datasets.__all__ else None
     known = inspect.isclass(kind)  # a name of its own, else mypy takes the kind for object
     if not known:

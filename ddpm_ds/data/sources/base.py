@@ -38,8 +38,6 @@ MOST_REASON = 300
 """Maximum characters shown of an error of a library."""
 MOST_CLASSES = 10**6
 """Maximum number of classes of a source and of a U-Net."""
-LABELS = "dataset.json"
-"""File of labels at the root of archives and folders written by the tools of EDM and StyleGAN."""
 UNLABELLED = -1
 """Placeholder for a missing label while labels are collected."""
 MOST_NAMED = 4
@@ -225,39 +223,6 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
     if names is None or len(names) <= most:
         names = list(map(str, range(most + 1)))
     return tuple(names), labels
-
-
-def slashed(path: str) -> str:
-    """Return a relative path with slashes, without a leading ``./``."""
-    return path.replace("\\", "/").removeprefix("./")
-
-
-def listed_labels(path: Path, read: Callable[[], bytes], names: list[str]) -> Labels | None:
-    """Return the labels (N,) of images ``names`` in the ``dataset.json`` of ``path``, or None if it has none.
-
-    ``read`` returns the file's content. Images that are missing from ``names`` are added: reading them fails, so they
-    are reported. Raises DataError.
-    """
-    try:
-        listed = parse_json(read())["labels"]
-        if listed is None:
-            return None
-        known, numbers = set(names), dict[str, int]()
-        for given, number in listed:
-            name = given if given in known else slashed(given)
-            if name in numbers:
-                raise ValueError(f"{printable(name)} has two labels")
-            if outside(name):
-                raise ValueError(f"it points outside itself ({printable(name)})")
-            if type(number) is not int or not 0 <= number < MOST_CLASSES:
-                raise ValueError("a label is no whole number from 0")
-            numbers[name] = number
-        if (missing := next((name for name in names if name not in numbers), None)) is not None:
-            raise ValueError(f"{printable(missing)} has no label")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{LABELS} of data.path = {path}: {one_line(error)}; write it again") from error
-    names += sorted(numbers.keys() - known)
-    return np.array([numbers[name] for name in names], np.int64)
 
 
 def outside(name: str) -> bool:

@@ -11,15 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
-    LABELS,
+    MOST_CLASSES,
     Captions,
     Labels,
     Names,
     is_image,
     labelled,
-    listed_labels,
     numbered,
     one_line,
     outside,
@@ -27,7 +28,6 @@ from ddpm_ds.data.sources.base import (
     printable,
     read_file,
     read_path,
-    slashed,
     texts_in,
     texts_of,
     under_other_keys,
@@ -35,6 +35,8 @@ from ddpm_ds.data.sources.base import (
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_bytes
 
+LABELS = "dataset.json"
+"""File of labels at the root of folders written by the tools of EDM and StyleGAN."""
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files of captions in any folder, with a line for each image below it."""
 TEXTS = (".txt", ".caption", ".json")
@@ -86,9 +88,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
         )
     listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
     files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
-    labels = None
-    if os.path.exists(root / LABELS):
-        labels = listed_labels(root, lambda: read_file(root / LABELS), files)
+    labels = _listed_labels(root, files)
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
     captions = None
     if spec.text is not None:
@@ -159,7 +159,7 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
                     if not isinstance(block, dict) or not isinstance(block.get("file_name"), str):
                         keys = f", but {', '.join(map(str, block))}" if isinstance(block, dict) and block else ""
                         raise ValueError(f"it has no file_name{keys}")
-                    name = os.path.join(folder, slashed(block["file_name"]))
+                    name = os.path.join(folder, _slashed(block["file_name"]))
                     if outside(name):
                         raise ValueError(f"it points outside its folder ({printable(name)})")
                     if name in found:
@@ -169,6 +169,39 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
             line = lines.reader.line_num if rows and lines else line
             raise DataError(f"data.path: {root / place}, line {line}: {one_line(error)}; write it again") from error
     return found
+
+
+def _listed_labels(root: Path, names: list[str]) -> Labels | None:
+    """Return the labels (N,) of images ``names`` in the ``dataset.json`` of a folder, None without one.
+
+    Images that are missing from ``names`` are added: reading them fails, so they are reported. Raises DataError.
+    """
+    if not os.path.exists(root / LABELS):
+        return None
+    try:
+        listed = parse_json(read_file(root / LABELS))["labels"]
+        if listed is None:
+            return None
+        known, numbers = set(names), dict[str, int]()
+        for given, number in listed:
+            name = given if given in known else _slashed(given)
+            if name in numbers:
+                raise ValueError(f"{printable(name)} has two labels")
+            if outside(name):
+                raise ValueError(f"it points outside itself ({printable(name)})")
+            if type(number) is not int or not 0 <= number < MOST_CLASSES:
+                raise ValueError("a label is no whole number from 0")
+            numbers[name] = number
+        if (missing := next((name for name in names if name not in numbers), None)) is not None:
+            raise ValueError(f"{printable(missing)} has no label")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{LABELS} of data.path = {root}: {one_line(error)}; write it again") from error
+    names += sorted(numbers.keys() - known)
+    return np.array([numbers[name] for name in names], np.int64)
+
+
+def _slashed(path: str) -> str:
+    return path.replace("\\", "/").removeprefix("./")
 
 
 def class_of(path: str) -> str:

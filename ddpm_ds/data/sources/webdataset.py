@@ -43,7 +43,7 @@ LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
 CAPTIONS = ("json", "txt", "caption")
 """Extensions of captions. The first one counts."""
-IMAGE = "image"
+IMAGE = "/"  # no extension
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 _Texts: TypeAlias = "list[str] | dict[str, str]"
