@@ -85,6 +85,12 @@ def test_the_dimension_of_time_counts_images(
     assert [each.name for each in store.meta.coordinates] == ["time", *kept]
 
 
+def test_an_array_of_places_counts_images_by_its_other_dimension(tmp_path: Path, spec_of: SpecOf) -> None:
+    array = xarray.DataArray(VALUES, dims=("sample", "south_north", "west_east"))
+    path = stored("hdf5", tmp_path, xarray.Dataset({"t": array.transpose("south_north", "west_east", "sample")}))
+    assert (prepare(spec_of(source="hdf5", path=path, **GIVEN)).images[:][:, 0] == VALUES.astype(np.float32)).all()
+
+
 def test_arrays_of_one_number_each_name_dimensions_that_have_no_names(tmp_path: Path, spec_of: SpecOf) -> None:
     beside = {"time": np.arange(6), "lat": np.arange(8.0), "longitude": np.arange(9.0)}
     np.savez(tmp_path / "a.npz", t=VALUES.transpose(1, 2, 0), **beside)  # type: ignore[arg-type]
