@@ -96,8 +96,8 @@ def test_a_run_is_its_folder_and_leaves_out_what_a_rollback_has_undone(run_dir: 
     assert run.evaluations == {} and run.verdict is None
     (run_dir / "verdict.txt").write_text("all is well\n")
     assert run.verdict == "all is well\n"
-    with pytest.raises(ExperimentError, match="there is no MLflow store"):
-        open_run("nothing", root=run_dir)
+    with pytest.raises(ExperimentError, match="nothing is not the folder of a run"):
+        open_run("nothing")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def refuses(run_dir: Path, trained: Trained) -> Callable[[str, str, Any], str]:
     usual: dict[str, dict[str, Any]] = {
         "load_spec": {"path": run_dir / "spec.yaml"},
         "load_trained": {"path": run_dir},
-        "open_run": {"run": run_dir, "root": run_dir},
+        "open_run": {"run": run_dir},
         "plan": {"spec": tiny_spec(), "ds_config": REPOSITORY / "ds_configs" / "zero0_fp32.json", "processes": 1},
         "sample": {"trained": trained, "count": 1, "sampler": FAST_SAMPLER},
     }

@@ -12,30 +12,28 @@ import yaml
 from ddpm_ds.checkpoint.folder import checkpoint_at, names
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest, verify
 from ddpm_ds.command_line import Verbs, add_overwrite, aligned, check_output, file_path
-from ddpm_ds.errors import CheckpointError, print_to_stderr
+from ddpm_ds.errors import CheckpointError, UserError, print_to_stderr
 from ddpm_ds.experiments.compare import find_compared, terminal
-from ddpm_ds.files import SPEC, VERDICT, replace_file
-from ddpm_ds.tracking.run_folder import checkpoints_of, identity_of
-from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run
+from ddpm_ds.files import VERDICT, replace_file
+from ddpm_ds.tracking.run_folder import checkpoints_of
+from ddpm_ds.tracking.runs import ExperimentError, find_run, open_run
 
 COMPARE_DESCRIPTION = """\
-Print a table of runs: settings that differ, losses, speed and flops of each stage, with ratios to the first run. A RUN
-is a folder, or in MLflow an id, the beginning of one or a name; the folder of a sweep means its trials, the name of an
-experiment all its training runs.
+Print a table of runs: settings that differ, losses, speed and flops of each stage, with ratios to the first run. The
+folder of a sweep means its trials.
 
   ddpm-ds compare runs/digits-1 runs/digits-2
-  ddpm-ds compare digits --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
+  ddpm-ds compare runs/digits-* --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
 """
 
 NOTE_DESCRIPTION = """\
 Add to the note of a run, which MLflow shows as its description, with the date; or print it, if no text is given.
-A RUN is a folder, an id, the beginning of one or a name.
 """
 
 NOTE_EXAMPLES = """\
 examples
   ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
-  ddpm-ds note digits-1
+  ddpm-ds note runs/digits-1
 """
 
 DIAGNOSE_DESCRIPTION = """\
@@ -47,7 +45,6 @@ The run must have traced some steps; steps 20 to 22 are traced unless --trace-st
 DIAGNOSE_EXAMPLES = """\
 examples
   ddpm-ds diagnose runs/digits
-  ddpm-ds diagnose 20261121-101500-digits --runs /data/runs
 
 The verdict is printed, written to verdict.txt in the run's folder, and kept in MLflow as an artifact and as the tags
 verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
@@ -85,9 +82,8 @@ WHICH = "folder of a checkpoint, or of a run for its newest good one"
 def add_compare(verbs: Verbs) -> None:
     """Add the verb ``compare``."""
     parser = verbs.add_parser("compare", help="compare settings and results of runs", description=COMPARE_DESCRIPTION)
-    parser.add_argument("recorded_runs", nargs="+", type=os.path.expanduser, metavar="RUN | SWEEP | EXPERIMENT")
+    parser.add_argument("run_dirs", nargs="+", type=file_path, metavar="RUN_DIR", help="folder of a run or of a sweep")
     parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
-    add_runs_option(parser)
     parser.set_defaults(run=_compare)
 
 
@@ -100,7 +96,7 @@ def metric_names(text: str) -> list[str]:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    runs = [run for text in options.recorded_runs for run in find_compared(text, root=options.runs)]
+    runs = [run for folder in options.run_dirs for run in find_compared(folder)]
     print(terminal(runs, options.metrics, shutil.get_terminal_size((120, 24)).columns))
 
 
@@ -108,19 +104,18 @@ def add_note(verbs: Verbs) -> None:
     """Add the verb ``note``."""
     about = "write down what was learned from a run"
     parser = verbs.add_parser("note", help=about, description=NOTE_DESCRIPTION, epilog=NOTE_EXAMPLES)
-    parser.add_argument("recorded_run", type=os.path.expanduser, metavar="RUN")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
     parser.add_argument("text", nargs="?", help="what was learned; may have several lines")
-    add_runs_option(parser)
     parser.set_defaults(run=_note)
 
 
 def _note(options: argparse.Namespace) -> None:
     text = None if options.text is None else options.text.strip()
     if text == "":
-        raise ExperimentError(f"the text for the note of {options.recorded_run} is empty; write what was learned")
-    run = find_run(options.recorded_run, root=options.runs)
+        raise ExperimentError(f"the text for the note of {options.run_dir} is empty; write what was learned")
+    run = find_run(options.run_dir)
     if text is None:
-        print(run.note or f"{options.recorded_run} has no note yet; write one: ddpm-ds note RUN TEXT")
+        print(run.note or f"{options.run_dir} has no note yet; write one: ddpm-ds note RUN_DIR TEXT")
         return
     run.add_note(text)
     print(f"{run.name}: noted")
@@ -130,14 +125,12 @@ def add_diagnose(verbs: Verbs) -> None:
     """Add the verb ``diagnose``."""
     about = "show where a run's time went and what to change next"
     parser = verbs.add_parser("diagnose", help=about, description=DIAGNOSE_DESCRIPTION, epilog=DIAGNOSE_EXAMPLES)
-    what = "folder of a run, or its id or name in MLflow"
-    parser.add_argument("name", type=os.path.expanduser, metavar="RUN", help=what)
-    add_runs_option(parser)
+    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
     parser.set_defaults(run=_diagnose)
 
 
 def _diagnose(options: argparse.Namespace) -> None:
-    folder, run, missing = _find(options.name, options.runs)
+    folder = open_run(options.run_dir).folder
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
     from ddpm_ds.predict.finished_run import facts_of
     from ddpm_ds.predict.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
@@ -149,12 +142,9 @@ def _diagnose(options: argparse.Namespace) -> None:
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
     try:
-        if run is not None:
-            run.keep({VERDICT: text(found, folder)}, tags(found))
-    except ExperimentError as error:
-        missing = str(error)
-    if missing:
-        print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
+        find_run(folder).keep({VERDICT: text(found, folder)}, tags(found))
+    except UserError as error:
+        print(f"ddpm-ds diagnose: not kept in MLflow: {error}", file=sys.stderr)
 
 
 def add_send(verbs: Verbs) -> None:
@@ -169,24 +159,6 @@ def _send(options: argparse.Namespace) -> int:
     from ddpm_ds.tracking.sender import send_later
 
     return 0 if send_later(options.run_dir) else 1
-
-
-def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
-    """Return a run's folder, and its run in MLflow or the reason why there is none.
-
-    Raises:
-        ExperimentError: there is no such run, or its folder is not on this machine.
-    """
-    folder = Path(name)
-    try:
-        run = find_run(name, root=root)
-    except ExperimentError as error:
-        if not folder.is_dir():
-            raise
-        if not (folder / SPEC).is_file():
-            raise ExperimentError(f"{name} is not the folder of a run; name one that has a spec.yaml") from None
-        return folder, None, str(error)
-    return folder if identity_of(folder) else run.open().folder, run, None  # the folder may have been moved
 
 
 def add_checkpoint(verbs: Verbs) -> None:

@@ -10,7 +10,16 @@ import sys
 from pathlib import Path
 
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import Verbs, add_config_option, add_spec_options, counted, processes, take_files, valid_text
+from ddpm_ds.command_line import (
+    Verbs,
+    add_config_option,
+    add_spec_options,
+    counted,
+    file_path,
+    processes,
+    take_files,
+    valid_text,
+)
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, UserError, print_to_stderr
@@ -20,8 +29,8 @@ from ddpm_ds.files import replace_file
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.run_folder import KIND_TAG, RunFolder, identity_of
-from ddpm_ds.tracking.runs import SWEEP, ExperimentError, add_runs_option
+from ddpm_ds.tracking.run_folder import KIND_TAG, OUTPUT_ROOT, RunFolder, identity_of
+from ddpm_ds.tracking.runs import SWEEP, ExperimentError
 from ddpm_ds.tracking.tracker import Tracker
 
 DESCRIPTION = f"""\
@@ -52,7 +61,8 @@ def add_sweep(verbs: Verbs) -> None:
     parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE", help=vary)
     parser.add_argument("--processes", type=processes, default=1, metavar="N", help="processes of each run (default 1)")
     parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this is tried; kept in MLflow")
-    add_runs_option(parser)
+    where = f"folder of the runs, with MLflow's store unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})"
+    parser.add_argument("--runs", type=file_path, default=OUTPUT_ROOT, metavar="DIR", help=where)
     parser.add_argument("--dry-run", action="store_true", help="check and print the trials, and exit")
     more = "options of ddpm-ds train for every run, such as -p 2"
     parser.add_argument("train_options", nargs=argparse.REMAINDER, metavar="-- ...", help=more)

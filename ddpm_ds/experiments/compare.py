@@ -6,6 +6,7 @@ Runs are read from their folders; of a run that was resumed the settings of its 
 import difflib
 import glob
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.errors import SpecError, print_to_stderr
+from ddpm_ds.errors import SpecError
 from ddpm_ds.files import SPEC
 from ddpm_ds.tracking.run_folder import DERIVED, IDENTITY, RunFolder, mean_of_points
-from ddpm_ds.tracking.runs import ExperimentError, find_runs
+from ddpm_ds.tracking.runs import ExperimentError, open_run
 
 DEFAULT = (
     *("train/seen_images", "train/loss", "eval/loss", "perf/images_per_second", "usage/step_seconds"),
@@ -68,25 +69,16 @@ def of_folder(folder: Path) -> Compared:
         raise ExperimentError(f"run {folder} can't be read ({error}); leave it out") from None
 
 
-def find_compared(text: str, *, root: Path) -> list[Compared]:
-    """Find runs by the folder of a run or of a sweep, or in MLflow as :func:`~ddpm_ds.tracking.runs.find_runs` does.
-
-    Of several runs in MLflow, those without a folder on this machine are named and left out.
+def find_compared(folder: Path) -> list[Compared]:
+    """Return the run in a folder, or the trials of a sweep's in the order of their starts.
 
     Raises:
-        ExperimentError: there are none, or one can't be read.
+        ExperimentError: there is none, or one can't be read.
     """
-    folder = Path(text)
-    if (folder / SPEC).is_file():
-        return [of_folder(folder)]
-    trials = folder.parent.glob(f"{glob.escape(folder.name)}.*/{IDENTITY}") if folder.is_dir() else ()
-    if begun_first := sorted(trials, key=lambda identity: identity.stat().st_mtime_ns):
-        return [of_folder(identity.parent) for identity in begun_first]
-    found = find_runs(text, root=root)
-    here = [run for run in found if run.folder is not None] or found
-    if away := [run.name for run in found if run not in here]:
-        print_to_stderr(f"left out, as their folders are not on this machine: {', '.join(away)}")
-    return [of_folder(run.open().folder) for run in here]
+    trials = list(folder.parent.glob(f"{glob.escape(folder.name)}.*/{IDENTITY}"))
+    if not trials or os.path.isfile(folder / SPEC):
+        return [of_folder(open_run(folder).folder)]
+    return [of_folder(identity.parent) for identity in sorted(trials, key=lambda file: file.stat().st_mtime_ns)]
 
 
 def number(name: str, value: float) -> str:

@@ -1,6 +1,4 @@
-"""Addresses of MLflow's stores: which one a run is logged to, whether MLflow can use it, and the pages of its UI.
-MLflow is not imported.
-"""
+"""Addresses of MLflow's stores and of the pages of its UI. MLflow is not imported."""
 
 import os
 import re
@@ -35,10 +33,7 @@ MLFLOW = {
 
 
 def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
-    """Return the address of a page of MLflow's UI, and the command that serves it; None if a server does.
-
-    ``page`` starts with ``/#/``, and is opened in the mode for model training.
-    """
+    """Return the address of a page (``/#/...``) of MLflow's UI, and the command to serve it, None if a server does."""
     uri = public_address(tracking_uri)
     served = uri.startswith(("http://", "https://"))
     if page:
@@ -62,13 +57,13 @@ def resolve_uri(output_root: Path | str) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the file of an SQLite tracking URI, which may have options after a question mark; None for all others."""
+    """Return the file of an SQLite tracking URI; None for all others."""
     path = uri.removeprefix(SQLITE).partition("?")[0]
     return Path(path) if uri.startswith(SQLITE) and not path.startswith((":", "file:")) else None
 
 
 def uri_fault(uri: str) -> str | None:
-    """Return why MLflow can keep nothing at a tracking URI, with the fix, or None; MLflow is not imported."""
+    """Return why MLflow can keep nothing at a tracking URI, with the fix, or None."""
     address = public_address(uri)
     named = f"MLFLOW_TRACKING_URI={address}"
     try:
@@ -125,15 +120,12 @@ def check_experiment(name: str, output_root: Path) -> None:
             f"{EXPERIMENT}={other}, but logging.experiment = {name} decides; give --set "
             f"{shlex.quote(f'logging.experiment={other}')}, or unset {EXPERIMENT}"
         )
-    file = sqlite_file(uri)
-    if file is None or not file.is_file():
+    if (file := sqlite_file(uri)) is None or not file.is_file():
         return
-    found = None
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as store:
         question = "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
-        found = store.execute(question, [name]).fetchone()
-    if found is not None:
-        raise SpecError(deleted_experiment(name, str(found[0]), uri))
+        if found := store.execute(question, [name]).fetchone():
+            raise SpecError(deleted_experiment(name, str(found[0]), uri))
 
 
 def deleted_experiment(name: str, experiment_id: str, uri: str) -> str:

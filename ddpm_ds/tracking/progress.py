@@ -33,10 +33,9 @@ def duration(seconds: float) -> str:
 
 
 class ProgressLine:
-    """Progress of a run: a bar that is rewritten in place on a terminal, lines elsewhere.
+    """Progress of a run: a bar that is rewritten in place on a terminal, lines elsewhere; for any thread.
 
-    A thread keeps it moving while nothing is reported, so that a run which is at work never looks like one that hangs.
-    Methods may be called from any thread.
+    A thread keeps it moving, so that a run which is at work never looks like one that hangs.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class ProgressLine:
             self._enter(outer)
 
     def step(self, images_seen: int) -> None:
-        """Note that a step has ended, and show it at most a few times per second. Reads nothing from the device."""
+        """Show that a step has ended, at most a few times per second. Reads nothing from the device."""
         with self._lock:
             first, self._images = self._images is None, images_seen
             now = self._clock()

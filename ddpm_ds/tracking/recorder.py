@@ -121,7 +121,7 @@ class Recorder:
             self.tracker.tags(values)
 
     def rolled_back(self, what: str, times: int, images_seen: int, step: int) -> None:
-        """Record a rollback to ``step``; later points are trained, and logged, again."""
+        """Record a rollback to ``step``; later points are logged again."""
         self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}
         if self.tracker is not None and self.folder is not None:
@@ -138,8 +138,8 @@ class Recorder:
             return None
         path = self.folder.folder / ANIMATION
         with fault_said(str(path), self.log):
-            if len(files := self.folder.all_samples()) >= 2:
-                write_animation(files, path)  # all are drawn from the same noise
+            if len(files := self.folder.all_samples()) >= 2:  # all drawn from the same noise
+                write_animation(files, path)
                 self.tracker.artifact(path)
         with self.line.doing("sending the last numbers to MLflow"):
             link = self.tracker.finish(status)
@@ -150,7 +150,7 @@ class Recorder:
         if self.tracker is None or self.folder is None or step <= self._logged[name]:
             return
         try:
-            self.folder.append(name, values, step)  # first: a process that dies now won't log the point again
+            self.folder.append(name, values, step)  # first: a process that dies now does not log the point again
         except OSError as error:
             self.log(f"{name} can't be written ({error.strerror}); training continues")
         (self.tracker.numbers if name == OBSERVATIONS else self.tracker.metrics)(values, step)
@@ -219,11 +219,10 @@ def _origin() -> dict[str, str]:
     """Return tags for the run's origin: code, host, versions."""
 
     def git(*arguments: str) -> str | None:
-        """Return git's output; None without git, or if the code is in no repository."""
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
+        except (OSError, subprocess.CalledProcessError):  # no git, or no repository
             return None
 
     changes = git("status", "--porcelain", "--untracked-files=no")

@@ -117,11 +117,7 @@ def checkpoints_of(run_dir: Path) -> Path:
 
 
 def check_output(run_dir: Path, resume: str) -> None:
-    """Check, leaving nothing behind, that a folder can be written and holds nothing other than the run to resume.
-
-    Raises:
-        OutputError: the message names the folder.
-    """
+    """Raise OutputError if a folder can't be written or has files other than the run's to resume; changes nothing."""
     for folder in (run_dir, checkpoints_of(run_dir)):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
@@ -162,11 +158,7 @@ def disk_errors_said(run_dir: Path) -> Iterator[None]:
 
 
 def claim_folder(run_dir: Path) -> BinaryIO:
-    """Make the run's folder and lock it for as long as the returned file is open.
-
-    Raises:
-        OutputError: another process trains into it, or it can't be made.
-    """
+    """Make the run's folder and lock it while the returned file is open; OutputError if another process has it."""
     with disk_errors_said(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         locked = lock(run_dir / LOCK)
@@ -214,10 +206,7 @@ def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
     """Return the tags of the folder's run. Call it before the folder has an identity: a note is for a new run.
 
-    The note of a resumed run may have been edited in MLflow, so it is left as it is.
-
-    Raises:
-        OutputError: the file of :func:`write_labels` is damaged.
+    A resumed run keeps its note, which may have been edited in MLflow. OutputError is raised for damaged labels.
     """
     given = run_dir / LABELS
     try:
@@ -278,8 +267,7 @@ class RunFolder:
     def settings(self) -> dict[str, str]:
         """All settings of the last start, by dotted names: parameters, derived ones, spec and DeepSpeed JSON.
 
-        Raises:
-            SpecError, ValueError, AttributeError: a file is damaged.
+        SpecError, ValueError or AttributeError is raised for a damaged file.
         """
         spec, config = self.folder / files.SPEC, self.folder / files.DS_CONFIG
         found = flatten(parse_yaml(files.read_text(spec), files.SPEC))

@@ -1,10 +1,9 @@
-"""Comparing runs: what differs, with ratios to the first; runs are found by their folders and in MLflow."""
+"""Comparing runs: what differs, with ratios to the first."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.experiments.compare import Compared, find_compared, number, table_rows, terminal
-from ddpm_ds.tracking.run_folder import EVENTS, PARENT_TAG, EventFile
-from tests.tracking.stored import Store
+from ddpm_ds.tracking.run_folder import EVENTS, EventFile
 
 SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [8.0, 128.0, 64.0, 128.0]}
 FAST = {"train/loss": [0.9, 0.6, 0.2], "perf/images_per_second": [16.0, 256.0, 128.0, 256.0]}
@@ -72,7 +70,7 @@ def test_the_folder_of_a_sweep_means_its_trials_in_the_order_of_their_start(tmp_
     (tmp_path / "sweep-1").mkdir()
     for name in ("b", "a"):
         plant(tmp_path / f"sweep-1.x-{name}", SLOW, stages=[1])
-    found = find_compared(str(tmp_path / "sweep-1"), root=tmp_path)
+    found = find_compared(tmp_path / "sweep-1")
     assert table_rows(found)[0] == ["", "x-b", "x-a"]
 
 
@@ -117,47 +115,17 @@ def test_numbers_have_units(name: str, value: float, written: str) -> None:
     assert number(name, value) == written
 
 
-@pytest.fixture
-def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store with a sweep of three trials; the folder of the last one is elsewhere."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    store = Store(tmp_path)
-    sweep = store.run("grid", kind="sweep")
-    for name, points in (("slow", SLOW), ("fast", FAST), ("away", {})):
-        plant(tmp_path / f"grid.{name}", points, stages=[1])
-        store.run(f"grid.{name}", **{PARENT_TAG: sweep})
-    shutil.rmtree(tmp_path / "grid.away")
-    return tmp_path
-
-
-def test_runs_are_found_in_mlflow_and_those_without_a_folder_here_are_left_out_with_a_line(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("grid", "digits"):
-        assert main(["compare", "--runs", str(root), name]) == 0
-        out, err = capsys.readouterr()
-        assert [line.split()[1:] for line in out.splitlines() if line.startswith("perf/")] == [
-            ["96", "(1x)", "192", "(2x)"]
-        ]
-        assert err == "left out, as their folders are not on this machine: grid.away\n"
-
-
-def test_bad_input_is_one_line(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (damaged := tmp_path / "damaged").mkdir()
     (damaged / "spec.yaml").write_text("{")
-    for words, uri, said in (
-        (["grid.slaw"], "", "grid.slow"),
-        (["grid.away"], "", "the folder of run grid.away is not on this machine"),
-        (["grid.fast", "--metrics", "perf/mfu"], "", "no run has this metric"),
-        (["grid.fast", "--metrics", "train/los"], "", "use one such as train/loss"),
-        (["grid", "--metrics", "train/loss,,"], "", "empty name"),
-        (["grid"], "http://127.0.0.1:9", "127.0.0.1:9"),
-        ([str(damaged)], "", "can't be read"),
+    run = str(plant(tmp_path / "run", FAST, stages=[1]))
+    for words, said in (
+        ([str(tmp_path)], "is not the folder of a run; name one that has a spec.yaml"),
+        ([run, "--metrics", "perf/mfu"], "no run has this metric"),
+        ([run, "--metrics", "train/los"], "use one such as train/loss"),
+        ([run, "--metrics", "train/loss,,"], "empty name"),
+        ([str(damaged)], "can't be read"),
     ):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        assert main(["compare", "--runs", str(root), *words]) == 2
+        assert main(["compare", *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("ddpm-ds: error: ") and said in line

@@ -23,7 +23,7 @@ from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
 from ddpm_ds.tracking.recorder import parameters
 from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG, flatten
-from ddpm_ds.tracking.runs import VARIED_TAG, find_run, find_runs
+from ddpm_ds.tracking.runs import VARIED_TAG, find_run, open_run
 from ddpm_ds.tracking.tracker import Tracker
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
@@ -107,7 +107,7 @@ def folder_of(root: Path, trial: str = "") -> Path:
 
 def recorded(folder: Path, artifacts: str = "") -> tuple[Run, list[str]]:
     """The run of a folder in MLflow, and the files among its artifacts."""
-    run = find_run(str(folder))
+    run = find_run(folder)
     client = MlflowClient(run.tracking_uri)
     return client.get_run(run.id), [file.path for file in client.list_artifacts(run.id, artifacts)]
 
@@ -154,11 +154,10 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     parent, files = recorded(folder_of(tmp_path))
     assert (parent.info.status, parent.data.tags[NOTE_TAG]) == ("FINISHED", "how high?")
     assert files == ["comparison.txt"]
-    (trial,) = find_runs(str(folder_of(tmp_path)))
-    assert trial.tags[PARENT_TAG] == parent.info.run_id
-    assert trial.folder == folder_of(tmp_path, "optimizer.learning-rate-1e-3")
-    assert trial.tags["sweep.values"] == "optimizer.learning_rate=1e-3"
-    assert trial.open().status == "FINISHED" and trial.open().metrics["step"] == list(range(2, 51, 2))
+    folder = folder_of(tmp_path, "optimizer.learning-rate-1e-3")
+    tags = find_run(folder).tags
+    assert (tags[PARENT_TAG], tags["sweep.values"]) == (parent.info.run_id, "optimizer.learning_rate=1e-3")
+    assert open_run(folder).status == "FINISHED" and open_run(folder).metrics["step"] == list(range(2, 51, 2))
 
 
 def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
