@@ -1,4 +1,4 @@
-"""Programs: the order in which each rank works, written out, and what is refused."""
+"""Programs: the order in which each rank works, written out, and faults that are refused."""
 
 from __future__ import annotations
 
