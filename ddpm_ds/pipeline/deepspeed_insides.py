@@ -310,15 +310,6 @@ def count_step(engine: DeepSpeedEngine) -> None:
         engine._report_progress(engine.global_steps)
 
 
-def loss_scale(engine: DeepSpeedEngine) -> float:
-    """Return the factor on the loss before backward; 1 in fp32 and bf16.
-
-    Assumes that every fp16 optimizer has ``loss_scale``. The stock engine ignores it under ZeRO-0: only ZeRO
-    optimizers scale the loss, while FP16_UnfusedOptimizer still unscales.
-    """
-    return float(getattr(engine.optimizer, "loss_scale", 1.0)) if engine.fp16_enabled() else 1.0
-
-
 def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
     """Undo the optimizer step with zero gradients that the unfused fp16 optimizer takes to allocate its state.
 
@@ -432,13 +423,14 @@ class ScaleSettings:
 
 
 def scale_settings(engine: DeepSpeedEngine) -> ScaleSettings:
-    """Return how the loss scale of an fp16 engine moves; of another, a scale of 1.
+    """Return how the loss scale of an fp16 engine moves.
 
-    Assumes that ZeRO's scaler calls its lowest scale ``min_scale`` and its hysteresis ``delayed_shift``, and that the
-    unfused optimizer's ``loss_scale_config`` has ``min_loss_scale`` and no hysteresis.
+    Assumes that every fp16 optimizer has ``loss_scale``, that ZeRO's scaler calls its lowest scale ``min_scale`` and
+    its hysteresis ``delayed_shift``, and that the unfused optimizer's ``loss_scale_config`` has ``min_loss_scale`` and
+    no hysteresis.
     """
-    first = loss_scale(engine)
-    if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
+    first = float(engine.optimizer.loss_scale)
+    if not engine.dynamic_loss_scale():
         return ScaleSettings(first, False, first)
     scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config
     return ScaleSettings(

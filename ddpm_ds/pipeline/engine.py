@@ -126,8 +126,6 @@ class UnetPipelineEngine(PipelineEngine):
         assert isinstance(module, UnetPipelineModule)
         self.phases = module.phases
         """Number of stages that a rank holds."""
-        if module.get_tied_weights_and_groups():
-            raise RuntimeError("tied layers are not supported: ZeRO-2 frees their gradients before they are shared")
         insides.leave_forward_and_timing_to_us(self)
         insides.forget_first_optimizer_step(self)
         module.activation_checkpoint_func = functools.partial(

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.levels import NoiseLevel
 from ddpm_ds.diffusion.process import Sampler
 
 SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")
@@ -17,6 +19,13 @@ FLOW = DiffusionSpec(schedule="flow", objective="velocity")
 
 def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
     return Sampler(SamplerSpec(**values), diffusion or DiffusionSpec())
+
+
+def best_prediction(objective: str, x_t: Tensor, level: NoiseLevel, mu: float, s: float) -> Tensor:
+    """The best prediction for data ~ N(mu, s^2), in an objective."""
+    variance, centred = (level.signal * s) ** 2 + level.noise**2, x_t - level.signal * mu
+    x0, eps = mu + level.signal * s**2 / variance * centred, level.noise / variance * centred
+    return TARGETS[objective].target(x0, eps, level)
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""What a U-Net is given of a condition: by hand, by the image alone, and moved as the image is."""
+"""Conditions of a U-Net: by hand, by the image alone, and moved as the image is; and its text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.diffusion.condition import TOLD_LEVEL, Scale
+from ddpm_ds.data.text import Encoded
+from ddpm_ds.diffusion.condition import TOLD_LEVEL, Scale, Text
 from ddpm_ds.keyed import Stream, normal, uniform
 from ddpm_ds.train.objective import Denoising, Noised, fields_read
 from tests.launching import tiny_spec
@@ -56,14 +58,14 @@ def batch_of(spec: RunSpec, coarse: tuple[int, int] = (8, 16), count: int = COUN
     return whole._replace(**unused).each(lambda tensor: tensor[first:])
 
 
-def given_to(spec: RunSpec, batch: MicroBatch, constants: Any = None) -> tuple[Noised, Tensor, tuple[Tensor, ...]]:
-    """A prepared micro-batch, its condition's channels, and what else the U-Net is told."""
+def inputs_of(spec: RunSpec, batch: MicroBatch, constants: Any = None) -> tuple[Noised, Tensor, tuple[Tensor, ...]]:
+    """A prepared micro-batch, its condition's channels, and the U-Net's level and vector."""
     objective = Denoising(spec, CPU, ABOUT, constants)
     prepared = objective.prepare(batch)
-    x_t, _, *told = objective.inputs(prepared)
+    x_t, _, *others = objective.inputs(prepared)
     assert x_t.shape[1] == spec.data.channels + spec.data.interface.condition_channels
-    assert told[-1].shape[1:] == (spec.data.interface.numbers,) if spec.data.interface.numbers else True
-    return prepared, x_t[:, spec.data.channels :], tuple(told)
+    assert others[-1].shape[1:] == (spec.data.interface.numbers,) if spec.data.interface.numbers else True
+    return prepared, x_t[:, spec.data.channels :], tuple(others)
 
 
 STORED: dict[str, Any] = {"kind": "stored", "channels": 1}
@@ -71,7 +73,7 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 1}
 
 def test_fields_and_their_condition_are_normalised_by_statistics_of_their_own_and_back() -> None:
     batch = batch_of(spec_of(STORED))
-    prepared, condition, _ = given_to(spec_of({**STORED, "normalise": "range"}), batch)
+    prepared, condition, _ = inputs_of(spec_of({**STORED, "normalise": "range"}), batch)
     expected = (batch.images - torch.tensor([3.0, -1.0])[:, None, None]) / torch.tensor([2.0, 0.5])[:, None, None]
     torch.testing.assert_close(prepared.x0, expected)
     assert batch.condition is not None
@@ -89,13 +91,13 @@ def test_fields_and_their_condition_are_normalised_by_statistics_of_their_own_an
 def test_a_coarse_condition_is_brought_to_the_size_of_the_image(mode: str) -> None:
     spec = spec_of({**STORED, "resize": mode})
     batch = batch_of(spec, (4, 4))
-    _, condition, _ = given_to(spec, batch)
+    _, condition, _ = inputs_of(spec, batch)
     assert batch.condition is not None and condition.shape == (COUNT, 1, 8, 16)
     if mode == "nearest":
         assert torch.equal(condition, batch.condition.repeat_interleave(2, 2).repeat_interleave(4, 3))
         return
     ramp = torch.arange(4.0).expand(COUNT, 1, 4, 4)  # PyTorch's cubic, of -0.75, bends a line a little
-    _, condition, _ = given_to(spec, batch._replace(condition=ramp))
+    _, condition, _ = inputs_of(spec, batch._replace(condition=ramp))
     line = (torch.arange(16) + 0.5) / 4 - 0.5
     away = (condition[0, 0, 0, 6:10] - line[6:10]).abs().max()
     assert away < 1e-6 if mode == "bilinear" else 0.03 < away < 0.05
@@ -104,19 +106,19 @@ def test_a_coarse_condition_is_brought_to_the_size_of_the_image(mode: str) -> No
 def test_a_finer_condition_is_smoothed_as_it_is_made_smaller() -> None:
     spec = spec_of(STORED)
     checkers = (torch.arange(32)[:, None] + torch.arange(64)).remainder(2).float().expand(COUNT, 1, 32, 64)
-    _, condition, _ = given_to(spec, batch_of(spec)._replace(condition=checkers.clone()))
+    _, condition, _ = inputs_of(spec, batch_of(spec)._replace(condition=checkers.clone()))
     torch.testing.assert_close(condition[:, :, 2:-2, 2:-2], torch.full((COUNT, 1, 4, 12), 0.5), rtol=0, atol=0.02)
 
 
 def test_reduced_is_the_mean_of_blocks_enlarged_and_noised_to_a_level_that_is_told() -> None:
     plain = {"kind": "reduced", "factor": 4, "resize": "nearest"}
     batch = batch_of(spec_of(plain, fields=False))
-    prepared, condition, told = given_to(spec_of(plain, fields=False), batch)
+    prepared, condition, others = inputs_of(spec_of(plain, fields=False), batch)
     blocks = prepared.x0.unflatten(3, (4, 4)).unflatten(2, (2, 4)).mean((3, 5))  # (N, C, 2, 4)
     torch.testing.assert_close(condition, blocks.repeat_interleave(4, 2).repeat_interleave(4, 3))
-    assert told == ()
+    assert others == ()
     spec = spec_of({**plain, "noise": 0.5}, fields=False)
-    prepared, noised, (level,) = given_to(spec, batch)
+    prepared, noised, (level,) = inputs_of(spec, batch)
     index = batch.index
     expected = uniform(3, Stream.CONDITION_LEVEL, index, 1)[:, 0] * 0.5
     torch.testing.assert_close(level, TOLD_LEVEL * expected)
@@ -131,7 +133,7 @@ def test_reduced_is_the_mean_of_blocks_enlarged_and_noised_to_a_level_that_is_to
 
 def test_grey_is_the_luma() -> None:
     spec = spec_of({"kind": "grey"}, fields=False)
-    prepared, condition, _ = given_to(spec, batch_of(spec))
+    prepared, condition, _ = inputs_of(spec, batch_of(spec))
     red, green, blue = prepared.x0.unbind(1)
     torch.testing.assert_close(condition[:, 0], 0.299 * red + 0.587 * green + 0.114 * blue)
 
@@ -139,7 +141,7 @@ def test_grey_is_the_luma() -> None:
 def test_a_rectangle_is_cut_out_anywhere_and_marked() -> None:
     spec = spec_of({"kind": "cut_out", "cut": [0.25, 0.5]}, fields=False)
     batch = batch_of(spec, count=2000)
-    prepared, condition, _ = given_to(spec, batch)
+    prepared, condition, _ = inputs_of(spec, batch)
     hole = condition[:, 3:]
     assert torch.equal(condition[:, :3], torch.where(hole == 1.0, 0.0, prepared.x0))
     rows, columns = hole[:, 0].amax(2), hole[:, 0].amax(1)  # (N, H), (N, W)
@@ -156,7 +158,7 @@ def test_constants_and_a_grid_follow_and_are_normalised_over_their_own_pixels() 
     spec = spec_of({**condition, "grid_channels": 8})
     constants = np.random.default_rng(0).normal(500.0, 200.0, (2, 8, 16)).astype(np.float32)
     constants[1] = 1.0
-    _, found, _ = given_to(spec, batch_of(spec), constants)
+    _, found, _ = inputs_of(spec, batch_of(spec), constants)
     assert found.shape == (COUNT, 1 + 2 + 8, 8, 16) and torch.equal(found[0, 1:], found[-1, 1:])
     height, sea, *grid = found[0, 1:].double()
     expected_height = torch.from_numpy((constants[0] - constants[0].mean()) / constants[0].std()).double()
@@ -179,7 +181,7 @@ def test_image_condition_mask_and_constants_are_cropped_and_mirrored_together() 
         condition=places.repeat(COUNT, 1, 1, 1),
         mask=(places.to(torch.int64) % 3 > 0).to(torch.uint8).repeat(COUNT, 1, 1, 1),
     )
-    prepared, found, _ = given_to(spec, batch, places[0].numpy())
+    prepared, found, _ = inputs_of(spec, batch, places[0].numpy())
     assert torch.equal(found, prepared.x0), "the condition and the constant are where the image is"
     assert prepared.mask is not None and torch.equal(prepared.mask[:, 0], (prepared.x0[:, 0] % 3 > 0).to(torch.uint8))
     corners = {tuple(image[0, 0, [0, -1]].tolist()) for image in prepared.x0}
@@ -193,7 +195,7 @@ def test_components_change_their_sign_in_a_mirrored_image() -> None:
     data = {"horizontal_flips": True, "flips_negate": ["wind", 2], "variables": ["heat", "wind"], "normalise": None}
     spec = spec_of(STORED, data=data)
     batch = batch_of(spec)._replace(images=torch.ones(COUNT, 2, 8, 16), condition=torch.ones(COUNT, 1, 8, 16))
-    prepared, condition, _ = given_to(spec, batch)
+    prepared, condition, _ = inputs_of(spec, batch)
     signs = prepared.x0[:, 1, 0, 0]
     assert (prepared.x0[:, 0] == 1.0).all() and 20 < (signs == -1.0).sum() < 44
     assert torch.equal(condition[:, 0, 0, 0], signs)
@@ -204,16 +206,15 @@ def test_a_dropped_condition_is_zeros_and_a_flag_after_the_other_numbers() -> No
     condition = {**STORED, "grid_channels": 4, "vector": ["hours"], "vector_size": 2, "drop": 0.4}
     spec = spec_of(condition, False)
     batch = batch_of(spec)
-    _, found, (vector,) = given_to(spec, batch)
+    _, found, (vector,) = inputs_of(spec, batch)
     flag = vector[:, 2]
     assert 15 < flag.sum() < 36 and set(flag.tolist()) == {0.0, 1.0}
     assert batch.vector is not None
     assert torch.equal(vector[:, :2], torch.where(flag[:, None] == 1.0, 0.0, batch.vector))
     assert torch.equal((found == 0.0).flatten(1).all(1), flag == 1.0)
-    batch = batch_of(spec)
     objective = Denoising(spec, CPU, ABOUT)
     *_, quiet = objective.inputs(objective.held_out(batch, 0, Stream.HELD_OUT))
-    assert batch.vector is not None and torch.equal(quiet[:, :-1], batch.vector)
+    assert torch.equal(quiet[:, :-1], batch.vector)
     assert (quiet[:, -1] == 0.0).all(), "not dropped"
 
 
@@ -221,15 +222,15 @@ def test_a_dropped_condition_is_zeros_and_a_flag_after_the_other_numbers() -> No
 def test_a_made_condition_depends_on_the_images_index_and_the_seed_alone(kind: str) -> None:
     noise = {"noise": 0.7} if kind == "reduced" else {}
     spec = spec_of({"kind": kind, "drop": 0.3, **noise}, fields=False, data={"horizontal_flips": True})
-    _, whole, told = given_to(spec, batch_of(spec))
-    _, part, told_part = given_to(spec, batch_of(spec, count=COUNT - 40, first=40))
+    _, whole, others = inputs_of(spec, batch_of(spec))
+    _, part, others_of_part = inputs_of(spec, batch_of(spec, count=COUNT - 40, first=40))
     assert torch.equal(whole[40:], part)
-    assert all(torch.equal(one[40:], other) for one, other in zip(told, told_part, strict=True))
+    assert all(torch.equal(one[40:], other) for one, other in zip(others, others_of_part, strict=True))
     if kind == "reduced":
-        level, flag = told
+        level, flag = others
         assert torch.equal(level == 0.0, flag[:, 0] == 1.0), "a dropped condition has no level"
     other = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 4})})
-    assert not torch.equal(given_to(other, batch_of(spec))[1], whole)
+    assert not torch.equal(inputs_of(other, batch_of(spec))[1], whole)
 
 
 def test_each_rank_reads_what_it_uses() -> None:
@@ -246,3 +247,29 @@ def test_nothing_of_a_condition_waits_for_the_device() -> None:
     batch = batch_of(spec).each(lambda tensor: tensor.to("meta"))
     x_t, *_ = objective.inputs(objective.prepare(batch))
     assert x_t.shape == (COUNT, 3 + 4 + 4, 8, 16)
+
+
+# Text
+
+
+EMPTY = Encoded(torch.full((1, 3, 4), 7.0), torch.full((1, 2), 7.0))
+
+
+@pytest.mark.parametrize(("to", "value"), [("empty", 7.0), ("zeros", 0.0)])
+def test_a_share_of_captions_is_dropped_with_their_pooled_text(to: str, value: float) -> None:
+    count, drop = 4000, 0.3
+    text = Text(TextSpec.model_validate({"encoders": "x", "drop": drop, "drop_to": to}), EMPTY, seed=5)
+    index, ones = torch.arange(count), torch.ones(count, 3, 4)
+    context = text.context(ones, None, index)
+    dropped = (context == value).all(dim=(1, 2))
+    assert torch.equal(context[~dropped], ones[~dropped])
+    assert torch.equal((text.pooled(torch.ones(count, 2), index) == value).all(dim=1), dropped)
+    deviations = (dropped.sum().item() - count * drop) / math.sqrt(count * drop * (1 - drop))
+    assert abs(deviations) < 5.0, "which a share of 0.3 exceeds in one of two million draws"
+    assert torch.equal(text.context(ones[:7], None, index[7:14]), context[7:14]), "a function of the index alone"
+
+
+def test_tokens_in_8_bits_are_multiplied_by_their_scale() -> None:
+    text = Text(TextSpec(encoders="x", drop=0.0), EMPTY, seed=0)
+    tokens, scale = torch.full((2, 3, 4), -5, dtype=torch.int8), torch.tensor([[1.0, 2.0, 0.5]] * 2)
+    assert torch.equal(text.context(tokens, scale, torch.arange(2)), -5.0 * scale[:, :, None].expand(2, 3, 4))

@@ -20,13 +20,13 @@ from ddpm_ds.config.ds_config import DS_CONFIGS
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.diffusion.choices import TARGETS
-from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
+from ddpm_ds.diffusion.levels import Continuous
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
 from ddpm_ds.planning import plan_run
 from tests.diffusion import sampling
-from tests.diffusion.sampling import FLOW, sample, sampler_of
+from tests.diffusion.sampling import FLOW, best_prediction, sample, sampler_of
 from tests.launching import tiny_spec
 
 EDM = sampling.EDM.model_copy(update={"sigma_data": 0.6})
@@ -139,12 +139,6 @@ def test_eulers_steps_of_flow_matching_go_along_the_velocity() -> None:
 def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> None:
     """Data ~ N(0.3, 0.5^2), whose best denoiser is known, and whose images are those of its noise in a straight way."""
 
-    def exact(x_t: Tensor, level: NoiseLevel) -> Tensor:
-        variance = (level.signal * 0.5) ** 2 + level.noise**2
-        centred = x_t - level.signal * 0.3
-        x0, eps = 0.3 + level.signal * 0.25 / variance * centred, level.noise / variance * centred
-        return TARGETS["v"].target(x0, eps, level)
-
     errors = []
     for steps in (32, 64, 128):
         sampler = sampler_of(EDM, kind=kind, steps=steps, clip="none", sigma_min=0.02, sigma_max=20)
@@ -154,7 +148,9 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
         wanted = last.signal * 0.3 + (last.signal**2 * 0.25 + last.noise**2).sqrt() * normal(4)
         previous = None
         for number, t in enumerate(sampler.times[:-1]):
-            x, previous = sampler.step(number, x, exact(x, levels[t]), noise=None, previous_x0=previous)
+            x, previous = sampler.step(
+                number, x, best_prediction("v", x, levels[t], 0.3, 0.5), noise=None, previous_x0=previous
+            )
         errors.append((x - wanted).abs().max().item())
     assert [one / two for one, two in pairwise(errors)] == pytest.approx([2.0**order] * 2, rel=0.2)
 

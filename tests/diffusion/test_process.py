@@ -24,7 +24,7 @@ def process(device: str = "cpu", seed: int = 0, **values: Any) -> Diffusion:
 
 
 def prepared(diffusion: Diffusion, pixels: Tensor, index: Tensor, flips: bool, size: Any = None) -> Tensor:
-    """x0 of images with what is drawn for them."""
+    """x0 of images, with their own draws."""
     return diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips, size)
 
 
@@ -37,6 +37,13 @@ def images(count: int, size: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
     return pixels, torch.arange(1_000_000, 1_000_000 + count)
+
+
+def noisy(diffusion: Diffusion, count: int, flips: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """x0, eps and t of images."""
+    x0 = prepared(diffusion, *images(count), flips)
+    t, eps = drawn(diffusion, images(count)[1], tuple(x0.shape))
+    return x0, eps, t
 
 
 @pytest.mark.parametrize("size", [None, (3, 3), (4, 2)])
@@ -91,9 +98,7 @@ def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) 
 def test_loss_reads_its_tensors_as_they_lie() -> None:
     """Neither the loss nor its backward changes a layout: what would is a copy of a whole tensor."""
     diffusion = process(objective="v", weighting="min_snr")
-    pixels, index = images(4)
-    x0 = prepared(diffusion, pixels, index, True)
-    t, eps = drawn(diffusion, index, x0.shape)
+    x0, eps, t = noisy(diffusion, 4, flips=True)
     prediction = torch.randn_like(x0).requires_grad_()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         diffusion.loss(prediction, x0, eps, t).backward()
@@ -229,9 +234,7 @@ def test_an_offset_is_one_keyed_normal_number_of_each_image_and_channel_in_the_n
 
 def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:
     diffusion = process()
-    pixels, index = images(12)
-    x0 = prepared(diffusion, pixels, index, False)
-    t, eps = drawn(diffusion, index, x0.shape)
+    x0, eps, t = noisy(diffusion, 12)
     prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
     loss = diffusion.loss(prediction, x0, eps, t)
     torch.testing.assert_close(loss, (prediction - eps).square().mean())
@@ -242,9 +245,7 @@ def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_ove
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_loss_and_its_gradient_are_taken_in_fp32_from_any_prediction(dtype: torch.dtype) -> None:
     diffusion = process(objective="v")
-    pixels, index = images(4)
-    x0 = prepared(diffusion, pixels, index, False)
-    t, eps = drawn(diffusion, index, x0.shape)
+    x0, eps, t = noisy(diffusion, 4)
     prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     loss = diffusion.loss(prediction, x0, eps, t)
     exact = prediction.detach().float().requires_grad_()

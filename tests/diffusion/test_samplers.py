@@ -21,7 +21,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, visited
-from tests.diffusion.sampling import SPACINGS, sample, sampler_of
+from tests.diffusion.sampling import SPACINGS, best_prediction, sample, sampler_of
 
 KINDS = ("ddpm", "ddim", "dpm_solver")
 
@@ -39,11 +39,7 @@ def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor,
     levels = NoiseLevel.of(alpha_bars(diffusion))
 
     def denoise(x_t: Tensor, t: int) -> Tensor:
-        level = NoiseLevel(levels.signal[t], levels.noise[t])
-        variance = (level.signal * s) ** 2 + level.noise**2
-        centred = x_t.double() - level.signal * mu
-        x0, eps = mu + level.signal * s**2 / variance * centred, level.noise / variance * centred
-        return TARGETS[diffusion.objective].target(x0, eps, level)
+        return best_prediction(diffusion.objective, x_t.double(), NoiseLevel(levels.signal[t], levels.noise[t]), mu, s)
 
     return denoise
 

@@ -171,7 +171,7 @@ def build_awake_layer(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 class Expected(NamedTuple):
-    """What a step of every pipeline must give."""
+    """Results that a step of every pipeline must give, on the CPU at first."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -202,16 +202,16 @@ class Reference:
         gradients = {}
         for name, parameter in self.modules.named_parameters():
             assert parameter.grad is not None, name
-            gradients[name] = parameter.grad.float() / self.scale
+            gradients[name] = (parameter.grad.float() / self.scale).cpu()
         for master, gradient in zip(self.masters, gradients.values(), strict=True):
-            master.grad = gradient.clone()
+            master.grad = gradient.to(master.device, copy=True)
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(self.modules.parameters(), self.masters, strict=True):
                 parameter.copy_(master)
                 parameter.grad = None
-        moments = [self.optimizer.state[master]["exp_avg"].flatten().clone() for master in self.masters]
+        moments = [self.optimizer.state[master]["exp_avg"].flatten().to("cpu", copy=True) for master in self.masters]
         return Expected(loss.item(), gradients, dict(zip(gradients, moments, strict=True)))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
@@ -231,14 +231,10 @@ def expected_steps(precision: Precision, compiled: bool, process: Process) -> li
     if torch.distributed.get_rank() == 0:
         spec = spec_of(compiled, process)
         reference = Reference(spec, layers_of(spec), precision)
-        found = [moved([reference.step(global_batch(spec, step)) for step in range(STEPS)], torch.device("cpu"))]
+        found = [[reference.step(global_batch(spec, step)) for step in range(STEPS)]]
     torch.distributed.broadcast_object_list(found)
-    return moved(found[0], device())
-
-
-def moved(steps: list[Expected], to: torch.device) -> list[Expected]:
-    """Steps whose tensors are on a device."""
-    return tree_map(lambda value: value.to(to) if isinstance(value, Tensor) else value, steps)
+    here: list[Expected] = tree_map(lambda value: value.to(device()) if isinstance(value, Tensor) else value, found[0])
+    return here
 
 
 def error_of(engine: UnetPipelineEngine, name: str, found: Tensor, whole: Tensor) -> float:
@@ -257,7 +253,7 @@ def bits_of_whole_parameters(engine: UnetPipelineEngine) -> str:
 
 
 def difference(found: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
-    """Relative to the norm of what is expected, or of the ``whole`` of which it is a part."""
+    """Norm of the difference, relative to the norm of ``expected``, or of the ``whole`` that it is a part of."""
     return ((found - expected).norm() / (expected if whole is None else whole).norm()).item()
 
 
@@ -437,7 +433,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     seen = watch_gradients(engine, sent)
     contexts = watch_contexts(engine) if engine.readers else []
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
-    # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
+    # Compiled layers run eagerly where operators are watched; each of these processes sends the same bytes.
     counting, records = not case.compile and case.process in COUNTED, []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():

@@ -200,7 +200,7 @@ class _Player:
         match operation.does:
             case "send" | "receive":
                 assert operation.edge is not None
-                # Messages between hosts are told apart by their tags, so each has a queue of its own.
+                # Tags distinguish messages between hosts, so each has a queue of its own.
                 key = operation[1:4] if operation.by_host else communicator(operation.edge)
                 self.queues.setdefault(key, deque()).append((operation, self.now))
                 first = self.number - self.number % self.stages

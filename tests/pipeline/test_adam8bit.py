@@ -85,13 +85,9 @@ def test_the_table_is_the_papers_and_its_error_is_that_of_the_widest_gap(signed:
     assert code.error == pytest.approx(0.45 / (64 if signed else 128), rel=1e-4)
     values = torch.linspace(-1 if signed else 0, 1, 256 * 256).view(-1, 256)
     values[:, 0] = 1.0
-    errors = (code.decode(*spread(code.encode(values))) - values).abs()
+    codes, scales = code.encode(values)
+    errors = (code.decode(codes, scales[:, None]) - values).abs()
     assert 0.99 * code.error < errors.max() <= code.error * (1 + 1e-5)
-
-
-def spread(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes, and scales that fit them."""
-    return encoded[0], encoded[1][:, None]
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -194,7 +190,7 @@ def test_without_rounding_it_is_pytorchs_adamw(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(flat[:-5], weights.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_launches_are_those_that_the_planner_counts_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_takes_as_many_launches_as_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many parameters there are."""
     counts = []
     for blocks in (2**14, 1):
@@ -231,7 +227,7 @@ def test_a_skipped_step_changes_no_bit(steps: int) -> None:
     assert all(map(torch.equal, before, state_of(optimizer, flat)))
 
 
-def test_what_is_loaded_is_what_was_saved_and_what_fp32_state_is_rounded_to() -> None:
+def test_moments_that_were_saved_and_fp32_moments_load_alike() -> None:
     (optimizer, flat, pieces), (other, _, _) = optimizer_of(CUTS[2]), optimizer_of(CUTS[2])
     optimizer.take([gradient_of(0, flat)], None)
     for piece, number in itertools.product(pieces, (0, 1)):

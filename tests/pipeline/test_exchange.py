@@ -60,7 +60,7 @@ def test_no_rank_makes_objects_of_what_another_has_pickled() -> None:
 
 
 def pickling_in(path: Path) -> set[str]:
-    """The collectives on objects, and what is used of the module pickle, in a file."""
+    """The collectives on objects and the names of the module pickle that a file uses."""
     used = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     of_pickle = {node.attr for node in used if isinstance(node.value, ast.Name) and node.value.id == "pickle"}
     return of_pickle | {node.attr for node in used if node.attr in COLLECTIVES}

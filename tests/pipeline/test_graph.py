@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -239,7 +238,7 @@ def one(zero: int, precision: Precision, micro_batches: int = 2, checkpoint: int
 
 SIZED_REPLAYS = [[2], [2], [1], [3], [2], [2]]
 """Replays of each graph of three orders of sizes. Steps 2, 3 and 7 are the first of theirs, whose trials drop the
-others; steps 10 to 12 replay what is kept."""
+others; steps 10 to 12 replay kept graphs."""
 CASES = [
     one(1, "bf16", fp32_accumulation=True),
     one(0, "bf16", micro_batches=1, checkpoint=2),
@@ -275,15 +274,6 @@ def ranks_of(case: Case) -> int:
     return case.stages * case.replicas * case.tensor
 
 
-def name_of(case: Case) -> str:
-    more = (
-        "-8bit" if case.eight_bit else "-wide" if case.fp32_accumulation else "-growing" if case.growing_scale else ""
-    )
-    kept = f"-{case.checkpoint}" if case.checkpoint else ""
-    layout = f"{case.stages}x{case.replicas}x{case.tensor}"
-    return f"{layout}-zero{case.zero}-{case.precision}-{case.process}-{case.schedule}{kept}{more}"
-
-
 def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> list[list[list[dict[str, Any]]]]:
     """The two courses of each case on each rank: ``[case][rank][eager or replayed]``."""
     given = [[asdict(case), fault] for case, fault in cases]
@@ -300,27 +290,29 @@ def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> 
         pytest.param((MORE, 2), id="2, more", marks=pytest.mark.long),
     ],
 )
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Any]]:
     cases = [case for case in request.param[0] if ranks_of(case) == request.param[1]]
     both = courses(tmp_path_factory.mktemp("graphs"), [(case, "") for case in cases])
-    return {name_of(case): ranks for case, ranks in zip(cases, both, strict=True)}
+    return [*zip(cases, both, strict=True)]
 
 
 @pytest.mark.launch
-def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_replays(found: dict[str, Any]) -> None:
+def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_replays(
+    found: list[tuple[Case, Any]],
+) -> None:
     """Also around a step that is watched and one that is skipped, after both of which the step is recorded again."""
-    for name, ranks in found.items():
+    for case, ranks in found:
         for eager, replayed in ranks:
-            assert replayed["steps"] == eager["steps"], name
-            assert replayed["weights"] == eager["weights"], name
-            assert eager["lasting nodes"] == 0, name
-            steps, cut = len(eager["steps"]), name.startswith("2x")
-            assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * (steps - BAD_STEP), name
+            assert replayed["steps"] == eager["steps"], case
+            assert replayed["weights"] == eager["weights"], case
+            assert eager["lasting nodes"] == 0, case
+            later = len(eager["steps"]) - BAD_STEP
+            assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * later, case
             # the first of the three is the trial
-            assert replayed["replays"] == ([[3], [1]] if "buckets" not in name else SIZED_REPLAYS), name
-            assert {parts > 1 for parts in replayed["parts"]} == {cut}, name
-            assert replayed["lines"] == [LINES[cut]], name
-            assert ("graphs is true" in replayed["reason"]) == (not re.match("1x.x1-", name)), name
+            assert replayed["replays"] == ([[3], [1]] if case.process != "buckets" else SIZED_REPLAYS), case
+            assert {parts > 1 for parts in replayed["parts"]} == {case.stages > 1}, case
+            assert replayed["lines"] == [LINES[case.stages > 1]], case
+            assert ("graphs is true" in replayed["reason"]) == (case.stages * case.tensor > 1), case
 
 
 @pytest.mark.launch
@@ -348,9 +340,9 @@ def test_on_gpus_replayed_steps_train_as_eager_ones(ranks: int, shared: bool, tm
     for case, reports in zip(cases, found, strict=True):
         slack = LATER[case.precision] * LOSS_TOLERANCE[case.precision]
         for eager, replayed in reports:
-            assert replayed["lines"] == [LINES[case.stages > 1]], name_of(case)
+            assert replayed["lines"] == [LINES[case.stages > 1]], case
             for one, other in zip(eager["steps"], replayed["steps"], strict=True):
-                assert other == pytest.approx(one, rel=slack, nan_ok=True), name_of(case)
+                assert other == pytest.approx(one, rel=slack, nan_ok=True), case
 
 
 @pytest.mark.gpu

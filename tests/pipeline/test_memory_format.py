@@ -1,6 +1,6 @@
 """Images are channels-last from the first convolution to the loss and back, in every stage and between them.
 
-As a script, with CASES.json and REPORT_FOLDER, this is one rank, which writes what it has found to ``rank{r}.json``.
+As a script, with a file of cases and a folder, this is one rank, which counts tensors in other formats.
 """
 
 from __future__ import annotations
@@ -87,18 +87,16 @@ def run_case(case: Case) -> tuple[int, Counter[str]]:
     return formats.seen, formats.others
 
 
-def test_no_layout_is_converted_in_a_stage_or_on_its_way_to_the_next(tmp_path: Path) -> None:
-    check(2, CASES, tmp_path)
-
-
-@pytest.mark.gpu
-def test_no_layout_is_converted_on_a_gpu(tmp_path: Path) -> None:
-    check(1, ON_A_GPU, tmp_path, DS_ACCELERATOR="cuda")
-
-
-def check(processes: int, cases: list[Case], folder: Path, **environment: str) -> None:
+@pytest.mark.parametrize(
+    ("processes", "cases", "environment"),
+    [(2, CASES, {}), pytest.param(1, ON_A_GPU, {"DS_ACCELERATOR": "cuda"}, marks=pytest.mark.gpu)],
+    ids=["CPUs", "GPU"],
+)
+def test_no_layout_is_converted_in_a_stage_or_on_its_way_to_the_next(
+    processes: int, cases: list[Case], environment: dict[str, str], tmp_path: Path
+) -> None:
     """Every rank of every case sees activations, and none in another format."""
-    for reports in run_cases(processes, Path(__file__), [asdict(case) for case in cases], folder, **environment):
+    for reports in run_cases(processes, Path(__file__), [asdict(case) for case in cases], tmp_path, **environment):
         for case, (seen, others) in zip(cases, reports, strict=True):
             assert seen > 100 and others == {}, case
 

@@ -1,4 +1,4 @@
-"""Programs: the order in which each rank works, written out, and what is refused."""
+"""Programs: the order in which each rank works, written out, and faults that are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from ddpm_ds.config.ds_config import Schedule
-from ddpm_ds.pipeline.cuts import segments, stages_of
 from ddpm_ds.pipeline.schedule import (
     Instruction,
     Program,
@@ -71,10 +70,6 @@ def test_what_a_pass_has_made_is_sent_when_it_is_made_and_a_micro_batch_is_loade
 def test_fewer_micro_batches_than_the_fold_wants_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 \\* 2 micro-batches, got 3"):
         program("folded", 3, 2, 0)
-
-
-def test_the_stages_of_a_rank_and_their_layers() -> None:
-    assert segments((0, 2, 5, 7, 9), "folded", 0) == ((0, 2), (7, 9)) and stages_of(1, 2, "folded") == (1, 2)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "micro_batches"), PLACES)

@@ -1,4 +1,4 @@
-"""Layers that ranks compute together: what is summed, and what is computed meanwhile. Gradients are on the ladder."""
+"""Layers that ranks compute together: sums, and the work meanwhile. Gradients are on the ladder."""
 
 from __future__ import annotations
 

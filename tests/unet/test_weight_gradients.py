@@ -109,7 +109,7 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
     monkeypatch.setitem(weight_gradients.ENOUGH_PIXELS, "cpu", enough)
     waiting = WaitingGradients(SPLIT)
     split = unet(dtype, layers, waiting)
-    if tapped:  # as what is compiled is wrapped
+    if tapped:  # as compiled layers are
         monkeypatch.setattr(torch, "compile", lambda compute, **_: compute)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
         compile_layers([*split.layers], Path("unused"))
