@@ -150,7 +150,7 @@ def plan_run(
     rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single one.
 
     Raises:
-        SpecError, DsConfigError, LayoutError: one line each, before anything is started.
+        SpecError, DsConfigError, LayoutError: in one line.
     """
     spec = load_spec(spec_path, spec_overrides(overrides))
     if spec.sampler.guidance_between != ALL_SIGMAS:
@@ -177,11 +177,7 @@ def plan_run(
 
 
 def decided(plan: RunPlan, device: torch.device) -> RunPlan:
-    """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device.
-
-    Raises:
-        DsConfigError: the JSON asks a CPU for graphs.
-    """
+    """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device."""
     from ddpm_ds.device import memory_bytes
     from ddpm_ds.predict.decisions import fitted
 
@@ -265,11 +261,7 @@ def _smaller(plan: RunPlan, *, on_cpu: bool, new: bool) -> Iterator[tuple[list[s
 
 
 def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
-    """Return a decided plan with measured cuts and the order of a planned schedule, where asked for. Collective.
-
-    Raises:
-        LayoutError: the U-Net can't be cut into so many stages; on all ranks alike.
-    """
+    """Return a decided plan with measured cuts and the order of a planned schedule, where asked for. Collective."""
     from ddpm_ds.pipeline.schedule import Program
     from ddpm_ds.predict.decisions import measured_cuts
     from ddpm_ds.processes.process_group import decided_by_rank_0
@@ -331,7 +323,7 @@ def plan(
 
     Raises:
         DsConfigError: the JSON can't be read, or training would refuse it.
-        LayoutError: no layout divides devices, layers and batch, or none fits; or the devices are unknown.
+        LayoutError: no layout divides devices, layers and batch, or fits; or the devices are unknown.
     """
     config = check_ds_config(read_ds_config(ds_config, overrides), ds_config, spec)
     if device_kind is None:

@@ -65,10 +65,7 @@ def weight_share(layer: Layer) -> float:
 
 
 def update_bytes(job: Workload, layout: Layout) -> int:
-    """Return the bytes per parameter that the optimizer's step and the averages of the weights read and write.
-
-    Averages that the host updates meanwhile are not counted.
-    """
+    """Return the bytes per parameter that the optimizer's step and averages, but for the host's, read and write."""
     beside = job.spec.ema.on_host and not layout.offload
     return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
 
@@ -84,8 +81,8 @@ def planned_costs(
 ) -> list[RankCosts]:
     """Return the costs of each rank's instructions on a machine, for the simulator.
 
-    ``times`` are the seconds of every layer, split as in the layout, for one micro-batch, without recomputation; the
-    sums of a tensor group are added to them, unless they are in them.
+    ``times`` are the seconds of every layer, split as in the layout, for one micro-batch, without recomputation;
+    ``with_sums`` adds those of tensor groups.
     """
     job = job.of(layout)
     sends, replicas = shared(job, layout), layout.replicas
@@ -166,9 +163,7 @@ def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
 
 
 def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes:
-    """Return a function that estimates layers' times: arithmetic and memory traffic, or the host's launches of
-    ``launch`` seconds each if they take longer.
-    """
+    """Return a function that estimates layers' times: arithmetic and memory traffic, or launches if longer."""
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
@@ -216,10 +211,7 @@ def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
 
 
 def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
-    """Return the bytes per second around the ring through the replicas of a rank of the pipeline.
-
-    Across nodes every device of a node uses its share of the network.
-    """
+    """Return the bytes per second around the ring of a rank's replicas; across nodes each device has its share."""
     where = grid(machine, layout)
     if not where.rings[rank].crossing:
         return machine.link_bandwidth
@@ -258,9 +250,7 @@ def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Seq
 def agreement_seconds(
     job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
 ) -> float:
-    """Return the seconds a step in which a tensor group sums gradients that each rank computes a part of, and on GPUs
-    copies those that all compute from the first rank.
-    """
+    """Return the seconds a step for a tensor group's sums of partial gradients, and on GPUs copies of others."""
     alike = 0 if job.on_cpu else sum(layer.parameters for layer in layers if not layer.sums)
     elements = 2 * sum(layer.partial_vectors for layer in layers) + alike
     return _group_seconds(machine, layout, 1, elements * gradient_bytes)

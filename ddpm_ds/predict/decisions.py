@@ -64,11 +64,7 @@ class Plan:
     """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
-        """Return the DeepSpeed JSON that trains with layout ``number`` of the best.
-
-        Raises:
-            LayoutError: there is no such layout.
-        """
+        """Return the DeepSpeed JSON that trains with layout ``number`` of the best; LayoutError if there is none."""
         if number not in range(len(self.best)):
             raise LayoutError(f"number = {number!r} is no layout of the plan; use one from 0 to {len(self.best) - 1}")
         layout = self.best[number].layout
@@ -137,10 +133,7 @@ def _sort_out_groups(
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
     """Return layouts that training accepts; recomputing ones have the interval that needs least memory.
 
-    ``path`` is that of the DeepSpeed JSON, for messages. The layouts are all of the job, or ``among``.
-
-    Raises:
-        DsConfigError: training would refuse the JSON with every layout.
+    ``path`` is of the DeepSpeed JSON, for messages; DsConfigError if training would refuse it with every layout.
     """
     chosen: list[Layout] = []
     recomputing: dict[Layout, tuple[int, Layout]] = {}
@@ -290,11 +283,7 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], 
 
 
 def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]:
-    """Return the bounds with which the slowest rank is fastest, within its memory if possible.
-
-    Raises:
-        LayoutError: the U-Net can't be cut into so many stages.
-    """
+    """Return the bounds with which the slowest rank is fastest, if possible within its memory; LayoutError if none."""
     among = _layouts(ds, predictor, ())
     if predictor.cut(among[0]) is None:
         count = len(predictor.job.layers)

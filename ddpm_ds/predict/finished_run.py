@@ -69,7 +69,7 @@ class FinishedRun:
     ranks: tuple[RankFacts, ...]
     """Ranks of one pipeline."""
     step_seconds: float
-    """Seconds of a traced step, without checkpoints, sampling and validation; of the run's steps if replayed."""
+    """Seconds of a traced step without pauses; of the run's steps if replayed."""
     peak_flops_per_second: float
     """Flops per second that one device reaches in matrix products; 0 means unknown."""
     overflows: Overflows
@@ -143,9 +143,7 @@ class FinishedRun:
         return [(LayerSeconds(share * start.forward, share_back * start.backward), rest) for start in starts]
 
     def layer_times(self, layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
-        """Return the passes of every layer for one micro-batch, without recomputation; ``layers`` may be split in
-        another way than the run's.
-        """
+        """Return the passes of every layer, split in any way, for one micro-batch, without recomputation."""
         return [
             LayerSeconds(
                 start.forward + images * layer.macs * per_mac.forward,
@@ -171,11 +169,7 @@ class FinishedRun:
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
-    """Read a run's folder.
-
-    Raises:
-        OutputError: it is no run's folder, has no traced step of its present layout, or a file is damaged.
-    """
+    """Read a run's folder; OutputError if it is none, has no traced step of its layout, or a file is damaged."""
     if not (run_dir / SPEC).is_file():
         raise OutputError(f"{run_dir} is not the folder of a run; name one that launch/train.py has written")
     if not (run_dir / SUMMARY).is_file():
@@ -270,15 +264,12 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
 
 
 def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
-    """Return the ranks of one pipeline from a trace's summary."""
-    return tuple(
-        _mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
-        for rank in range(summary["pipeline_ranks"])
-    )
+    """Return the ranks of one pipeline from a trace's summary, each the mean of the processes that have it."""
+    ranks = range(summary["pipeline_ranks"])
+    return tuple(_mean([one for one in summary["ranks"] if one["pipeline_rank"] == rank]) for rank in ranks)
 
 
-def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
-    """Average a rank of the pipeline over all processes that have it."""
+def _mean(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     own = {
         field.name: fmean(
             one[field.name] if field.name in one else math.fsum(phase[field.name] for phase in one["phases"])

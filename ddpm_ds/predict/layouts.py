@@ -63,7 +63,7 @@ INTERVALS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Data sheet: nominal rates of one device, in one direction for links."""
+    """Data sheet: nominal rates of one device, in one direction for links in a node and for its network."""
 
     half_teraflops: float
     single_teraflops: float
@@ -71,9 +71,7 @@ class DeviceKind:
     memory_gib: float
     memory_gigabytes_per_second: float
     link_gigabytes_per_second: float
-    """Gigabytes per second between devices of a node."""
     network_gigabytes_per_second: float
-    """Gigabytes per second between nodes, per device."""
 
 
 KINDS = {
@@ -353,7 +351,7 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield all layouts of a job that divide devices, layers and batch without remainder, with a ``tensor`` split.
 
-    ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
+    ``offload`` allows Adam's state in host memory.
     """
     batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
     needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero

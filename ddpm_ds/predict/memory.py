@@ -70,17 +70,18 @@ class Memory:
 
 
 def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[Memory, ...]:
-    """Return the memory of each rank of a pipeline at the larger of two peaks.
-
-    One is in the passes, with activations; the other in the optimizer's step, without them.
-    """
+    """Return the memory of each rank of a pipeline, in the passes or in the optimizer's step, whichever is larger."""
     found, job = [], job.of(layout)
     encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else []
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
         state = _State(job, layout, sum(stage.parameters for stage in own), moments)
-        activations = _activations(layout, rank, keeps)
+        first, last = (
+            layout.micro_batch_images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1])
+        )
+        skips = layout.micro_batch_images * keeps[0].skips
+        activations = max(down * first + up * last + between * skips for down, up, between in _moments(layout, rank))
         text = context_elements(job.largest_layers, *((stage.start, stage.stop) for stage in own))
         # one message in each channel: received ahead of its use, or sent but not delivered
         messages = sum(2 * (stage.sent_elements + stage.received_elements) for stage in own)
@@ -102,10 +103,7 @@ def peak_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> int:
 
 
 def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> int:
-    """Return the peak bytes of activations on the fullest rank, which checkpointing can save.
-
-    They exclude received messages and copies of skips and weights, which :func:`pipeline_memory` also counts.
-    """
+    """Return the peak bytes of activations on the fullest rank, without messages and copies of skips and weights."""
     images = layout.micro_batch_images
     return images * max(
         down * keeps[0].layers + up * keeps[-1].layers
@@ -145,10 +143,7 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
 
 class _State:
-    """Bytes of a rank's weights, gradients and optimizer, which do not depend on the number of images.
-
-    ``moments`` are the bytes of Adam's moments of all ``parameters``.
-    """
+    """Bytes of a rank's weights, gradients and optimizer, whatever the images; ``moments`` are Adam's for all of it."""
 
     def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
@@ -297,13 +292,6 @@ def moments(
 def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
     count = min(layout.micro_batches, FILLING * layout.stages)
     return moments(layout.schedule, count, layout.stages, rank, layout.most_held)
-
-
-def _activations(layout: Layout, rank: int, keeps: Sequence[Kept]) -> int:
-    images = layout.micro_batch_images
-    first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))
-    waiting = images * keeps[0].skips
-    return max(down * first + up * last + between * waiting for down, up, between in _moments(layout, rank))
 
 
 @functools.lru_cache(maxsize=65536)

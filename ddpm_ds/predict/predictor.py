@@ -36,31 +36,27 @@ FEW_PER_RANK = 4
 """Number of micro-batches per rank for comparing cuts."""
 SIMULATED = 2048
 """Maximum ranks times micro-batches of a fully simulated step; beyond it each micro-batch adds the same time."""
-
-MOST_IMPROVED = 8
-"""Maximum number of ranks for which moves of single cuts are simulated."""
-LEAST_GAIN = 1e-3
-"""Minimum gain, as a share of a step, for which a cut is moved."""
+MOST_IMPROVED, LEAST_GAIN = 8, 1e-3
+"""Maximum number of ranks for which moves of single cuts are simulated, and the least share of a step for a move."""
 
 Bounds = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of one step of a layout."""
+    """Prediction of one step of a layout; seconds are a device's mean."""
 
     layout: Layout
     step_seconds: float
     bubble: float
     """Share of all devices' time spent waiting for another stage."""
     pass_seconds: float
-    """Mean seconds of a device in forwards and backwards, including ZeRO-2's reductions."""
+    """Seconds of forwards and backwards, including ZeRO-2's reductions."""
     update_seconds: float
-    """Mean seconds of a device for reducing gradients, stepping and gathering weights."""
+    """Seconds for reducing gradients, stepping and gathering weights."""
     summing_seconds: float
-    """Mean seconds of a device for sums of its tensor group, which are part of its forwards and backwards."""
+    """Seconds for sums of its tensor group, a part of :attr:`pass_seconds`."""
     memory: tuple[Memory, ...]
-    """Memory of each rank of the pipeline."""
     traffic: Traffic
 
     @property
@@ -136,10 +132,7 @@ class Predictor:
         return best
 
     def improve(self, layout: Layout) -> None:
-        """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and it still fits.
-
-        Earlier cuts minimise the busiest rank's passes; this also counts the optimizer and the order.
-        """
+        """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and fits."""
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
         few, usable = _few(layout), self.machine.usable_bytes

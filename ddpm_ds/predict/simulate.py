@@ -167,9 +167,7 @@ def simulate(
     programs: Sequence[Program] | None = None,
     keep_events: bool = False,
 ) -> Simulation:
-    """Simulate one step of a pipeline of ``len(costs)`` ranks, by ``programs`` or by those of the schedule's name.
-
-    Takes a microsecond or so per instruction.
+    """Simulate one step of a pipeline of ``len(costs)`` ranks, by ``programs`` or by the schedule's own.
 
     Raises:
         ValueError: the schedule can't have so few micro-batches.
@@ -252,9 +250,8 @@ def planned(
 ) -> tuple[Program, ...]:
     """Return the programs with the shortest simulated step that is found; a function of the arguments alone.
 
-    Args:
-        schedule: decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried.
-        most_held: maximum micro-batches of a rank between their first forward and their last gradients.
+    ``schedule`` decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried. ``most_held``
+    is the maximum of a rank's micro-batches between their first forward and their last gradients.
     """
     ends = [ends for rank in range(1, len(costs)) for ends in ((rank - 1, rank), (rank, rank - 1))]
     links = tuple((one, link(*one)) for one in ends)

@@ -46,9 +46,8 @@ MUCH_MORE = 0.2
 """Additional share of the time that another number of stages has to save: its messages are not measured."""
 MOST_LAYOUTS = 4
 """Number of layouts of which the one with the fewest settings is taken, if they save about the same."""
-MOST_WORKERS = 16
-PAUSE_SHARE = 0.01
-"""Share of the time that pauses may take after a change."""
+MOST_WORKERS, PAUSE_SHARE = 16, 0.01
+"""Most loader processes, and share of the time that pauses may take, after a change."""
 SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
 """Range of bytes per second in which the speed of links is searched, and how often it is halved."""
 ORDERS = 2
@@ -67,7 +66,7 @@ class Change:
     """Change of settings, and its predicted saving."""
 
     words: str
-    """Description of the change, in a sentence."""
+    """Description, in a sentence."""
     gain: float
     """Share of an image's time that the change saves."""
     settings: dict[str, Any]
@@ -94,9 +93,8 @@ class Verdict:
     evidence: str
     """Numbers behind the largest cost, in a sentence."""
     change: Change | None
-    """Change to try next; None if no change of a setting is predicted to make the run faster."""
+    """Change to try next; None if none is predicted to make the run faster."""
     processes: int
-    """Processes of the run."""
 
     @property
     def healthy(self) -> bool:
@@ -120,8 +118,7 @@ def conclude(run_dir: Path, device: Device) -> Verdict:
     """Judge a run at its end, on rank 0, whose device is given, and write ``verdict.txt``; takes up to some seconds.
 
     Raises:
-        OutputError: no step was traced, or the run's files can't be read.
-        OSError: a file can't be written.
+        OutputError, OSError: no step was traced, or the run's files can't be read or written.
     """
     found = verdict(replace(facts_of(run_dir), device=device))
     write_device(run_dir, device)

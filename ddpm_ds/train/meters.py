@@ -124,10 +124,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak bytes that PyTorch's allocator has reserved on ``device``: tensors and gaps; 0 on a CPU.
-
-    The CUDA context and the communicators of NCCL come on top.
-    """
+    """Return the peak bytes of PyTorch's allocator on ``device``, to which context and NCCL add; 0 on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
@@ -162,8 +159,7 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
 def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
     """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
 
-    ``usage/step_seconds`` and ``usage/data_wait_seconds`` are means per step. ``macs_per_image`` are the
-    multiply-accumulates of one image's forward pass through the whole U-Net.
+    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net.
     """
     images_per_second, devices = interval.images / interval.seconds, sum(map(len, interval.stage_peak_memory_bytes))
     peaks = [float(max(ranks)) for ranks in interval.stage_peak_memory_bytes]

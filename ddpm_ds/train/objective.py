@@ -264,16 +264,15 @@ def rate_of(spec: RunSpec) -> Callable[[int, int], float] | None:
 
 
 class _Part(NamedTuple):
-    """Held-out images that are one micro-batch."""
+    """Held-out images of one size that are one micro-batch; arrays are (n,)."""
 
     store: DatasetCache
-    """Cache in which they are, of one size of images."""
     positions: Indices
-    """Their positions there, (n,)."""
+    """Positions in the store."""
     places: Indices
-    """Their places among all held-out images, (n,)."""
+    """Places among all held-out images."""
     counts: npt.NDArray[np.float64]
-    """1 for each, or 0 for images that fill it up, (n,)."""
+    """1 for each, or 0 for images that fill it up."""
 
 
 class HeldOutLoss:

@@ -92,26 +92,12 @@ class InitialWeights:
 
 
 MAY_CHANGE = (
-    "name",
-    "train.images",
-    "train.accumulation",
-    "ema.on_host",
-    "checkpoint.",
-    "bad_numbers.",
-    "sampler.",
-    "samples.",
-    "evaluation.",
-    "logging.",
-    "data.workers",
-    "data.store_root",
-    "data.path",
-    "data.held_out_path",
-    "data.condition.path",
-    "data.condition.held_out_path",
-    "data.autoencoder",
-    "data.max_bad_fraction",
+    *("name", "train.images", "train.accumulation", "ema.on_host"),
+    *("checkpoint.", "bad_numbers.", "sampler.", "samples.", "evaluation.", "logging."),
+    *("data.workers", "data.store_root", "data.autoencoder", "data.max_bad_fraction"),
+    *("data.path", "data.held_out_path", "data.condition.path", "data.condition.held_out_path"),
 )
-"""Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
+"""Spec keys that a resumed run may change: length, layout, cadences, samples, logging, machine and places."""
 NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "scheduler")
 """Keys of the DeepSpeed JSON on which the numbers of a run depend beyond rounding."""
 MOST_CHANGES = 5
@@ -119,11 +105,10 @@ MOST_CHANGES = 5
 
 
 class Claim(NamedTuple):
-    """Run folder, locked until the claim is dropped."""
+    """Run folder, locked on rank 0 until the claim is dropped."""
 
     run_dir: Path
     lock: BinaryIO | None
-    """Lock file; None on other ranks than 0."""
 
 
 def gather_in(rendezvous: Rendezvous) -> Gather:

@@ -33,10 +33,7 @@ from ddpm_ds.unet.model import parameter_shapes
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
-    """Return this rank's share of a checkpoint.
-
-    Without ZeRO the first replica's share is everything. Of a tensor group, the first rank has what all have alike.
-    """
+    """Return this rank's share of a checkpoint; the first replica and rank of a group have the parts that all have."""
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     found, optimizer = [], engine.basic_optimizer
@@ -137,11 +134,7 @@ class Saver:
         return self._writer.wait()
 
     def check_saved(self) -> None:
-        """Wait until the last checkpoint is on the disk.
-
-        Raises:
-            OutputError: it could not be written; on all ranks alike.
-        """
+        """Wait until the last checkpoint is on the disk; raises OutputError on all ranks if it can't be written."""
         if why_not := broadcast_object("" if self.wait() else self._writer.why_not, str):
             raise OutputError(f"{why_not}; make {self._folder} writable, with room, and start the same command again")
 
@@ -155,11 +148,7 @@ class Saver:
 
     @torch.no_grad()
     def load(self, checkpoint: CompleteCheckpoint) -> None:
-        """Resume from a checkpoint of any layout.
-
-        Raises:
-            CheckpointError: it can't be read, or is of another U-Net.
-        """
+        """Resume from a checkpoint of any layout; CheckpointError if it can't be read, or is of another U-Net."""
         engine, state, optimizer = self._engine, checkpoint.state, self._engine.basic_optimizer
         reader = Reader(checkpoint.path, checkpoint.manifest)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]

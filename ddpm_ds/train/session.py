@@ -241,10 +241,8 @@ def run_training(
     """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end; every rank enters this.
 
     The body finishes the record (:meth:`Recorder.finish`), unless it gets None: of a rehearsal, or a run that had seen
-    all its images before.
-
-    ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by file name. ``sender``
-    is the child that sends the record; None records nothing.
+    all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by
+    file name. ``sender`` is the child that sends the record; None records nothing.
 
     Raises:
         BadNumbersError, Preempted: see :func:`train`.

@@ -108,7 +108,7 @@ def started(
 ) -> Iterator[tuple[Prepared, Watchdog]]:
     """Start a run as planned on this process's ``device``; the body trains it, in the process group and watched.
 
-    Every rank calls this. Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0.
+    Collective. Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0.
 
     Raises:
         UserError: something given is wrong, here or on another host; raised before anything is trained.
@@ -236,12 +236,7 @@ def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | Non
 
 
 def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
-    """Check that all ranks would run the same; collective. ``device`` is the type of this rank's device.
-
-    Raises:
-        HostError: a rank differs from rank 0.
-        PeerLostError: a rank did not join.
-    """
+    """Check that all ranks would run the same, also on the type of their ``device``; HostError if not. Collective."""
     documents = {str(plan.spec_path): plan.spec.model_dump(mode="json"), str(plan.ds_path): plan.ds.as_json()}
     about = facts(documents) | {"chosen ": {"cuts": list(plan.bounds[1:-1]), "device": device}}
     remedies = REMEDIES | {"chosen ": "give -p and --device, so that no host has to choose"}

@@ -56,8 +56,8 @@ class Previews:
     """The first ``samples.count`` images of the sampler of an engine's run: those of ``ddpm-ds sample`` with its own
     seed.
 
-    A run with a condition of each image draws members for the first of the ``positions`` of its data-set cache
-    ``store``, which first stages read. A run with text draws for ``prompts``, on every rank whose layers read them.
+    A run with a condition of each image draws members for the first ``positions`` of its data-set cache ``store``, a
+    run with text for ``prompts``.
     """
 
     def __init__(
@@ -87,11 +87,7 @@ class Previews:
                 self.count = min(self.count, self.members * len(positions))
 
     def draw(self) -> Drawn | None:
-        """Draw the images; None on ranks other than 0. Collective over all ranks.
-
-        Raises:
-            Stopped: the run is asked to stop.
-        """
+        """Draw the images, None on ranks other than 0; raises Stopped if the run is asked to stop. Collective."""
         spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
         sampler = Sampler(spec.sampler, spec.diffusion)
         # as many micro-batches as keep all stages at work, each no larger than those of training
@@ -206,12 +202,9 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the values of a held-out loss on an engine, whose replicas share the calls.
+    """Return the values of a held-out loss on an engine, whose replicas share the calls; raises Stopped as well.
 
     Collective over all ranks; first stages read the images and get the values, others an empty dictionary.
-
-    Raises:
-        Stopped: the run is asked to stop.
     """
     replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
     sums, module, pipeline = held_out.zeros(), engine.module, ForwardPipeline(engine, held_out.images)

@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.config.spec import Interface
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
 from ddpm_ds.predict.finished_run import Overflows, facts_of
 from ddpm_ds.predict.verdict import conclude, shares
-from ddpm_ds.unet.layers import unet_layers
-from tests.launching import tiny_spec
 from tests.predict.planted_facts import Bench, write_run
 
 BENCHES = [
@@ -122,13 +119,8 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     assert facts_of(run_dir).device == device
     assert device.memory_bytes is not None and device.memory_bytes > 2**28
     assert device.startup["BlockLayer"].forward > 0
-
-
-def test_start_up_is_of_the_kinds_of_layers() -> None:
-    layers = unet_layers(tiny_spec().unet, Interface(channels=1, size=(8, 8)))
-    device = measure_device(layers, torch.device("cpu"), "fp32")
-    assert set(device.startup) == {type(layer).__name__ for layer in layers}
-    blocks = [layer for layer in layers if type(layer).__name__ == "BlockLayer"]
+    assert set(device.startup) == {type(layer).__name__ for layer in facts.job.layers}
+    blocks = [layer for layer in facts.job.layers if type(layer).__name__ == "BlockLayer"]
     assert device.startup_of(blocks).forward == pytest.approx(len(blocks) * device.startup["BlockLayer"].forward)
     assert Device().startup_of(blocks).backward == 0
 

@@ -94,19 +94,12 @@ def test_two_micro_batches_are_kept_for_each_stage_and_three_where_zero_2_reduce
 def test_a_given_accumulation_is_kept_and_offload_needs_a_host_and_zero() -> None:
     job = small_job(tiny_spec(train={"accumulation": 4}))
     assert {one.micro_batches for one in layouts(job, 2, offload=False)} == {4}
+    several = layouts(small_job(), 4, offload=False, nodes=2)
+    assert all((one.across_hosts == "auto") == (1 in (one.stages, one.replicas)) for one in several)
     found = {(one.zero_stage, one.offload) for one in layouts(small_job(), 2, offload=True)}
     assert found == {(0, False), (1, False), (2, False), (1, True), (2, True)}
     for given, expected in (({"device": "none"}, False), ({"device": "cpu"}, True), ({}, False)):
         assert config_of(zero_optimization={"stage": 1, "offload_optimizer": given}).offloads == expected
-
-
-def test_what_lies_across_nodes_is_only_asked_where_there_is_a_choice() -> None:
-    assert {one.across_hosts for one in layouts(small_job(), 4, offload=False)} == {"auto"}
-    for one in layouts(small_job(), 4, offload=False, nodes=2):
-        assert (one.across_hosts == "auto") == (one.stages == 1 or one.replicas == 1)
-        assert one.axis_over_nodes == (
-            "replicas" if one.stages == 1 else "stages" if one.replicas == 1 else one.across_hosts
-        )
 
 
 def test_the_json_keeps_what_a_layout_does_not_decide() -> None:

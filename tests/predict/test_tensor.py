@@ -80,10 +80,14 @@ def test_groups_are_in_a_node_and_each_level_that_is_added_splits_something() ->
     assert not [*tensor_splits(job_of(), 1)]
 
 
+OPEN = {"pipeline": {"tensor": {"size": "auto"}}}
+FAST_LINKS, SLOW_LINKS = ({"link_bandwidth": speed, "flops": 1e11, "layer_seconds": 0.0} for speed in (1e12, 1e6))
+
+
 def test_where_links_are_fast_and_there_is_one_image_at_a_time_groups_are_proposed_and_accepted() -> None:
     """Two devices and one image: stages would take turns, and replicas have nothing to share."""
     job = job_of(channels=256, images=1)
-    predictor = small_predictor(2, job, link_bandwidth=1e12, flops=1e11, layer_seconds=0.0)
+    predictor = small_predictor(2, job, **FAST_LINKS)
     found = search(predictor, 3, grouped=all_grouped(job, 2))
     first = found.best[0]
     assert first.layout.tensor == BY_TWO and first.summing_seconds > 0
@@ -93,16 +97,11 @@ def test_where_links_are_fast_and_there_is_one_image_at_a_time_groups_are_propos
     assert "tensor" not in ds_config(job, ONE, (0, len(job.layers)))["pipeline"]
 
 
-def test_where_links_are_slow_they_are_not_and_it_is_said_why() -> None:
+def test_where_links_are_slow_they_are_not_and_the_reason_is_given() -> None:
     job = job_of(channels=256, images=8)
-    predictor = small_predictor(2, job, link_bandwidth=1e6, flops=1e11, layer_seconds=0.0)
-    found = search(predictor, 3, grouped=all_grouped(job, 2))
+    found = search(small_predictor(2, job, **SLOW_LINKS), 3, grouped=all_grouped(job, 2))
     assert found.best[0].layout.tensor.size == 1 and found.in_groups is not None
     assert "Tensor groups: the best, " in why(found) and "of a step over links of 0.001 GB/s" in why(found)
-
-
-OPEN = {"pipeline": {"tensor": {"size": "auto"}}}
-FAST_LINKS, SLOW_LINKS = ({"link_bandwidth": speed, "flops": 1e11, "layer_seconds": 0.0} for speed in (1e12, 1e6))
 
 
 def test_a_run_that_leaves_groups_open_has_them_where_they_are_fastest_and_its_devices_are_on_one_host() -> None:

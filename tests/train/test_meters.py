@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.meters import Interval, Meter, metrics, peak_memory_bytes, peak_reserved_bytes
+from ddpm_ds.train.meters import Interval, Meter, metrics, peak_memory_bytes
 
 
 def ticks(*times: float) -> Callable[[], float]:
@@ -82,13 +82,6 @@ def test_peak_memory_of_a_cpu_process_is_the_most_that_it_has_held() -> None:
     """In a forked process, whose peak begins with what it holds: that of this one may be of another test."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as other:
         assert 0.9 * 2**28 < other.submit(grown_by, 2**28).result() < 1.5 * 2**28
-
-
-def test_on_cuda_what_is_reserved_is_told_from_what_tensors_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert (peak_reserved_bytes(cuda), peak_memory_bytes(cuda), peak_reserved_bytes(cpu)) == (9, 7, 0)
 
 
 @pytest.mark.parametrize(

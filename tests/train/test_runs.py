@@ -184,16 +184,6 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
 
 
 @pytest.mark.launch
-def test_evaluate_measures_what_training_recorded_last(one_process: Path) -> None:
-    """Class by class, in batches that training did not have; the weights as trained have others."""
-    recorded = recorded_losses(one_process)
-    assert list(recorded) == ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))]
-    assert measured_losses(one_process, "--batch-images", "31") == pytest.approx(recorded, rel=1e-5)
-    raw = measured_losses(one_process, "--weights", "raw")
-    assert abs(raw["eval/loss"] / recorded["eval/loss"] - 1.0) > 1e-3
-
-
-@pytest.mark.launch
 def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process: Path) -> None:
     out, err = ((one_process.parent / name).read_text() for name in ("stdout", "stderr"))
     shown = [line for line in (out + err).splitlines() if line.strip() and not line.startswith("[20")]  # the launcher's
