@@ -496,13 +496,10 @@ def test_of_a_name_on_the_hub_an_import_downloads_what_it_reads(
         "unet/diffusion_pytorch_model.safetensors",
     }
     hub.has_network = False
-    words = ["--spec", str(base), "--out", str(tmp_path / "no")]
-    assert main(["import", "owner/other", *words]) == 2
+    assert main(["import", "owner/other", "--spec", str(base), "--out", str(tmp_path / "no")]) == 2
     said = capsys.readouterr().err
     assert "owner/other is no folder, and can't be had from the Hugging Face hub (Name or service" in said
     assert said.count("\n") == 1 and not (tmp_path / "no").exists()
-    assert main(["import", "nowhere", *words]) == 2
-    assert "nowhere does not exist; name a folder of diffusers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pipeline", [pytest.param("sd", marks=pytest.mark.long), "sdxl"], indirect=True)
