@@ -1,4 +1,4 @@
-"""ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its one-line faults."""
+"""ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its errors."""
 
 from __future__ import annotations
 
@@ -255,11 +255,7 @@ NAMES = ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 1
 
 
 def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
-    run_dir: Path,
-    digits: DatasetCache,
-    trackers: list[Any],
-    evaluate: Evaluate,
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, digits: DatasetCache, trackers: list[Any], evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", None)
     said = evaluate("--metrics", "loss")
@@ -348,11 +344,7 @@ def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
     "verb", [["evaluate", *FAST], ["export", "--samples", "0", "hub"], ["sample", "--mlflow", "--out", "grid"]]
 )
 def test_work_that_mlflow_could_not_keep_is_refused_before_it_is_done(
-    verb: list[str],
-    tmp_path: Path,
-    run_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    verb: list[str], tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
