@@ -27,14 +27,8 @@ from tests.evaluate.test_diffusers_unet import JUNK
 from tests.launching import REPOSITORY
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
-    "_class_name": "DDPMScheduler",
-    "_diffusers_version": "0.1.1",
-    "beta_end": 0.02,
-    "beta_schedule": "linear",
-    "beta_start": 0.0001,
-    "clip_sample": True,
-    "num_train_timesteps": 1000,
-    "trained_betas": None,
+    **{"_class_name": "DDPMScheduler", "_diffusers_version": "0.1.1", "beta_end": 0.02, "beta_schedule": "linear"},
+    **{"beta_start": 0.0001, "clip_sample": True, "num_train_timesteps": 1000, "trained_betas": None},
     "variance_type": "fixed_large",
 }
 DDPM_KEYS = inspect.signature(diffusers.DDPMScheduler.__init__).parameters

@@ -191,7 +191,12 @@ def test_prompts_of_a_u_net_without_text_are_refused(
     without_classes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     verb = sample_verb(without_classes, capsys)
-    for words in (("--prompt", "a"), ("--negative", "a")):
+    for words in (["--metrics", "clip"], ["--clip-model", "x"]):
+        assert main(["evaluate", str(without_classes), *FAST, "--count", "10", *words]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"ddpm-ds: error: {words[0]}") and said.count("\n") == 1
+        assert "reads no text (unet.text is null); leave it out" in said
+    for words in (["--prompt", "a"], ["--negative", "a"]):
         assert "reads no text (unet.text is null); leave it out" in verb(*words, code=2)
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "has no prompt" in verb("--prompts", tmp_path / "empty.txt", code=2)
@@ -306,16 +311,6 @@ def test_evaluate_scores_the_prompts_that_it_draws_for(
     capsys.readouterr()
     assert main([*words, *prompts]) == 2
     assert "--metrics clip needs --clip-model, such as" in capsys.readouterr().err
-
-
-def test_a_unet_without_text_has_no_clip_score(
-    without_classes: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, asked in ((["--metrics", "clip"], "--metrics clip"), (["--clip-model", str(model)], "--clip-model")):
-        assert main(["evaluate", str(without_classes), *FAST, "--count", "10", *words]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"ddpm-ds: error: {asked}") and said.count("\n") == 1
-        assert "reads no text (unet.text is null); leave it out" in said
 
 
 def test_prompts_may_be_the_captions_of_the_held_out_images(

@@ -334,15 +334,10 @@ def test_a_message_names_only_what_was_typed(
     assert "--set sampler.clip=static" in error and "unet." not in error and error.count("\n") == 1
 
 
+EPS = {"schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 NOISE: dict[str, dict[str, Any]] = {
-    "eps": {"schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
-    "v": {
-        "schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "objective": "v",
-        "zero_terminal_snr": True,
-    },
+    "eps": EPS,
+    "v": {**EPS, "objective": "v", "zero_terminal_snr": True},
     "flow": {"schedule": "flow", "objective": "velocity"},
 }
 OPENED = {"sd": diffusers.StableDiffusionPipeline, "sdxl": diffusers.StableDiffusionXLPipeline}
