@@ -147,7 +147,7 @@ def test_inceptions_scores_by_name_count_and_tool(
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
     small = replace(digits, meta=meta, images=StoredImages(digits.path, meta, None), labels=digits.labels[:24])
-    monkeypatch.setattr(scores, "prepare", lambda *_, **__: small)
+    monkeypatch.setattr(scores, "prepare_images", lambda *_, **__: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
     names = {"fid_20", "kid_20", "precision_20", "recall_20"}
