@@ -221,17 +221,17 @@ def titled_grid(
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     names = [] if trained.spec is None else class_names(trained.spec)
     classes = [] if labels is None else labels.tolist()
-    said = [names[label] if names else str(label) for label in classes]
+    captions = [names[label] if names else str(label) for label in classes]
     if request is not None and request.prompts is not None:
-        said = [request.prompts[number % len(request.prompts)] for number in request.index]
+        captions = [request.prompts[number % len(request.prompts)] for number in request.index]
     channels = trained.channels if trained.are_fields else ()
     if inputs is None or request is None:
-        return Drawn(torch.from_numpy(np.array(images)), channels=channels).picture(title, said, channel)
+        return Drawn(torch.from_numpy(np.array(images)), channels=channels).picture(title, captions, channel)
     members, given = request.members, None if trained.facts is None else trained.facts.fields.get("condition")
     rows = torch.from_numpy(np.array(images[: MOST_ROWS * members]))
     numbers = range(request.first // members, (request.first + len(rows)) // members)
     shown = inputs.shown(numbers), inputs.truth(numbers), channels, () if given is None else given.channels
-    return Drawn(rows, members, *shown).picture(title, said, channel)
+    return Drawn(rows, members, *shown).picture(title, captions, channel)
 
 
 def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:

@@ -88,7 +88,7 @@ def test_a_page_works_as_it_is_typed(page: str, folder: Path) -> None:
         screen.assert_clean()
         if block["shown"]:
             assert last_line(screen.lines) == last_line(block["shown"].splitlines())
-    assert list(folder.glob("*.png"))
+    assert list(folder.glob("*/grid.png"))
 
 
 def test_the_main_job_of_the_readme_works_as_it_is_typed(folder: Path) -> None:

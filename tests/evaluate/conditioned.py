@@ -25,26 +25,12 @@ from tests.launching import tiny_spec
 COUNT, HELD_OUT = 24, 5
 UNLABELLED_UNET: dict[str, Any] = {"classes": None, "attention_resolutions": [], "attention_levels": [1]}
 FIELDS: dict[str, Any] = {
-    "source": "arrays",
-    "values": "float32",
-    "normalise": "statistics",
-    "image_size": [8, 12],
-    "channels": 2,
-    "variables": ["t2m", "u"],
-    "horizontal_flips": False,
-    "held_out_images": HELD_OUT,
+    **{"source": "arrays", "values": "float32", "normalise": "statistics", "image_size": [8, 12], "channels": 2},
+    **{"variables": ["t2m", "u"], "horizontal_flips": False, "held_out_images": HELD_OUT},
 }
 CONDITION: dict[str, Any] = {
-    "kind": "stored",
-    "variables": ["coarse"],
-    "channels": 1,
-    "normalise": "range",
-    "vector": ["lead"],
-    "vector_size": 1,
-    "constants": ["land"],
-    "constant_channels": 1,
-    "grid_channels": 4,
-    "drop": 0.1,
+    **{"kind": "stored", "variables": ["coarse"], "channels": 1, "normalise": "range", "vector": ["lead"]},
+    **{"vector_size": 1, "constants": ["land"], "constant_channels": 1, "grid_channels": 4, "drop": 0.1},
 }
 
 

@@ -23,17 +23,12 @@ from ddpm_ds.evaluate.diffusers.scheduler import (
     process_from_scheduler,
     scheduler_config,
 )
+from tests.evaluate.test_diffusers_unet import JUNK
 from tests.launching import REPOSITORY
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
-    "_class_name": "DDPMScheduler",
-    "_diffusers_version": "0.1.1",
-    "beta_end": 0.02,
-    "beta_schedule": "linear",
-    "beta_start": 0.0001,
-    "clip_sample": True,
-    "num_train_timesteps": 1000,
-    "trained_betas": None,
+    **{"_class_name": "DDPMScheduler", "_diffusers_version": "0.1.1", "beta_end": 0.02, "beta_schedule": "linear"},
+    **{"beta_start": 0.0001, "clip_sample": True, "num_train_timesteps": 1000, "trained_betas": None},
     "variance_type": "fixed_large",
 }
 DDPM_KEYS = inspect.signature(diffusers.DDPMScheduler.__init__).parameters
@@ -98,14 +93,8 @@ def test_stable_diffusions_schedulers_are_read_and_add_the_same_noise(name: str)
 def test_there_and_back_is_the_same_process_with_the_loss_of_the_base(spec: DiffusionSpec) -> None:
     config = json.loads(json.dumps(scheduler_config(spec, SamplerSpec())))
     assert process_from_scheduler(config)[0] == spec
-    kept = {
-        "loss": "huber",
-        "huber_delta": 0.3,
-        "weighting": "min_snr",
-        "min_snr_gamma": 2.0,
-        "input_perturbation": 0.1,
-        "noise_offset": 0.05,
-    }
+    kept = {"loss": "huber", "huber_delta": 0.3, "weighting": "min_snr", "min_snr_gamma": 2.0}
+    kept |= {"input_perturbation": 0.1, "noise_offset": 0.05}
     base = DiffusionSpec.model_validate(kept)
     assert process_from_scheduler(config, base)[0] == spec.model_copy(update=kept)
 
@@ -180,16 +169,6 @@ def test_what_our_process_cannot_express_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         process_from_scheduler({**DDPM_CIFAR10, **change})[0]
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-
-
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 5),
-    st.floats(),
-    st.text(max_size=4),
-    st.lists(st.floats(0, 1), max_size=3),
-)
 
 
 @settings(max_examples=200, deadline=None)

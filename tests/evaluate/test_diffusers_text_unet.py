@@ -107,15 +107,8 @@ def random_config(number: int) -> dict[str, Any]:
         "time_embedding_dim": draws.choice([None, 10]),
         "num_class_embeds": 4 if number % 5 == 1 else None,
         "class_embed_type": "timestep" if told else None,
-        **(
-            {
-                "addition_embed_type": "text_time",
-                "addition_time_embed_dim": width,
-                "projection_class_embeddings_input_dim": 7 + 6 * width,
-            }
-            if number % 2
-            else {}
-        ),
+        **({"addition_embed_type": "text_time", "addition_time_embed_dim": width} if number % 2 else {}),
+        **({"projection_class_embeddings_input_dim": 7 + 6 * width} if number % 2 else {}),
     }
 
 

@@ -14,19 +14,25 @@ import numpy as np
 import pytest
 import torch
 import torch_fidelity
+from mlflow import MlflowClient
 from PIL import Image
 from torch import Tensor
 
 from ddpm_ds import __version__ as VERSION
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import BUCKETS, DatasetCache, StoredImages
 from ddpm_ds.data.held_out import HELD_OUT, checksums_of, prepare_all
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
+from ddpm_ds.evaluate.outputs import record_child
 from ddpm_ds.evaluate.scores import Score, Scorer, cache_beside, labels_like, open_reference
+from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.tracking.run_folder import START_TAG, RunFolder
+from ddpm_ds.tracking.tracker import Tracker
 from tests.evaluate.conditioned import plant_fields
-from tests.evaluate.planted import UNLABELLED, evaluate_verb, plant, report, trained_of, unet_of
+from tests.evaluate.planted import FAST, UNLABELLED, evaluate_verb, plant, report, trained_of, unet_of
 from tests.launching import tiny_spec
 
 Evaluate = Callable[..., str]
@@ -89,13 +95,6 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
 
 
-def test_other_images_are_another_evaluation(run_dir: Path, evaluate: Evaluate) -> None:
-    changes: list[tuple[object, ...]] = [(), ("--seed", 1), ("--weights", "raw")]
-    for number, change in enumerate(changes):
-        evaluate("--count", 20, "--metrics", "pixel", *change)
-        assert len(list((run_dir / "evaluations").iterdir())) == number + 1
-
-
 def test_an_interrupted_evaluation_keeps_what_is_drawn_and_records_nothing(
     evaluate: Evaluate, trackers: list[Any], watch_drawing: Watch
 ) -> None:
@@ -135,15 +134,6 @@ def test_labels_are_asked_for_in_the_proportions_of_the_reference(digits: Datase
     assert min(np.bincount(few)) > 30, "and shuffled: the first ones have all classes"
 
 
-def test_without_classes_no_label_is_asked_for(
-    tmp_path: Path, digits: DatasetCache, evaluate: Evaluate, trackers: list[Any]
-) -> None:
-    data = {"store_root": str(digits.path.parent)}
-    plant(tmp_path / "plain", data_sha256=digits.meta.sha256, data=data, **UNLABELLED)
-    evaluate("--count", 20, "--metrics", "pixel", path=tmp_path / "plain")
-    assert report(tmp_path / "plain" / "evaluations")["labels"] is None and trackers[0].params["labels"] is None
-
-
 @pytest.mark.long
 def test_inceptions_scores_by_name_count_and_tool(
     run_dir: Path,
@@ -157,7 +147,7 @@ def test_inceptions_scores_by_name_count_and_tool(
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
     small = replace(digits, meta=meta, images=StoredImages(digits.path, meta, None), labels=digits.labels[:24])
-    monkeypatch.setattr(scores, "prepare", lambda *_, **__: small)
+    monkeypatch.setattr(scores, "prepare_images", lambda *_, **__: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
     names = {"fid_20", "kid_20", "precision_20", "recall_20"}
@@ -265,11 +255,7 @@ NAMES = ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 1
 
 
 def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
-    run_dir: Path,
-    digits: DatasetCache,
-    trackers: list[Any],
-    evaluate: Evaluate,
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, digits: DatasetCache, trackers: list[Any], evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", None)
     said = evaluate("--metrics", "loss")
@@ -352,3 +338,75 @@ def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
     ):
         assert expected in line and len(line.splitlines()) == 1 and line.startswith("ddpm-ds: error: ")
     assert not (run_dir / "evaluations").exists()
+
+
+@pytest.mark.parametrize(
+    "verb", [["evaluate", *FAST], ["export", "--samples", "0", "hub"], ["sample", "--mlflow", "--out", "grid"]]
+)
+def test_work_that_mlflow_could_not_keep_is_refused_before_it_is_done(
+    verb: list[str], tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "/data/mlruns")
+    assert main([verb[0], "run", *verb[1:]]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ddpm-ds: error: MLFLOW_TRACKING_URI=/data/mlruns is a path") and err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and_artifacts(
+    tmp_path: Path,
+    empty_store: Path,
+    forked_workers: None,
+    no_network: None,
+    digits: DatasetCache,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
+    finish = Tracker.finish
+    monkeypatch.setattr(Tracker, "finish", lambda tracker, status: finish(tracker, status, 300.0))  # on a busy machine
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    run_dir, client = tmp_path / "run", MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    data = {"store_root": str(digits.path.parent)}
+    plant(run_dir, data_sha256=digits.meta.sha256, data=data, sampler={"guidance": 2.0})
+
+    record_child(load_trained(run_dir), "sample", {}, artifacts={})  # its run is not in this MLflow yet
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "stands alone" in line]
+    assert str(run_dir) in said
+    experiment = client.get_experiment_by_name("ddpm_ds")
+    assert experiment is not None
+    (alone,) = client.search_runs([experiment.experiment_id])
+    assert "mlflow.parentRunId" not in alone.data.tags and alone.info.status == "FINISHED"
+
+    tags = {START_TAG: RunFolder(run_dir).identity()}
+    parent = client.create_run(experiment.experiment_id, tags=tags).info.run_id
+    capfd.readouterr()
+    assert main(["evaluate", str(run_dir), *FAST, "--count", "20", "--weights", "raw"]) == 0
+    out, err = capfd.readouterr()
+    assert "FID, KID, precision and recall are left out: there is no network here" in err
+    (line,) = (line for line in out.splitlines() if line.startswith("pixel Fréchet distance, 64 dims"))
+    assert line.split()[7:14] == ["20", "1,797", "ddim", "3", "raw", "2", "ddpm_ds"], "counts, how drawn, by what"
+    content = report(run_dir / "evaluations")
+    (child,) = client.search_runs([experiment.experiment_id], "tags.kind = 'evaluate'")
+    assert child.info.run_id in out and child.info.run_name == "evaluate images-000000320"
+    found = {name: child.data.tags[name] for name in ("mlflow.parentRunId", "checkpoint", "weights", "images_seen")}
+    wanted = {"checkpoint": "images-000000320", "weights": "raw", "images_seen": "320"}
+    assert found == wanted | {"mlflow.parentRunId": parent}
+    values = {f"eval/{score['name']}": score["value"] for score in content["scores"]}
+    real = {f"eval/{score['name']}_real": score["real"] for score in content["scores"]}
+    assert child.data.metrics == pytest.approx(values | real), "and no system metrics"
+    (point,) = client.get_metric_history(child.info.run_id, "eval/pixel_frechet_20")
+    assert point.step == 320, "the images seen"
+    assert child.data.params["sampler.kind"] == "ddim" and child.data.params["count"] == "20"
+    assert [file.path for file in client.list_artifacts(child.info.run_id)] == ["samples.png", "scores.json"]
+
+    assert main(["export", str(run_dir), str(tmp_path / "hub"), "--samples", "0"]) == 0
+    (export,) = client.search_runs([experiment.experiment_id], "tags.kind = 'export'")
+    run_id = export.info.run_id
+    assert export.data.tags["mlflow.parentRunId"] == parent and export.data.params["dtype"] == "fp32"
+    unet = [file.path for file in client.list_artifacts(run_id, "export/unet")]
+    assert unet == ["export/unet/config.json", "export/unet/diffusion_pytorch_model.safetensors"]

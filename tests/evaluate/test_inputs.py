@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 import xarray
+import yaml
 import zarr
 from PIL import Image
 from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import prepare_all
+from ddpm_ds.data.fields import REGRESSION, fields_of
+from ddpm_ds.data.held_out import checksums_of, prepare_all
 from ddpm_ds.data.loader import MicroBatch, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.process import Sampler
@@ -178,30 +180,6 @@ def test_a_regression_draws_one_image_for_each_input(tmp_path: Path) -> None:
     channels, vector = by_hand(trained, 2)
     unit = trained.unet(torch.cat((torch.zeros(1, 2, 8, 12), channels), 1), torch.zeros(1), vector)
     torch.testing.assert_close(members[0], trained.finished(unit)[0], rtol=1e-4, atol=1e-2)
-
-
-def test_residuals_are_added_to_their_regression(trained: Trained, tmp_path: Path) -> None:
-    """Drawn ones, and the true ones of the cache."""
-    regression = plant_fields(tmp_path, diffusion={"objective": "regression"})
-    base = load_trained(regression.run_dir)
-    whole = Inputs.held_out(base)
-
-    spec = field_spec(tmp_path, data={"residual_of": str(regression.run_dir)})
-    store = prepare(spec.data, regression=TrainedRegression(spec.data, CPU))
-    planted = plant_on(store, tmp_path / "residuals", spec)
-    residual = load_trained(planted.run_dir)
-    inputs = Inputs.held_out(residual)
-    ((_, members),) = draw_ensembles(residual, SAMPLER, inputs, [1], 2, seed=0, batch_images=8)
-    ((_, mean),) = draw_ensembles(base, base.sampler, whole, [1], 1, seed=0, batch_images=8)
-    alone = torch.stack([plain_loop(residual, SAMPLER, 1, image) for image in (2, 3)])
-    torch.testing.assert_close(members, alone + mean, rtol=1e-4, atol=1e-2)
-    truth, expected = inputs.truth([0, 1]), whole.truth([0, 1])
-    torch.testing.assert_close(truth, expected, rtol=1e-5, atol=1e-3)
-    plant_on(regression.store, regression.run_dir, regression.spec.model_copy(update={"name": "again"}))
-    (regression.run_dir / "checkpoints" / "images-000000320").rename(tmp_path / "gone")
-    plant(regression.run_dir, 640, facts=regression.store.meta.facts, **sections_of(regression.spec))
-    with pytest.raises(CheckpointError, match=r"has other weights than the residuals"):
-        Inputs.held_out(load_trained(planted.run_dir)).base([0])
 
 
 @pytest.mark.parametrize("kind", ["reduced", "grey", "cut_out"])
@@ -413,3 +391,106 @@ def test_a_guide_without_the_condition_is_refused(trained: Trained, tmp_path: Pa
     plain = load_trained(plant_fields(tmp_path, None).run_dir)
     with pytest.raises(SpecError, match=r"has channels and numbers of data.condition = \(0, 0\), and .* \(6, 2\)"):
         check_guide(plain, trained, [SAMPLER.model_copy(update={"guidance": 2.0})])
+
+
+@pytest.fixture(scope="module")
+def mean(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    """A regression that nobody trained."""
+    return plant_fields(tmp_path_factory.mktemp("fields"), diffusion={"objective": "regression"})
+
+
+@pytest.fixture(scope="module")
+def spec(mean: Planted) -> RunSpec:
+    """The spec of a diffusion of its residuals."""
+    return field_spec(mean.run_dir.parent, data={"residual_of": str(mean.run_dir)})
+
+
+def truths() -> np.ndarray:
+    """All fields, (N, 2, 8, 12)."""
+    return np.stack([arrays()["t2m"], arrays()["u"]], axis=1)
+
+
+def predictions_by_hand(mean: Planted, regression: Trained) -> np.ndarray:
+    """What the regression predicts of all fields: x_t is zeros, and the prediction is on the scale of the fields."""
+    denoising = Denoising(mean.spec, CPU, mean.store.meta.statistics, mean.store.constants)
+    every = np.arange(COUNT)
+    read = {name: torch.from_numpy(mean.store.fields[name].read(every)) for name in ("images", "condition", "vector")}
+    index = torch.from_numpy(every)
+    prepared = denoising.held_out(MicroBatch(labels=torch.zeros_like(index), index=index, **read), 0, 0)
+    x_t, *others = denoising.inputs(prepared)
+    assert not x_t[:, :2].any()
+    statistics = mean.store.meta.statistics["images"]
+    low, size = (torch.tensor(numbers)[:, None, None] for numbers in (statistics.mean, statistics.std))
+    found: np.ndarray = (regression.unet(x_t, *others) * size + low).numpy()
+    return found
+
+
+def test_the_verb_stores_fields_minus_predictions_which_samples_add_again(
+    mean: Planted, spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = spec.model_dump(mode="json")
+    values["data"]["residual_of"] = None
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(values))
+    assert main(["prepare", "--spec", str(tmp_path / "spec.yaml"), "--residual", str(mean.run_dir)]) == 0
+    store = prepare(spec.data)
+    assert f"{store.path}: {COUNT} residuals" in capsys.readouterr().out
+    regression = load_trained(mean.run_dir)
+    predicted = predictions_by_hand(mean, regression)
+    np.testing.assert_allclose(store.images[:] + predicted, truths(), rtol=1e-5, atol=1e-3)
+    assert abs(store.meta.statistics["images"].mean[0] - (truths() - predicted)[:, 0].mean()) < 1e-2
+
+    planted = plant_on(store, tmp_path / "run", spec)
+    trained = load_trained(planted.run_dir)
+    inputs = Inputs.held_out(trained)
+    found = inputs.truth(range(len(inputs)))
+    assert found is not None
+    np.testing.assert_allclose(found.numpy(), truths()[inputs.positions], rtol=1e-5, atol=1e-3)
+    ((_, members),) = draw_ensembles(trained, SAMPLER, inputs, [1], 2, seed=0, batch_images=8)
+    alone = torch.stack([plain_loop(trained, SAMPLER, 1, image) for image in (2, 3)])
+    torch.testing.assert_close(members, alone + torch.from_numpy(predicted[inputs.positions[1]]), rtol=1e-4, atol=1e-2)
+
+    other = {**checksums_of(store, store), REGRESSION: "0" * 64}
+    plant(planted.run_dir, 640, data_sha256=other, facts=store.meta.facts, **sections_of(spec))
+    with pytest.raises(CheckpointError, match=r"has other weights than the residuals"):
+        assert load_trained(planted.run_dir).regression is None
+
+
+def test_masked_conditions_of_other_fields_are_read_as_in_the_training_of_the_regression(tmp_path: Path) -> None:
+    planted = plant_fields(tmp_path, diffusion={"objective": "regression"}, data={"mask": "nan"})
+    regression = TrainedRegression(planted.spec.data.model_copy(update={"residual_of": planted.run_dir}), CPU)
+    predicted = []
+    for name, missing in (("masked", np.nan), ("filled", arrays()["coarse"].mean(dtype=np.float64))):
+        others = arrays()
+        others["coarse"] += 500.0
+        others["coarse"][3] = missing
+        np.savez(tmp_path / f"{name}.npz", **others)
+        fields = prepare(planted.spec.data.model_copy(update={"path": tmp_path / f"{name}.npz"}))
+        predicted.append(regression.predict(fields, np.array([3])))
+    np.testing.assert_allclose(predicted[0], predicted[1], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"image_size": [8, 8]}, r"has data.image_size = \[8,12\], and this spec 8; name a regression of the same"),
+        ({"variables": ["u", "t2m"]}, r"has data.variables = \[t2m, u\], and this spec \[u, t2m\]"),
+        ({"condition": {**CONDITION, "vector": [], "vector_size": 0}}, r"has data.condition.vector = \[lead\], and"),
+    ],
+)
+def test_a_regression_of_other_fields_is_refused_by_name(mean: Planted, changes: dict[str, Any], message: str) -> None:
+    data = field_spec(mean.run_dir.parent, data={"residual_of": str(mean.run_dir), **changes}).data
+    with pytest.raises(SpecError, match=message):
+        TrainedRegression(data, CPU)
+
+
+def test_a_run_that_is_no_regression_is_refused(
+    tmp_path: Path, mean: Planted, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diffusion = plant_on(mean.store, tmp_path / "run", field_spec(mean.run_dir.parent))
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    assert main(["prepare", "--spec", str(tmp_path / "spec.yaml"), "--residual", str(diffusion.run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert "is no regression: its diffusion.objective is eps; name a run with diffusion.objective = regression" in said
+    data = fields_of(spec.data).model_copy(update={"residual_of": tmp_path / "nowhere"})
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        TrainedRegression(data, CPU)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.start import check_store
 from tests.autoencoders import save_autoencoder
-from tests.evaluate.planted import UNLABELLED, plant
+from tests.evaluate.planted import UNLABELLED, plant, report
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
 from tests.train.ranks import measured_losses, recorded_losses
 
@@ -97,8 +96,7 @@ def test_scores_compare_decoded_images_with_the_pixels_that_were_encoded(
     assert pixels.meta.shape == (3, 16, 16) and open_reference(trained, None).meta == pixels.meta
     arguments = ["evaluate", str(checkpoint), "--count", "20", "--metrics", "pixel", "--device", "cpu"]
     assert main([*arguments, "--out", str(folder / "scores")]) == 0
-    (report,) = (folder / "scores").glob("*/scores.json")
-    facts = json.loads(report.read_text())
+    facts = report(folder / "scores")
     assert facts["scores"][0]["details"]["dims"] == 768 and facts["reference"]["sha256"] == pixels.meta.sha256
     other = prepare(pixels_of(tiny_spec(**sections).data).model_copy(update={"image_size": 8}))
     with pytest.raises(DataError, match="holds other images than those that"):
