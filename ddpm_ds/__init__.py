@@ -20,8 +20,8 @@ from ddpm_ds.version import __version__ as __version__
 __all__ = ["SamplerSpec", "load_spec", "load_trained", "open_run", "plan", "sample"]
 
 if TYPE_CHECKING:
-    from ddpm_ds.config.spec import SamplerSpec
     from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.diffusion.spec import SamplerSpec
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.planning import plan

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import MOST_BATCH, gib
-from ddpm_ds.config.ds_config import divisors, read_ds_config
+from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
@@ -27,6 +27,7 @@ from ddpm_ds.predict.layouts import usable
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.processes.supervisor import Place, Processes
+from ddpm_ds.schema.layout import divisors
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05

@@ -23,22 +23,22 @@ from pydantic import Field
 
 from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
 from ddpm_ds.config.ds_config import (
-    AcrossHosts,
     ResolvedDsConfig,
     check_ds_config,
-    divisors,
     leaves_layout_open,
     read_ds_config,
     resolve,
     with_split,
 )
 from ddpm_ds.config.ds_model import DsConfig
-from ddpm_ds.config.spec import ALL_SIGMAS, GivenPath, RunSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, machine_like, tensor_splits
+from ddpm_ds.schema.layout import AcrossHosts, divisors
+from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
@@ -364,7 +364,7 @@ def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) ->
     from ddpm_ds.data.text import TextEncoders
 
     elements = TextEncoders.open(text, None).elements if text is not None and text.stored == "ids" else 0
-    return Workload(spec, config, on_cpu, bucket_shares(spec, counted=counted), elements)
+    return Workload(spec, config, on_cpu, bucket_shares(spec.data, spec.bucket_group, counted=counted), elements)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from ddpm_ds.cli import main as verbs
 from ddpm_ds.cli import train
-from ddpm_ds.config.choices import (
+from ddpm_ds.data.sources import OPENERS
+from ddpm_ds.data.sources.arrays import ArraySource
+from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, NoiseSchedule, Steps, Target, ddim
+from ddpm_ds.diffusion.spec import DiffusionSpec
+from ddpm_ds.schema.choices import (
     OBJECTIVES,
     SAMPLERS,
     SCHEDULES,
@@ -26,10 +31,6 @@ from ddpm_ds.config.choices import (
     ScheduleChoice,
     SourceChoice,
 )
-from ddpm_ds.config.spec import DataSpec, DiffusionSpec
-from ddpm_ds.data.sources import OPENERS
-from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, NoiseSchedule, Steps, Target, ddim
 
 REGISTRIES: dict[str, dict[str, Any]] = {
     "data.source": SOURCES,

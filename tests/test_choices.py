@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpm_ds.config.choices import SCHEDULES, SOURCES
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import SPEC, load_spec
-from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
+from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
+from ddpm_ds.schema.choices import SCHEDULES, SOURCES
 from tests import extended
 from tests.extended import DOING, NEW, REGISTRIES
 from tests.launching import REPOSITORY, run_ranks, tiny_spec

@@ -18,11 +18,11 @@ from ddpm_ds.cli.main import make_parser
 from ddpm_ds.command_line import bandwidth, cache_folder, counted, file_path, gib, memory_size, teraflops
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config, set_key
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
-from ddpm_ds.config.section import Section
-from ddpm_ds.config.spec import ConditionSpec, RunSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SPEC, SPECS, SYNONYMS
-from ddpm_ds.config.text import TextSpec
+from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.schema.section import Section
 from tests.ds_json import laid_out
 from tests.forking import REPOSITORY
 

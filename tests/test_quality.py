@@ -11,8 +11,8 @@ import pytest
 import quality
 
 from ddpm_ds.cli.main import main as ddpm_ds
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.spec import DataSpec
 
 
 def planted(seed: int, factor: float = 1.0) -> quality.Run:

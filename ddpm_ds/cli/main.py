@@ -160,8 +160,8 @@ def _prepare(options: argparse.Namespace) -> None:
         device = choose_device("auto")
         encode_on = device if options.encode else None
         regression = TrainedRegression(data, device) if residual else None
-    check_text(spec)
-    check_steps(spec)
+    check_text(spec.data.text, spec.unet.text)
+    check_steps(spec.data, len(spec.unet.multipliers))
     group = spec.bucket_group or 1
     store, apart = prepare_all(
         data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group

@@ -36,7 +36,6 @@ from ddpm_ds.command_line import (
     teraflops,
     writing,
 )
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
@@ -45,6 +44,7 @@ from ddpm_ds.pipeline.placement import traffic
 from ddpm_ds.planning import RunPlan, plan
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload
 from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts
 from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 from ddpm_ds.unet.shards import is_asked

@@ -29,12 +29,12 @@ from ddpm_ds.command_line import (
     seed,
     whole,
 )
-from ddpm_ds.config.choices import SAMPLERS, samplers_with
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import USUAL_MEMBERS
 from ddpm_ds.files import MOST_DIGITS, read_bytes
 from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.schema.choices import SAMPLERS, samplers_with
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
@@ -283,7 +283,7 @@ def sampler_from(
     """Return the run's sampler, changed by the options.
 
     A kind other than the run's starts from its own number of steps and without added noise. ``checks`` are further
-    arguments of :func:`ddpm_ds.config.spec.check_sampler`.
+    arguments of :func:`ddpm_ds.diffusion.spec.check_sampler`.
 
     Raises:
         SpecError: an option is out of range, or the sampler, the diffusion process or the U-Net does not support it.

@@ -28,7 +28,6 @@ from ddpm_ds.command_line import (
     take_files,
     valid_text,
 )
-from ddpm_ds.config.spec import ALL_SIGMAS
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import (
     ERROR,
@@ -55,6 +54,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     set_environment,
 )
+from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (

@@ -344,7 +344,6 @@ def _export(options: argparse.Namespace) -> None:
     set_environment()
     import torch
 
-    from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
     from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
@@ -353,6 +352,7 @@ def _export(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
+    from ddpm_ds.tracking.pictures import write_png
 
     device, name = choose_device(options.device), options.push_to_hub
     if name is None and (options.public or options.overwrite):

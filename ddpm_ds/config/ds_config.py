@@ -13,22 +13,13 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, counted
-from ddpm_ds.config.ds_model import (
-    DS_CONFIG,
-    EIGHT_BIT,
-    REMOVED,
-    CutMethod,
-    DsConfig,
-    Pipeline,
-    Precision,
-    changed,
-    given_at,
-)
-from ddpm_ds.config.section import shown, unused, value_at
+from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, given_at
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Precision, Schedule, TensorSplit, divisors
+from ddpm_ds.schema.section import REMOVED, shown, unused, value_at
 
 T = TypeVar("T")
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
@@ -283,146 +274,6 @@ def _check_beside_spec(config: DsConfig, spec: RunSpec, faults: _Faults) -> None
                 fix += f" or --set {shlex.quote(f'{decided.spec_key}={shown(images)}')}"
             source = f"{decided.source} is {shown(decided.value)}"
             faults.add(dotted, f"= {shown(given)} contradicts the spec: {source}; {fix}")
-
-
-BUCKET_ELEMENTS = 2**23
-"""Elements of ZeRO's buckets set to "auto": large enough for a network, small enough for a CPU's memory."""
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of a weight, a gradient or an element of a message between stages, by precision."""
-
-
-Schedule = Literal["1f1b", "folded", "planned"]
-"""1F1B in a line; DualPipeV in a fold; or in a fold, an order computed from the run's costs."""
-AcrossHosts = Literal["stages", "replicas"]
-
-
-@dataclass(frozen=True)
-class TensorSplit:
-    """Layers whose weights are split among the ranks of a tensor group, and the size of a group; without a size there
-    is nothing else.
-    """
-
-    size: int = 1
-    """Number of ranks of a group; 1 splits nothing."""
-    levels: tuple[int, ...] | Literal["all"] = "all"
-    """Levels of the U-Net whose layers are split, 0 at full size."""
-    layers: tuple[str, ...] = ()
-    """Names of the layers that are split instead, or patterns of names, such as ``up.0.*``."""
-
-    def levels_words(self) -> str:
-        """Return the levels in words, if some are named."""
-        if self.levels == "all" or not self.levels:
-            return ""
-        first, last = self.levels[0], self.levels[-1]
-        return f"level {first}" if first == last else f"levels {first}-{last}"
-
-    @property
-    def block(self) -> dict[str, Any]:
-        """Value of the JSON's ``pipeline.tensor``."""
-        if self.size == 1:
-            return {"size": 1}
-        levels = self.levels if self.levels == "all" else list(self.levels)
-        what = {"layers": list(self.layers)} if self.layers else {"levels": levels}
-        return {"size": self.size, **what}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Layout of a run on its processes: the values of the JSON's keys that the planner can choose.
-
-    Processes = stages x tensor group x replicas, batch = replicas x micro-batches x micro-batch.
-    """
-
-    stages: int
-    """Number of ranks of a pipeline. In a folded or planned schedule each has two stages of the U-Net."""
-    replicas: int
-    schedule: Schedule
-    micro_batch_images: int
-    micro_batches: int
-    checkpoint_interval: int | Literal["auto"]
-    """Number of layers per activation checkpoint; 0 keeps all activations."""
-    zero_stage: int
-    """ZeRO stage; 0 means off."""
-    offload: bool
-    """Whether Adam's state and the averaged weights are in host memory."""
-    across_hosts: AcrossHosts | Literal["auto"] = "auto"
-    """Axis that is split over hosts; "auto" is undecided, or makes no difference."""
-    in_flight: int | Literal["auto"] = "auto"
-    """Most micro-batches that a rank of a planned pipeline holds; "auto" is the usual number."""
-    tensor: TensorSplit = TensorSplit()
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.stages * self.tensor.size * self.replicas
-
-    @property
-    def batch_images(self) -> int:
-        """Number of images of an optimizer step."""
-        return self.replicas * self.micro_batches * self.micro_batch_images
-
-    @property
-    def most_held(self) -> int:
-        """Most micro-batches that a rank of a planned pipeline holds, usually two for each stage, as in DualPipeV.
-
-        If ZeRO-2 reduces gradients over replicas after each pass of weight gradients, passes take more of them at once.
-        A single stage usually holds one; if it holds several, it computes their weight gradients together.
-        """
-        if self.in_flight != "auto":
-            return self.in_flight
-        each = 3 if self.zero_stage == 2 and self.replicas > 1 else 2
-        return 1 if self.stages == 1 else each * self.stages
-
-    @property
-    def axis_over_nodes(self) -> AcrossHosts:
-        """Axis that is split over nodes, if there are several nodes."""
-        if self.across_hosts == "auto":
-            return "replicas" if self.stages == 1 else "stages"
-        return self.across_hosts
-
-    @property
-    def interval(self) -> int:
-        """``checkpoint_interval``, which must have been decided."""
-        assert self.checkpoint_interval != "auto"
-        return self.checkpoint_interval
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """Dotted keys of the JSON that ask for this layout, but for those of ZeRO."""
-        return {
-            "train_micro_batch_size_per_gpu": self.micro_batch_images,
-            "gradient_accumulation_steps": self.micro_batches,
-            "pipeline.stages": self.stages,
-            "pipeline.schedule": self.schedule,
-            "pipeline.in_flight": self.in_flight,
-            "pipeline.across_hosts": self.across_hosts,
-            "pipeline.activation_checkpoint_interval": self.checkpoint_interval,
-            "pipeline.tensor": self.tensor.block if self.tensor.size > 1 else REMOVED,
-        }
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Numbers of the layout, by the names under which runs and checkpoints keep them."""
-        names = ("world_size", "stages", "replicas", "batch_images", "micro_batch_images", "micro_batches")
-        return {**{name: getattr(self, name) for name in names}, "tensor_size": self.tensor.size}
-
-    def processes_words(self, schedule: str = "") -> str:
-        """Return the stages, with what is said about their ``schedule``, tensor groups and replicas in a few words."""
-        tensor = f" x {self.tensor.size} tensor ranks" if self.tensor.size > 1 else ""
-        return f"{counted(self.stages, 'stage')}{schedule}{tensor} x {counted(self.replicas, 'replica')}"
-
-    def words(self) -> str:
-        """Return the layout in a few words, for a sentence."""
-        schedule = f" ({self.schedule})" if self.stages > 1 else ""
-        recompute = ", recomputing activations" if self.checkpoint_interval else ""
-        in_flight = "" if self.in_flight == "auto" else f", {self.in_flight} in flight"
-        across = "" if self.across_hosts == "auto" else f", {self.across_hosts} across nodes"
-        split = f", {levels} split" if (levels := self.tensor.levels_words()) else ""
-        return (
-            f"{self.processes_words(schedule)}{split}{across}, "
-            f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{in_flight}, "
-            f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
-        )
 
 
 @dataclass(frozen=True)
@@ -710,11 +561,6 @@ def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> i
         needs = f"{name} needs {' or '.join(map(str, cuts))} cuts"
         raise LayoutError(f"{needs}, but pipeline.partition = {shown(partition)}; change one of them")
     return stages
-
-
-def divisors(number: int, most: int | None = None) -> list[int]:
-    """Return the divisors of a number, up to ``most``."""
-    return [count for count in range(1, min(number, most or number) + 1) if number % count == 0]
 
 
 def _micro_batches(config: DsConfig, share: int, stages: int) -> tuple[int, int]:

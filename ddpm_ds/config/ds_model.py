@@ -12,17 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from ddpm_ds.command_line import MOST_IMAGES, MOST_PROCESSES
-from ddpm_ds.config.section import (
-    Format,
-    Section,
-    broken_rule,
-    is_off,
-    no_number,
-    no_switch,
-    only_with,
-    shown,
-)
-from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
+from ddpm_ds.schema.layout import Precision
+from ddpm_ds.schema.section import REMOVED, Format, Section, broken_rule, is_off, no_number, no_switch, only_with, shown
+from ddpm_ds.schema.types import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
 """A value that follows from the spec, the processes or the device, as if the key were left out."""
@@ -35,7 +27,6 @@ Rate = Annotated[float, Field(ge=0.0, le=MOST_LEARNING_RATE)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
 MOST_BUCKET = 2**31
 """Maximum elements of a bucket: 8 GiB of fp32."""
-Precision = Literal["fp32", "fp16", "bf16"]
 CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
@@ -563,7 +554,6 @@ def _instead(key: str, value: object, values: Mapping[str, Any]) -> str:
     return f"write {nested(new, value if on is None else on)} instead"
 
 
-REMOVED = object()
 UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(field.default, Off)}
 """Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)

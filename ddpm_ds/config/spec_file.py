@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ddpm_ds.config.section import Format, shown
-from ddpm_ds.config.spec import GivenPath, RunSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import MOST_FAULTS, SpecError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, preset, presets, read_text
+from ddpm_ds.schema.section import Format, shown
+from ddpm_ds.schema.types import GivenPath
 
 JSON_PREFIX = "ds."
 """Prefix of overrides that change the DeepSpeed JSON instead of the spec."""

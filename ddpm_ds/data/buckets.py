@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from ddpm_ds.config.spec import DataSpec, RunSpec, written
-from ddpm_ds.config.text import BucketsSpec
 from ddpm_ds.data.cache import Indices
 from ddpm_ds.data.decoding import Size, upright_size
 from ddpm_ds.data.latents import autoencoder_of
 from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of
+from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import read_bytes
+from ddpm_ds.schema.types import written
 
 AREAS = 0.06
 """Largest difference of a bucket's pixels from those of ``data.image_size``, as a share: one order of passes serves all
@@ -187,15 +187,15 @@ def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: 
     )
 
 
-def check_steps(spec: RunSpec) -> None:
-    """Raise DataError for buckets of latents that can't be halved as often as the U-Net does."""
-    if spec.data.buckets is None or (autoencoder := autoencoder_of(spec.data)) is None:
+def check_steps(data: DataSpec, levels: int) -> None:
+    """Raise DataError for buckets of latents that can't be halved from level to level of the U-Net."""
+    if data.buckets is None or (autoencoder := autoencoder_of(data)) is None:
         return
-    multiple = autoencoder.factor * 2 ** (len(spec.unet.multipliers) - 1)
-    if spec.data.buckets.step % multiple:
+    multiple = autoencoder.factor * 2 ** (levels - 1)
+    if data.buckets.step % multiple:
         raise DataError(
-            f"data.buckets.step = {spec.data.buckets.step} should be a multiple of {multiple} pixels: a latent is made "
-            f"of {autoencoder.factor}, and unet.multipliers halves latents {len(spec.unet.multipliers) - 1} times"
+            f"data.buckets.step = {data.buckets.step} should be a multiple of {multiple} pixels: a latent is made of "
+            f"{autoencoder.factor}, and unet.multipliers halves latents {levels - 1} times"
         )
 
 

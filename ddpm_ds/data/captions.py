@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import (
     CAPTIONS,
     CAPTIONS_FILE,
@@ -42,6 +40,7 @@ from ddpm_ds.data.cache import (
     damaged,
 )
 from ddpm_ds.data.sources.base import Captions, Source, captions_of
+from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.errors import DataError

@@ -29,7 +29,6 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
 from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
@@ -50,6 +49,7 @@ from ddpm_ds.data.sources.variables import (
     positions,
     vector_of,
 )
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.statistics import Moments, merged, moments_of, rounding_of
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.errors import DataError

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.buckets import shares_of
 from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField
 from ddpm_ds.data.decoding import Size
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import buckets_of, prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, SpecError
 
 HELD_OUT = "held-out/"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import IMAGES, FieldFacts
 from ddpm_ds.data.decoding import decode, upright_size
 from ddpm_ds.data.fields import CONDITION, VECTOR, joined
@@ -26,6 +25,7 @@ from ddpm_ds.data.sources.variables import (
     check_counts,
     open_at,
 )
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.errors import DataError, SpecError
 
 Values = npt.NDArray[Any]

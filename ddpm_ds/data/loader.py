@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds import keyed
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.spec import HeldOut
 from ddpm_ds.data.cache import IMAGES, ByPosition, DatasetCache, Indices
 from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.errors import HostError, SpecError
 from ddpm_ds.keyed import Stream
+from ddpm_ds.schema.types import HeldOut
 
 MOST_RANGES = 10
 """Maximum ranges of neighbouring images that are held out; only the ends of a range resemble images to train on."""

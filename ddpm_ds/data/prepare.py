@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data import buckets, captions
 from ddpm_ds.data.cache import (
     BUCKETS,
@@ -56,6 +55,7 @@ from ddpm_ds.data.fields import (
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_of, sources_of
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, captions_of, files_below, printable
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, write_cache
 from ddpm_ds.errors import DataError
@@ -123,14 +123,16 @@ def _source_key(spec: DataSpec) -> str:
     return f"-{sha256(read).hexdigest()[:8]}"
 
 
-def class_names(spec: RunSpec) -> Sequence[str]:
-    """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes."""
-    numbers = [str(label) for label in range(spec.unet.classes or 0)]
+def class_names(data: DataSpec, group: int | None, classes: int | None) -> Sequence[str]:
+    """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes.
+
+    ``group`` is the number of consecutive images that share a bucket of aspect, None without buckets.
+    """
+    numbers = [str(label) for label in range(classes or 0)]
     with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
-        first, group = spec.data, spec.bucket_group
-        if group is not None and (shapes := _known_shapes(first)) is not None:
-            first = buckets.filled_buckets(first, shapes, group)[0]
-        names = CacheMeta.read(cache_path(first)).classes
+        if group is not None and (shapes := _known_shapes(data)) is not None:
+            data = buckets.filled_buckets(data, shapes, group)[0]
+        names = CacheMeta.read(cache_path(data)).classes
         if len(names) == len(numbers):
             return names
     return numbers
@@ -325,14 +327,13 @@ def buckets_of(
     return found
 
 
-def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], ...]:
+def bucket_shares(data: DataSpec, group: int | None, *, counted: bool) -> tuple[tuple[Size, float], ...]:
     """Return the size of each bucket, as ``data.image_size`` counts it, and its share of the images; () without
     buckets. Shares are equal unless they are to be ``counted`` and preparation has counted the images.
 
     Raises:
         DataError: the autoencoder can't be used, or there are too few images.
     """
-    data, group = spec.data, spec.bucket_group
     if group is None:
         return ()
     if counted and (shapes := _known_shapes(data)) is not None:

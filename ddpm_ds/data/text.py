@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.text import CrossAttentionSpec, TextSpec, Width
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
+from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of, until_changed
+from ddpm_ds.schema.types import Width
+from ddpm_ds.unet.spec import CrossAttentionSpec
 
 if TYPE_CHECKING:
     import torch
@@ -254,15 +255,15 @@ class TextEncoders:
         return [max(0, max(each) - self.tokens) for each in zip(*counts, strict=True)]
 
 
-def check_text(spec: RunSpec) -> None:
-    """Refuse encoders whose text the U-Net of ``spec`` can't read; raises DataError and SpecError."""
-    if spec.data.text is None or (cross := spec.unet.text) is None:
+def check_text(text: TextSpec | None, cross: CrossAttentionSpec | None) -> None:
+    """Refuse encoders whose text the U-Net can't read; raises DataError and SpecError."""
+    if text is None or cross is None:
         return
-    if (wrong := misfit(TextEncoders.open(spec.data.text, None), cross)) is not None:
+    if (wrong := misfit(TextEncoders.open(text, None), cross)) is not None:
         key, wanted, found = wrong
         has, fix = ("none", "null") if found is None else (found, found)
         raise SpecError(
-            f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {spec.data.text.encoders} have "
+            f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {text.encoders} have "
             f"{has}; --set unet.text.{key}={fix}, or name other encoders"
         )
 

@@ -29,8 +29,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import read_bytes, sha256_of, sync

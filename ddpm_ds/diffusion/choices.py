@@ -1,4 +1,4 @@
-"""Noise schedules, objectives and samplers: the mathematics behind the names in :mod:`ddpm_ds.config.choices`.
+"""Noise schedules, objectives and samplers: the mathematics behind the names in :mod:`ddpm_ds.schema.choices`.
 
 A schedule has timesteps (DDPM) or continuous noise levels (EDM, flow matching). To add a choice, write its function
 here, an entry in NOISE, TARGETS or STEPS, and one under the same name there; training, sampling and export read them.
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.errors import SpecError
+from ddpm_ds.schema.choices import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+    from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 
 MAX_BETA = 0.999
 """Largest beta, which avoids a singularity at the last step (Nichol and Dhariwal 2021, section 3.2)."""

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds import keyed
-from ddpm_ds.config.spec import ConditionSpec, DataSpec, Normalise
-from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
+from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, widened
 from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.schema.types import Normalise
+from ddpm_ds.unet.spec import CrossAttentionSpec
 
 LUMA = (0.299, 0.587, 0.114)
 """Share of red, green and blue in a grey value (ITU-R BT.601)."""

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds import keyed
-from ddpm_ds.config.choices import OBJECTIVES
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import STEPS, TARGETS, Coefficients
 from ddpm_ds.diffusion.condition import Condition, Moves, Scale
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.schema.choices import OBJECTIVES
 
 
 class Diffusion:
@@ -162,7 +162,7 @@ def mean_error(errors: Tensor, mask: Tensor | None, *, by_channel: bool = False)
 
 
 class Sampler:
-    """Immutable sampler of a spec. The specs must agree (:func:`ddpm_ds.config.spec.check_sampler`).
+    """Immutable sampler of a spec. The specs must agree (:func:`ddpm_ds.diffusion.spec.check_sampler`).
 
     The step from the last visited noise level returns x0 itself, without noise.
     """

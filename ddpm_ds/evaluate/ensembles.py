@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.config.spec import SamplerSpec
-from ddpm_ds.data.pictures import write_png
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import Request, titled_grid
 from ddpm_ds.evaluate.sampling import prompts_for, request_for, said_of
 from ddpm_ds.evaluate.scores import drawn_for_scores, guidance_said, report, rounded
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.tracking.pictures import write_png
 
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
 """Names of a picture's channels."""

@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.config.choices import OBJECTIVES
-from ddpm_ds.config.spec import ConditionSpec, DataSpec, written
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import Part, parts, prepare_held_out, sizes_trained, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.diffusion.condition import Condition, Moves
 from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.schema.choices import OBJECTIVES
+from ddpm_ds.schema.types import written
 
 HELD_OUT = "held-out"
 """Value of ``--conditions`` for the images that a run has held out, and of ``--prompts`` for their captions."""

@@ -17,14 +17,14 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ddpm_ds.config.spec import SamplerSpec
-from ddpm_ds.data.pictures import MOST_ROWS, Drawn, grid_title, picture
 from ddpm_ds.data.prepare import class_names
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import OutputError, print_to_stderr
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import sync, temporary_beside, write_file
 from ddpm_ds.tracking.address import check_tracking_uri
+from ddpm_ds.tracking.pictures import MOST_ROWS, Drawn, grid_title, picture
 from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.version import __version__
@@ -219,7 +219,11 @@ def titled_grid(
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
-    names = [] if trained.spec is None else class_names(trained.spec)
+    names = (
+        []
+        if trained.spec is None
+        else class_names(trained.spec.data, trained.spec.bucket_group, trained.spec.unet.classes)
+    )
     classes = [] if labels is None else labels.tolist()
     captions = [names[label] if names else str(label) for label in classes]
     if request is not None and request.prompts is not None:

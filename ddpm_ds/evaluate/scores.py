@@ -18,14 +18,13 @@ from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
-from ddpm_ds.config.spec import ALL_SIGMAS, SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Part, told_apart
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
-from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import buckets_of, prepare_images
 from ddpm_ds.diffusion.condition import Prompts
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
@@ -44,6 +43,8 @@ from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_
 from ddpm_ds.evaluate.sampling import draw_missing, fitting, prompts_for, said_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
+from ddpm_ds.schema.types import ALL_SIGMAS
+from ddpm_ds.tracking.pictures import write_png
 from ddpm_ds.train.objective import HeldOutLoss, encoders_of
 from ddpm_ds.version import __version__
 

@@ -22,25 +22,28 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import checkpoint_at
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.config.spec import DataSpec, DiffusionSpec, FilePath, GivenPath, Interface, RunSpec, SamplerSpec, UnetSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC
-from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, TEXTS, FieldFacts
 from ddpm_ds.data.captions import ENCODERS, EncodedPrompts
 from ddpm_ds.data.fields import REGRESSION
 from ddpm_ds.data.hub import from_hub, is_hub_name
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.sources.base import map_array
+from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import parts_of
 from ddpm_ds.device import DTYPES, usable_device
 from ddpm_ds.diffusion.condition import Conditions, Prompts, Scale, no_text
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
+from ddpm_ds.schema.types import FilePath, GivenPath
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
+from ddpm_ds.unet.spec import Interface, UnetSpec
 
 Weights = Literal["ema", "raw"]
 """Names in a checkpoint of the averaged weights and of the weights as trained."""
@@ -142,7 +145,7 @@ class Trained:
 
     @property
     def sampler_checks(self) -> dict[str, Any]:
-        """Facts about the U-Net for :func:`ddpm_ds.config.spec.check_sampler`."""
+        """Facts about the U-Net for :func:`ddpm_ds.diffusion.spec.check_sampler`."""
         condition = None if self.known_data is None else self.known_data.condition
         return {
             "classes": self.unet_spec.classes,

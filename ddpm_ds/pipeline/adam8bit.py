@@ -20,8 +20,8 @@ from torch import Tensor
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS, blocks_of
 from ddpm_ds.checkpoint.reader import code_of
 from ddpm_ds.checkpoint.writer import Fragment
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS
 
 CHUNK_BLOCKS = BUCKET_ELEMENTS // BLOCK
 """Number of blocks that are stepped at a time."""

@@ -15,7 +15,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.config.ds_config import AcrossHosts, ResolvedDsConfig
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.cuts import folds
@@ -24,6 +24,7 @@ from ddpm_ds.pipeline.gradients import gradients_of
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.schedule import Program, program
+from ddpm_ds.schema.layout import AcrossHosts
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
 from ddpm_ds.pipeline.gradients import Gradients, PassKind
@@ -52,6 +51,7 @@ from ddpm_ds.pipeline.schedule import (
     neighbours,
     split_passes,
 )
+from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.blocks import Carry, set_context, transformer_blocks
 from ddpm_ds.unet.operations import EmbeddingProjection, KeyedDropout, arithmetic_dtype, set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts

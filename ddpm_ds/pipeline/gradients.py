@@ -26,9 +26,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.own_step import OwnStep
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS
 from ddpm_ds.unet.tensor_group import is_alike, is_partial
 
 PassKind = Literal["whole", "inputs", "weights"]

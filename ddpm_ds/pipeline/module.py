@@ -11,9 +11,9 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
+from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.unet.blocks import Carry, keep_part, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer

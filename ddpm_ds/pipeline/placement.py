@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts, ResolvedDsConfig, Schedule
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
+from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Schedule
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.shards import sums_of
 

@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, TrainSchedule
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.cuts import folds
+from ddpm_ds.schema.layout import Schedule
 
 Name = Literal[
     "LoadMicroBatch",

@@ -9,12 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import Grid, Grouping, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.predict.layouts import PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.unet.layers import (
     PASSES_PER_STEP,
     AttentionLayer,

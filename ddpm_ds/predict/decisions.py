@@ -17,12 +17,8 @@ from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
 from ddpm_ds.config.ds_config import (
-    AcrossHosts,
-    Layout,
     ResolvedDsConfig,
-    TensorSplit,
     check_ds_config,
-    divisors,
     leaves_stages_open,
     leaves_tensor_open,
     resolve,
@@ -38,6 +34,7 @@ from ddpm_ds.predict.layouts import Workload, ds_config, layouts, open_splits, u
 from ddpm_ds.predict.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, order_of
+from ddpm_ds.schema.layout import AcrossHosts, Layout, TensorSplit, divisors
 
 MOST_GROUPED = 48
 """Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ddpm_ds.config.ds_config import Layout, tensor_split
+from ddpm_ds.config.ds_config import tensor_split
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import OutputError
@@ -18,6 +18,7 @@ from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
+from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 

@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
 from ddpm_ds.command_line import GIB
-from ddpm_ds.config.ds_config import (
+from ddpm_ds.config.ds_config import leaves_tensor_open, tensor_split
+from ddpm_ds.config.ds_model import DsConfig, changed
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS
+from ddpm_ds.schema.layout import (
     BUCKET_ELEMENTS,
     ELEMENT_BYTES,
     AcrossHosts,
@@ -22,14 +28,8 @@ from ddpm_ds.config.ds_config import (
     Schedule,
     TensorSplit,
     divisors,
-    leaves_tensor_open,
-    tensor_split,
 )
-from ddpm_ds.config.ds_model import REMOVED, DsConfig, changed
-from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.pipeline.placement import ACROSS_HOSTS
+from ddpm_ds.schema.section import REMOVED
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import can_split, level_of, split_layers
 

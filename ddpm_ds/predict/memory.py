@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
 from ddpm_ds.predict.layouts import Workload, encoding_ranks, rank_stages
 from ddpm_ds.predict.simulate import typical_programs
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.unet.layers import (
     BlockLayer,
     DownsampleLayer,

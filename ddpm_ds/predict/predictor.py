@@ -5,7 +5,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
@@ -24,6 +23,7 @@ from ddpm_ds.predict.costs import (
 from ddpm_ds.predict.layouts import Machine, Workload
 from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.simulate import RankCosts, Simulation, order_of, simulate
+from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.shards import Sums
 
 HIDDEN = (0.0, 0.3, 1.0)

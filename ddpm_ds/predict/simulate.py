@@ -30,7 +30,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import (
@@ -45,6 +44,7 @@ from ddpm_ds.pipeline.schedule import (
     phases_of,
     program,
 )
+from ddpm_ds.schema.layout import Layout, Schedule
 
 Pass = tuple[Literal["forward", "backward"], int]
 """Kind and phase of a pass."""

@@ -25,7 +25,6 @@ from statistics import fmean
 from typing import Any
 
 from ddpm_ds.command_line import counted, gib
-from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT, replace_file
@@ -39,6 +38,7 @@ from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts, 
 from ddpm_ds.predict.memory import peak_bytes
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, order_of, simulate
+from ddpm_ds.schema.layout import Layout
 
 LEAST_GAIN = 0.01
 """Smallest share of an image's time that makes a change worth trying."""

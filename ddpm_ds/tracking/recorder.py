@@ -8,10 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
+from ddpm_ds.tracking.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import ANIMATION, DERIVED, POINTS, RATE, SAMPLES_KEY, RunFolder, flatten, labels
 from ddpm_ds.tracking.runs import VARIED_TAG
@@ -92,7 +92,7 @@ class Recorder:
                 return
             path.parent.mkdir(exist_ok=True)
             title = grid_title(self.folder.folder.resolve().name, images_seen, spec.sampler, spec.diffusion, "ema")
-            names = drawn.prompts or class_names(spec)
+            names = drawn.prompts or class_names(spec.data, spec.bucket_group, spec.unet.classes)
             labels = [names[i % len(names)] for i in range(len(drawn.images)) if names]
             write_png(drawn.picture(title, labels), path)
         except OSError as error:

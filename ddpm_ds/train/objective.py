@@ -23,17 +23,18 @@ import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
-from ddpm_ds.config.choices import OBJECTIVES
-from ddpm_ds.config.ds_config import Layout
-from ddpm_ds.config.spec import HELD_OUT_QUANTILES, ConditionSpec, DataSpec, RunSpec
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import Diffusion, mean_error
 from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.schema.choices import OBJECTIVES
+from ddpm_ds.schema.layout import Layout
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
@@ -33,6 +32,7 @@ from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
+from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import disk_errors_said, flatten
 from ddpm_ds.train.resume import (
@@ -148,8 +148,8 @@ def _prepared(
     check_kernels(plan.ds.config.kernels, device)
     if plan.ds.config.compile:
         check_compiler(device)
-    check_text(plan.spec)
-    check_steps(plan.spec)
+    check_text(plan.spec.data.text, plan.spec.unet.text)
+    check_steps(plan.spec.data, len(plan.spec.unet.multipliers))
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
     store, held_out = prepare_all(

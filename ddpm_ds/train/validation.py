@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import EncodedPrompts
 from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
 from ddpm_ds.data.loader import Indices
-from ddpm_ds.data.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
 from ddpm_ds.diffusion.process import Drawing, Sampler
@@ -29,6 +27,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.schema.choices import OBJECTIVES
+from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ddpm_ds.config.spec import Interface, UnetSpec
+from ddpm_ds.unet.spec import Interface, UnetSpec
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_ds.command_line import counted
-from ddpm_ds.config.ds_config import Layout, TensorSplit, divisors
-from ddpm_ds.config.section import shown
 from ddpm_ds.errors import DsConfigError
+from ddpm_ds.schema.layout import Layout, TensorSplit, divisors
+from ddpm_ds.schema.section import shown
 from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer
 
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.command_line import aligned, writing
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.device import described
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.process_group import process_group
+from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.version import __version__
 from rivals import measure, rows

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ddpm_ds.config.choices import SCHEDULES
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import PartitionMethod, partition
 from ddpm_ds.planning import RunPlan
+from ddpm_ds.schema.choices import SCHEDULES
+from ddpm_ds.schema.layout import Schedule
 
 ROWS = {
     "plain": "ours in a plain PyTorch loop with what the engine switches on under this JSON",

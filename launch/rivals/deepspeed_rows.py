@@ -15,9 +15,9 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.planning import RunPlan, cut_and_ordered
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import Layer

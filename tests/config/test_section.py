@@ -13,10 +13,10 @@ import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.config.ds_model import DS_CONFIG
-from ddpm_ds.config.section import Format, Section, unused
-from ddpm_ds.config.spec import ConditionSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPEC, load_spec
+from ddpm_ds.data.spec import ConditionSpec
 from ddpm_ds.errors import SpecError
+from ddpm_ds.schema.section import Format, Section, unused
 from tests.launching import REPOSITORY
 
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 64, 0.5, 1.0, 1e-3, 5e8, 10**30, 2**53 + 1]

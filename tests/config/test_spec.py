@@ -9,8 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.schema.section import Section
 
 VALUES: dict[str, Any] = {
     "name": "tiny",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC, SPECS, load_spec
 from ddpm_ds.errors import SpecError
+from ddpm_ds.schema.section import Section
 from tests.launching import REPOSITORY
 
 DIGITS = SPECS / "digits.yaml"

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 
 from ddpm_ds.cli.plan import describe_plan
-from ddpm_ds.config.ds_config import (
-    ResolvedDsConfig,
-    TensorSplit,
-    leaves_layout_open,
-    leaves_stages_open,
-    read_ds_config,
-)
+from ddpm_ds.config.ds_config import ResolvedDsConfig, leaves_layout_open, leaves_stages_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.schema.layout import TensorSplit
 from tests.ds_json import config_of, laid_out
 from tests.launching import write_json
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.spec import DataSpec
 
 
 @pytest.fixture

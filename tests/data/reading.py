@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.decoding import decoded
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Pixels, Source
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
 PICTURES = np.random.default_rng(3).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)

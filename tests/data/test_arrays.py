@@ -16,10 +16,10 @@ import pytest
 import xarray
 import zarr
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import fields
 from ddpm_ds.data.fields import open_fields
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from tests.data.reading import refusal
 

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from make_text import write_encoders
 from PIL import ExifTags, Image, ImageFile
 
-from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.config.text import BucketsSpec
 from ddpm_ds.data.buckets import (
     AREAS,
     bucket_sizes,
@@ -38,6 +36,7 @@ from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.prepare import bucket_shares, buckets_of, cache_path, class_names, prepare, prepare_images
+from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.evaluate import inputs
 from tests.autoencoders import save_autoencoder
@@ -132,14 +131,7 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
     assert any(name.startswith("bucket/56x40/") for name in store.meta.sha256)
     shutil.rmtree(tmp_path / "pictures")
     assert prepare(spec_of(), learned=store.meta.sha256).meta == store.meta, "the source may be gone"
-    assert (
-        class_names(
-            tiny_spec(
-                data=spec_of(buckets={"step": 8, "images": 8}).model_dump() | {"horizontal_flips": False}, unet=PLAIN
-            )
-        )
-        == store.meta.classes
-    )
+    assert class_names(spec_of(), 8, len(store.meta.classes)) == store.meta.classes
 
 
 def test_too_many_sizes_are_refused(spec_of: Callable[..., DataSpec]) -> None:
@@ -224,7 +216,7 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     deep = tiny_spec(unet=PLAIN | {"multipliers": [1, 2, 2, 2]})
     uneven = spec.model_copy(update={"buckets": BucketsSpec(step=24)})
     with pytest.raises(DataError, match=r"data\.buckets\.step = 24 should be a multiple of 16 pixels"):
-        check_steps(deep.model_copy(update={"data": uneven}))
+        check_steps(uneven, len(deep.unet.multipliers))
     with pytest.raises(DataError, match=r"data\.buckets\.step = 32 .* of the 2 pixels .* use 48 or a divisor"):
         prepare(spec.model_copy(update={"buckets": BucketsSpec(step=32)}))
 
@@ -341,16 +333,14 @@ def test_held_out_images_of_their_own_source_are_in_the_buckets_that_are_trained
 
 
 def test_the_shares_of_buckets_are_those_of_counted_images_or_equal(spec_of: Callable[..., DataSpec]) -> None:
-    latent = {"unet": PLAIN, "train": {"batch_images": 12}}
-    run = tiny_spec(data=spec_of().model_dump() | {"horizontal_flips": False}, **latent)
-    equal = bucket_shares(run, counted=True)
+    data = spec_of()
+    equal = bucket_shares(data, 12, counted=True)
     assert equal[0] == ((48, 48), pytest.approx(1 / len(equal))) and len({share for _, share in equal}) == 1
-    prepare(spec_of(), group=10)
-    assert bucket_shares(run, counted=False) == equal
-    assert dict(bucket_shares(run, counted=True)) == {(48, 48): 1.0}, "twelve in a group: all are in one"
-    fewer = run.model_copy(update={"train": run.train.model_copy(update={"batch_images": 10})})
-    assert dict(bucket_shares(fewer, counted=True)) == {(48, 48): 0.5, (56, 40): 0.25, (40, 56): 0.25}
-    assert bucket_shares(run.model_copy(update={"data": spec_of(buckets=None)}), counted=True) == ()
+    prepare(data, group=10)
+    assert bucket_shares(data, 12, counted=False) == equal
+    assert dict(bucket_shares(data, 12, counted=True)) == {(48, 48): 1.0}, "twelve in a group: all are in one"
+    assert dict(bucket_shares(data, 10, counted=True)) == {(48, 48): 0.5, (56, 40): 0.25, (40, 56): 0.25}
+    assert bucket_shares(spec_of(buckets=None), None, counted=True) == ()
 
 
 def test_images_that_change_are_refused_and_prepared_again(spec_of: Callable[..., DataSpec], tmp_path: Path) -> None:

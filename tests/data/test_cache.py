@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache, prepare
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.sources.arrays import open_digits
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
 

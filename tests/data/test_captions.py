@@ -18,8 +18,6 @@ from make_text import write_encoders
 from PIL import ExifTags, Image
 
 from ddpm_ds import keyed
-from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
 from ddpm_ds.data import captions
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import DatasetCache
@@ -29,10 +27,12 @@ from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.prepare import prepare, prepare_images
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
+from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import encoded
+from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder
 from tests.data.reading import PICTURES, shard
 from tests.data.reading import encoded as image_file
@@ -478,7 +478,7 @@ def test_encoders_of_another_width_than_the_unet_reads_are_refused(spec_of: Spec
         spec = tiny_spec()
         read = {"context_channels": 48, "tokens": 77, "pooled_channels": 24, "blocks": (0, 1), "heads": (1, 1)}
         unet = spec.unet.model_copy(update={"text": CrossAttentionSpec.model_validate(read | changes)})
-        check_text(spec.model_copy(update={"unet": unet, "data": spec_of()}))
+        check_text(spec_of().text, unet.text)
 
     checked()
     checked(pooled_channels=None)

@@ -17,12 +17,13 @@ import pytest
 import xarray
 import zarr
 
-from ddpm_ds.config.spec import DataSpec, RunSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.data import cache, fields, writing
 from ddpm_ds.data.cache import StoredImages
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, SpecError
 from tests.data.reading import refusal
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import CacheMeta, DatasetCache
 from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, told_apart
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
 

@@ -15,13 +15,14 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli import main as command
-from ddpm_ds.config.spec import DataSpec, DiffusionSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data import latents
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, pixels_learned, pixels_of, to_pixels
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
 from tests.launching import REPOSITORY

@@ -19,12 +19,12 @@ import psutil
 import pytest
 from PIL import Image
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, prepare
 from ddpm_ds.data.sources.files import FolderSource
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
 
@@ -36,7 +36,7 @@ SLOW_PREPARE = """
 import os, sys, time, tempfile
 from ddpm_ds.data import decoding, prepare
 from ddpm_ds.data.sources import files
-from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.spec import DataSpec
 
 spec, reads, seconds, hosts = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 decoding.CHUNK_IMAGES = 1
@@ -313,16 +313,16 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
     spec = tiny_spec(data={"source": "folder", "path": str(tmp_path / "pictures"), "store_root": str(tmp_path)})
     numbers = [str(label) for label in range(10)]
-    assert class_names(spec) == numbers
+    assert class_names(spec.data, None, spec.unet.classes) == numbers
     cache_path(spec.data).mkdir()
     for names, expected in ((10, ("cat",) * 10), (9, numbers)):
         kept: dict[str, Any] = {"format": 1, "source": "folder", "folder": None, "count": 0, "shape": (1, 8, 8)}
         meta = CacheMeta(**kept, classes=("cat",) * names, skipped=0, sha256={})
         (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
-        assert class_names(spec) == expected
-    assert not class_names(tiny_spec(unet={"classes": None}, train={"label_drop": 0.0}))
+        assert class_names(spec.data, None, spec.unet.classes) == expected
+    assert not class_names(spec.data, None, None)
     gone = {"horizontal_flips": False, "channels": 4, "autoencoder": tmp_path / "gone", "store_root": tmp_path}
-    assert class_names(tiny_spec(data=gone, sampler={"clip": "none"}, unet={"classes": 10})) == numbers
+    assert class_names(tiny_spec(data=gone, sampler={"clip": "none"}).data, None, 10) == numbers
 
 
 def replaced(folder: Path) -> None:

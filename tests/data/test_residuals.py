@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
 COUNT = 11

@@ -18,14 +18,14 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from ddpm_ds.config.choices import SOURCES, SourceChoice
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
 from ddpm_ds.data.sources.base import Opener, UnreadableImage
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
+from ddpm_ds.schema.choices import SOURCES, SourceChoice
 from tests.data.reading import at, encoded, line_of
 
 SpecOf = Callable[..., DataSpec]

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import UnreadableImage
+from ddpm_ds.data.spec import DataSpec
 from tests.data.reading import PICTURES, at, encoded, line_of
 
 datasets = pytest.importorskip("datasets")

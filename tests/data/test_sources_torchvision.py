@@ -13,10 +13,10 @@ from scipy.io import savemat
 from torchvision import datasets
 from tqdm import tqdm
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS
+from ddpm_ds.data.spec import DataSpec
 from tests.data.reading import PICTURES, at, encoded, line_of
 
 SpecOf = Callable[..., DataSpec]

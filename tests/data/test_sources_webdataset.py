@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import UnreadableImage
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from tests.data.reading import PICTURES, at, encoded, line_of, shard
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import NoiseLevel
 from ddpm_ds.diffusion.process import Sampler
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 
 SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")
 EDM = DiffusionSpec(schedule="edm", objective="v")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import TOLD_LEVEL, Scale, Text

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import DS_CONFIGS
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import Continuous
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
 from ddpm_ds.planning import plan_run

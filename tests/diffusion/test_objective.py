@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion.choices import MAX_BETA, TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, weights
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.errors import SpecError
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, visited
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from tests.diffusion.sampling import SPACINGS, best_prediction, sample, sampler_of
 
 KINDS = ("ddpm", "ddim", "dpm_solver")

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import RunSpec, SamplerSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.sampling import draw
 from ddpm_ds.evaluate.trained import Trained

@@ -11,9 +11,9 @@ import torch
 import torch_fidelity.feature_extractor_inceptionv3 as inception
 from torch import Tensor
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.evaluate import sampling, scores
 from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception
 from ddpm_ds.evaluate.sampling import draw

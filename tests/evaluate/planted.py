@@ -15,8 +15,9 @@ import torch
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import RunSpec, SamplerSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import FieldFacts
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.diffusion.levels import Timesteps, alpha_bars, betas
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.evaluate.diffusers.scheduler import (
     _FlowMatchArguments,
     _SchedulerArguments,

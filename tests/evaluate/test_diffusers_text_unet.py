@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.evaluate.diffusers.unet import from_diffusers, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import TextArguments, diffusers_config, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.spec import Interface, UnetSpec
 from tests.evaluate.test_diffusers_unet import assert_the_same_gradients
 from tests.unet.variants import randomise, rounding
 

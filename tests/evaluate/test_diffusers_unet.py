@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddpm_ds.config.spec import Interface
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.evaluate.diffusers.unet import from_diffusers, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import PlainArguments, diffusers_config, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.spec import Interface
 from tests.launching import REPOSITORY
 from tests.unet.variants import (
     INTERFACE,

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import ensembles
 from ddpm_ds.evaluate.ensembles import crps, power_spectrum, rings

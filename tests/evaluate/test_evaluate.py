@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ddpm_ds import __version__ as VERSION
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import BUCKETS, DatasetCache, StoredImages
 from ddpm_ds.data.held_out import HELD_OUT, checksums_of, prepare_all
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.outputs import record_child

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import Interface, RunSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export, read_back
@@ -35,6 +35,7 @@ from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.spec import Interface
 from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
 

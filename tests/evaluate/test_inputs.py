@@ -19,13 +19,14 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import RunSpec, SamplerSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import REGRESSION, fields_of
 from ddpm_ds.data.held_out import checksums_of, prepare_all
 from ddpm_ds.data.loader import MicroBatch, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.process import Sampler
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
 from ddpm_ds.evaluate.sampling import check_guide, draw

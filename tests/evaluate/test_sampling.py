@@ -19,14 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds.cli.sample import add_drawing_options, sampler_from
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.data.pictures import grid
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.errors import EvaluationError, SpecError
 from ddpm_ds.evaluate import outputs
 from ddpm_ds.evaluate.outputs import Request
 from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.tracking.pictures import grid
 from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
 from tests.launching import tiny_spec
 

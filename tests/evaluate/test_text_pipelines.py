@@ -18,10 +18,11 @@ from make_text import write_encoders
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import RunSpec, SamplerSpec
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.data.text import TextEncoders
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import UserError
 from ddpm_ds.evaluate.diffusers.unet import original_names, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers

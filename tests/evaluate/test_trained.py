@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.export import write_pipeline
 from ddpm_ds.evaluate.trained import find_trained, load_trained

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.config.spec import Interface
 from ddpm_ds.device import Dtype
 from ddpm_ds.observe import device_speed
 from ddpm_ds.observe.device_speed import matmul_peak, measure_device, measured_times, shared_peak
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.spec import Interface
 from tests.launching import tiny_spec, tiny_text_spec
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.observe.kernels import GROUPS
 from ddpm_ds.pipeline.schedule import neighbours, program
+from ddpm_ds.schema.layout import Schedule
 from tests.launching import run_ranks, write_json
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS
 from tests.pipeline.ladder_worker import Case

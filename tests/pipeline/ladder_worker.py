@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 from ddpm_ds.checkpoint.manifest import BLOCK
 from ddpm_ds.checkpoint.reader import code_of
 from ddpm_ds.checkpoint.writer import Fragment
-from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, Schedule, TensorSplit
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -48,6 +48,7 @@ from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
+from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit
 from ddpm_ds.unet import model, operations
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import Instruction, Program, completed, neighbours, phases_of
+from ddpm_ds.schema.layout import Schedule
 
 
 def random_programs(schedule: Schedule, micro_batches: int, ranks: int, seed: int) -> tuple[Program, ...]:

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddpm_ds.config.ds_config import Schedule
-from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline import cuts as search
 from ddpm_ds.pipeline.cuts import (
@@ -28,8 +26,10 @@ from ddpm_ds.pipeline.cuts import (
     sent_shapes,
     weighted,
 )
+from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.layers import Layer, has_residual, unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.spec import Interface, UnetSpec
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.unet.variants import randomise
 

@@ -36,13 +36,13 @@ from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.errors import HostError
 from ddpm_ds.pipeline import build
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid
+from ddpm_ds.schema.layout import AcrossHosts, Schedule
 
 MEANT: dict[type, dict[str, str]] = {
     UnetPipelineEngine: {

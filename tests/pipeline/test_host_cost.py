@@ -25,10 +25,10 @@ from rivals.rows import Optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.unet.model import UNet

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
+from ddpm_ds.schema.layout import Schedule
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases, run_cases, spec_of
 from tests.pipeline.order_model import LockError, Operation, RecordedChannel, RecordedWork, execute, training_order

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig, Schedule
-from ddpm_ds.config.spec import Interface
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline.cuts import partition, segments, sent_shapes
 from ddpm_ds.pipeline.placement import (
     ACROSS_HOSTS,
@@ -25,7 +24,9 @@ from ddpm_ds.pipeline.placement import (
     traffic,
 )
 from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.spec import Interface
 from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import (
     Instruction,
     Program,
@@ -19,6 +18,7 @@ from ddpm_ds.pipeline.schedule import (
     zero_bubble_v,
 )
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
+from ddpm_ds.schema.layout import Schedule
 from tests.pipeline.random_programs import random_programs
 
 # f forward and b backward of phase 0, down the U-Net; F and B those of phase 1, up it; then the micro-batch.

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.config.spec import Interface
 from ddpm_ds.pipeline import engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.module import warm_up
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import build_layer
+from ddpm_ds.unet.spec import Interface
 from ddpm_ds.unet.weight_gradients import WaitingGradients
 from tests.launching import tiny_spec
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
@@ -19,6 +18,7 @@ from ddpm_ds.predict.costs import SPLIT_COST, weight_share
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
+from ddpm_ds.schema.layout import Layout, Schedule
 from ddpm_ds.unet.layers import Layer
 from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
@@ -15,6 +14,7 @@ from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
 from ddpm_ds.predict.layouts import ds_config, machine, rank_stages
 from ddpm_ds.predict.simulate import typical_programs
+from ddpm_ds.schema.layout import Layout, Schedule
 from tests.ds_json import laid_out
 from tests.predict.small import small_job, small_machine
 

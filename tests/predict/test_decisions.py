@@ -10,7 +10,7 @@ import pytest
 
 from ddpm_ds.cli.plan import report, why
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.ds_config import Layout, read_ds_config
+from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError
@@ -22,6 +22,7 @@ from ddpm_ds.predict.decisions import Choice, candidates, choose_layout, fitted,
 from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine, machine_like
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.schema.layout import Layout
 from tests.ds_json import config_of
 from tests.launching import REPOSITORY, tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.diffusion.condition import Encoded
@@ -25,6 +24,7 @@ from ddpm_ds.predict.layouts import ds_config
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers

@@ -10,13 +10,13 @@ import pytest
 import torch
 from rivals.measure import CountedOperators, HostCost
 
-from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.observe.device_speed import _inputs
 from ddpm_ds.predict.costs import DRAWS, launches
 from ddpm_ds.predict.layouts import LAUNCH_SECONDS, Workload, layouts, machine
 from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer
 from ddpm_ds.unet.model import UNet

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.predict.decisions import candidates
 from ddpm_ds.predict.layouts import ds_config, kind_of, layouts
 from ddpm_ds.predict.memory import pipeline_memory
+from ddpm_ds.schema.layout import Layout
 from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor

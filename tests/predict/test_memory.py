@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.predict import memory as memory_model
 from ddpm_ds.predict.layouts import Workload, rank_stages
@@ -23,6 +22,7 @@ from ddpm_ds.predict.memory import (
     moments,
     pipeline_memory,
 )
+from ddpm_ds.schema.layout import Layout
 from ddpm_ds.unet.model import parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.predict.small import ADAMW, EIGHT_BIT, FUSED, small_job

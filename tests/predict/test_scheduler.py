@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import (
     PASSES,
     Program,
@@ -22,6 +21,7 @@ from ddpm_ds.pipeline.schedule import (
 )
 from ddpm_ds.predict import simulate as scheduler
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, planned, simulate
+from ddpm_ds.schema.layout import Schedule
 from tests.pipeline.order_model import execute, training_order
 
 EQUAL = PhaseCosts(1.0, 2.0, activation_bytes=1, gradient_bytes=1, weight_seconds=1.0)

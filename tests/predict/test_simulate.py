@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import Instruction, completed
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
+from ddpm_ds.schema.layout import Schedule
 
 ONE_PHASE = RankCosts((PhaseCosts(1.0, 2.0),))
 TWO_PHASES = RankCosts((PhaseCosts(0.5, 1.0), PhaseCosts(0.5, 1.0)))

@@ -10,13 +10,13 @@ import pytest
 
 from ddpm_ds.cli.plan import why
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.predict import decisions
 from ddpm_ds.predict.costs import planned_costs
 from ddpm_ds.predict.decisions import choose_layout, search
 from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, tensor_splits
 from ddpm_ds.predict.memory import COLLECTIVE_BYTES, peak_bytes, pipeline_memory
+from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.layers import BlockLayer
 from tests.ds_json import laid_out
 from tests.launching import tiny_spec

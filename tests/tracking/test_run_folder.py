@@ -22,10 +22,10 @@ from PIL import Image, ImageSequence
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.data.pictures import Drawn
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.tracking.pictures import Drawn
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _origin, recorded
 from ddpm_ds.tracking.run_folder import (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ddpm_ds.cli import train as command
-from ddpm_ds.config.choices import SAMPLERS, SCHEDULES
-from ddpm_ds.config.spec import check_sampler
 from ddpm_ds.diffusion.levels import levels_of
+from ddpm_ds.diffusion.spec import check_sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.planning import plan_run
+from ddpm_ds.schema.choices import SAMPLERS, SCHEDULES
 from tests.launching import REPOSITORY
 from tests.train.ranks import Ranks
 

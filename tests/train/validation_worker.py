@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.config.ds_config import AcrossHosts, Schedule
-from ddpm_ds.config.spec import EmaSpec, Interface, RunSpec
+from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import parts
 from ddpm_ds.data.latents import to_pixels
@@ -31,11 +30,13 @@ from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.spec import Interface
 from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import tiny_spec
 from tests.pipeline.batches import BUCKETS, global_batch

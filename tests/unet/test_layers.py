@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_ds.config.ds_config import TensorSplit
-from ddpm_ds.config.spec import Interface, UnetSpec
+from ddpm_ds.schema.layout import TensorSplit
 from ddpm_ds.unet.blocks import transformer_blocks
 from ddpm_ds.unet.layers import BlockLayer, boundary_shapes, unet_layers
 from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.spec import Interface, UnetSpec
 from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet, split_layer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.ds_config import TensorSplit
+from ddpm_ds.schema.layout import TensorSplit
 from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup, part_of, shard_of

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.config.text import CrossAttentionSpec
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.spec import CrossAttentionSpec, Interface, UnetSpec
 from ddpm_ds.unet.tensor_group import TensorGroup
 
 INTERFACE = Interface(channels=3, size=(16, 16))

@@ -8,7 +8,6 @@ so they import the libraries of extras in functions.
 
 from pathlib import Path
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.arrays import open_arrays, open_digits, open_numpy, open_torchvision
 from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder
@@ -16,6 +15,7 @@ from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
 from ddpm_ds.data.sources.variables import open_stored
 from ddpm_ds.data.sources.webdataset import open_webdataset
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
 OPENERS: dict[str, Opener] = {
@@ -27,7 +27,7 @@ OPENERS: dict[str, Opener] = {
     "huggingface": open_huggingface,
     "torchvision": open_torchvision,
 }
-"""Functions that open sources of pictures, by `data.source`; :data:`ddpm_ds.config.choices.SOURCES` has their words."""
+"""Functions that open sources of pictures, by `data.source`; :data:`ddpm_ds.schema.choices.SOURCES` has their words."""
 FIELD_OPENERS: dict[str, VariablesOpener] = {
     "arrays": open_numpy,
     "hdf5": open_stored,

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     BROKEN,
     MOST_CLASSES,
@@ -40,6 +39,7 @@ from ddpm_ds.data.sources.base import (
 )
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.sources.variables import Variable, Variables
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
 IMAGES, LABELS = ("images", "arr_0"), ("labels", "arr_1")

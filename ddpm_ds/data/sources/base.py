@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, parse_json
 

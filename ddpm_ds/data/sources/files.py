@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     MOST_CLASSES,
     Captions,
@@ -32,6 +31,7 @@ from ddpm_ds.data.sources.base import (
     texts_of,
     under_other_keys,
 )
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_bytes
 

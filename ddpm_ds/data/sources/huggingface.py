@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     MOST_CLASSES,
     MOST_REASON,
@@ -26,6 +25,7 @@ from ddpm_ds.data.sources.base import (
     printable,
     read_file,
 )
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
 SAVED = ("state.json", "dataset_dict.json")

@@ -30,11 +30,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.config.choices import SOURCES
-from ddpm_ds.config.spec import ConditionSpec, DataSpec, written
 from ddpm_ds.data.sources.base import BROKEN, files_below, one_line
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, parse_json, read_bytes
+from ddpm_ds.schema.choices import SOURCES
+from ddpm_ds.schema.types import written
 
 Array: TypeAlias = "npt.NDArray[Any]"
 

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     BROKEN,
     MOST_CLASSES,
@@ -36,6 +35,7 @@ from ddpm_ds.data.sources.base import (
     texts_in,
     under_other_keys,
 )
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import CHUNK_BYTES, MOST_RECORD_BYTES, check_digits, open_regular, parse_json
 

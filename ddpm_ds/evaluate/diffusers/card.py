@@ -4,9 +4,9 @@ from pathlib import Path
 
 from jinja2 import Template
 
-from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.evaluate.diffusers.text_pipeline import pipeline_of
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.tracking.run_folder import RunFolder
 
 

@@ -19,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddpm_ds.config.spec import DataSpec, DiffusionSpec
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import DOWNLOADED as ENCODERS
+from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.scheduler import Arguments, process_from_scheduler
 from ddpm_ds.evaluate.diffusers.unet import (

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.data.latents import Coder
 from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
 from ddpm_ds.diffusion.condition import TOLD_LEVEL
@@ -17,6 +16,7 @@ from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.diffusers.folder import PIPELINE
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.unet.layers import SIZES
 
 PREDICTION_TOLERANCE = 1e-5

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.config.choices import SCHEDULES
-from ddpm_ds.config.spec import DiffusionSpec, Rho, SamplerSpec, Sigma, Timesteps
 from ddpm_ds.diffusion.choices import FLOW_TIMES, NOISE, TARGETS, ContinuousSchedule, timestep_schedules
 from ddpm_ds.diffusion.levels import betas
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.schema.choices import SCHEDULES
+from ddpm_ds.schema.types import Rho, Sigma, Timesteps
 
 LONGEST_VALUE = 80
 

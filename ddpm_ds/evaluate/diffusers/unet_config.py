@@ -9,24 +9,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ddpm_ds.config.section import Section
-from ddpm_ds.config.spec import (
+from ddpm_ds.evaluate.diffusers.scheduler import Arguments, refused
+from ddpm_ds.schema.section import Section
+from ddpm_ds.schema.types import (
     MOST_LEVELS,
     Blocks,
     Channels,
     Classes,
     Fraction,
+    Heads,
     ImageChannels,
-    Interface,
     Pixels,
     Small,
     Timesteps,
-    UnetSpec,
-    check_extent,
+    Width,
 )
-from ddpm_ds.config.text import CrossAttentionSpec, Heads, Width
-from ddpm_ds.evaluate.diffusers.scheduler import Arguments, refused
 from ddpm_ds.unet.layers import SIZES
+from ddpm_ds.unet.spec import CrossAttentionSpec, Interface, UnetSpec, check_extent
 
 PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
 """Classes of diffusers that our U-Net without text and with text equals."""

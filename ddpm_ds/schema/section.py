@@ -26,6 +26,8 @@ from ddpm_ds.errors import MOST_FAULTS, SpecError
 
 MOST_EXACT = 2**53
 """Largest number up to which floats represent every whole number."""
+REMOVED = object()
+"""Value that takes a key away, where keys of a section are changed."""
 P = ParamSpec("P")
 T = TypeVar("T")
 

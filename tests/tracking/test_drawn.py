@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.data import pictures as pictures_of_drawn
-from ddpm_ds.data.pictures import COLOURS, GREY, MOST_ROWS, Drawn, coloured, grid
+from ddpm_ds.tracking import pictures as pictures_of_drawn
+from ddpm_ds.tracking.pictures import COLOURS, GREY, MOST_ROWS, Drawn, coloured, grid
 
 
 def cells(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[str], str]:

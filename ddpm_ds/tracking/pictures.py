@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.files import temporary_beside
 
 GUTTER_PIXELS = 2

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.data.pictures import GREY, grid, grid_title, picture, write_animation, write_png
+from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.tracking.pictures import GREY, grid, grid_title, picture, write_animation, write_png
 
 
 def test_a_grid_has_the_images_row_by_row_with_thin_grey_between_and_after_them() -> None:

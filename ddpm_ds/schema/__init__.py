@@ -1,0 +1,1 @@
+"""How a section of a configuration file is written and checked: bounded types, choices, a layout in numbers."""

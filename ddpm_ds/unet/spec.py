@@ -1,0 +1,228 @@
+"""Section `unet` of the run spec, and what a U-Net takes and predicts. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ddpm_ds.schema.section import Section, no_switch, only_with
+from ddpm_ds.schema.types import (
+    MOST_CHANNELS,
+    MOST_LAYERS,
+    MOST_LEVELS,
+    ONE_SIZE,
+    Blocks,
+    Channels,
+    Classes,
+    Depth,
+    Fraction,
+    Heads,
+    Pixels,
+    Small,
+    Width,
+    written,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """What a U-Net takes and predicts, as the data decide it."""
+
+    channels: int
+    """Channels of x_t and of the prediction."""
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    condition_channels: int = 0
+    """Channels that are concatenated to x_t, after it, and never noised."""
+    numbers: int = 0
+    """Size of the vector that is added to the time embedding."""
+    told_level: bool = False
+    """Whether the U-Net is told a second noise level, that of its condition."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of x_t and of the prediction."""
+        return (self.channels, *self.size)
+
+
+class CrossAttentionSpec(Section):
+    """Text in the U-Net: transformer blocks after its residual blocks, in which pixels attend to each other and to the
+    tokens of a caption.
+    """
+
+    context_channels: Width
+    """Width of the encoded tokens: 768 for SD 1.5, 1024 for SD 2, 2048 for SDXL (diffusers: `cross_attention_dim`)."""
+    tokens: Annotated[int, Field(ge=1, le=4096)] = 77
+    """Tokens of a caption, padding included."""
+    blocks: Annotated[tuple[Depth, ...], Field(min_length=1)]
+    """Transformer blocks after each residual block, by level; 0 has none (`transformer_layers_per_block` in
+    diffusers)."""
+    middle_blocks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Transformer blocks between the two middle blocks, if `unet.middle_attention` is true."""
+    heads: Annotated[tuple[Heads, ...], Field(min_length=1)]
+    """Heads of each attention, by level; the middle has those of the last level (diffusers calls this number
+    `attention_head_dim`)."""
+    linear_projection: bool = False
+    """Whether weights before and after the blocks are those of linear layers in diffusers, instead of those of 1x1
+    convolutions, which compute the same (`use_linear_projection`)."""
+    pooled_channels: Width | None = None
+    """Width of the pooled text that is embedded beside the image's sizes: 1280 for SDXL; null embeds neither
+    (diffusers: `addition_embed_type: text_time`)."""
+    size_channels: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] = 256
+    """Width of the sinusoidal embedding of each of the six sizes (diffusers: `addition_time_embed_dim`)."""
+    upcast_attention: bool = False
+    """Whether diffusers, to which the U-Net is exported, may compute attention in fp32; here it changes nothing."""
+
+
+class UnetSpec(Section):
+    """U-Net of DDPM/ADM residual blocks: an encoder, a middle and a decoder."""
+
+    channels: Channels
+    """Base width, which `multipliers` multiply."""
+    multipliers: Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
+    """Width of each level as a multiple of `channels`; every level after the first halves the image."""
+    blocks_per_level: Blocks = 2
+    """Residual blocks per encoder level; a decoder level has one more."""
+    attention_resolutions: Annotated[
+        tuple[Pixels, ...], Field(max_length=MOST_LEVELS), only_with("text=null", ONE_SIZE)
+    ] = ()
+    """Sizes of square images (pixels) at which every residual block is followed by self-attention."""
+    attention_levels: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...],
+        Field(max_length=MOST_LEVELS),
+        only_with("text=null", "attention_resolutions=[]"),
+    ] = ()
+    """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
+    `attention_resolutions`."""
+    middle_attention: bool = True
+    """Attention between the two middle blocks."""
+    head_channels: Annotated[Channels | None, only_with("text=null")] = None
+    """Channels per attention head; null means one head of full width."""
+    norm_groups: Channels = 32
+    """Groups of every group normalisation."""
+    norm_epsilon: Small = 1e-6
+    """Epsilon of every group normalisation."""
+    dropout: Annotated[Fraction, only_with(ONE_SIZE)] = 0.0
+    """Dropout before the second convolution of each residual block."""
+    embedding_channels: Channels | None = None
+    """Width of the time embedding; null means 4 x the first level's width."""
+    time_conditioning: Literal["add", "scale_shift"] = "add"
+    """How a block uses the time embedding: added after the first convolution (DDPM), or as scale and shift of the
+    second normalisation (ADM)."""
+    sinusoid_order: Literal["sin_cos", "cos_sin"] = "sin_cos"
+    """Order of the halves of the sinusoidal embedding (diffusers: `flip_sin_to_cos` true is cos_sin)."""
+    sinusoid_shift: Annotated[Literal[0, 1], BeforeValidator(no_switch)] = 1
+    """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
+    downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
+    """Zero padding of the strided convolution: on all sides (diffusers: 1), or right and bottom only as in DDPM (0)."""
+    text: Annotated[CrossAttentionSpec | None, only_with("data.text")] = None
+    """Cross-attention to a caption; null has none."""
+    classes: Classes | None = None
+    """Number of classes of a class-conditional U-Net; null trains without labels."""
+
+    def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the levels with attention, for images of ``size`` (height, width)."""
+        if self.text is not None:
+            return tuple(level for level, blocks in enumerate(self.text.blocks[: len(self.multipliers)]) if blocks)
+        sides = [size[0] >> level if size[0] == size[1] else None for level in range(len(self.multipliers))]
+        return tuple(
+            level
+            for level, side in enumerate(sides)
+            if level in self.attention_levels or side in self.attention_resolutions
+        )
+
+
+def check_extent(unet: UnetSpec) -> None:
+    """Check the number of layers and the widths of a U-Net against the limits; raises ValueError with one line."""
+    levels, blocks = len(unet.multipliers), unet.blocks_per_level
+    attending = min(len({*unet.attention_resolutions, *unet.attention_levels}), levels)
+    attention, middle = [1] * attending, 1
+    if unet.text is not None:
+        attention, middle = [depth + 2 for depth in unet.text.blocks[:levels] if depth], unet.text.middle_blocks + 2
+    layers = (2 * blocks + 1) * (levels + sum(attention)) + 2 * levels + 3 + middle * unet.middle_attention
+    if layers > MOST_LAYERS:
+        raise ValueError(
+            f"unet.blocks_per_level = {blocks} makes {layers:,} layers on {levels} levels, and {MOST_LAYERS} are the "
+            "most; use fewer blocks"
+        )
+    width = unet.channels * max(unet.multipliers)
+    if width > MOST_CHANNELS:
+        raise ValueError(
+            f"unet.channels = {unet.channels} times {max(unet.multipliers)} of unet.multipliers is {width:,}, and "
+            f"{MOST_CHANNELS:,} channels are the most; use fewer"
+        )
+
+
+def check_levels(unet: UnetSpec, size: tuple[int, int]) -> None:
+    """Check that images of ``size`` (height, width) can be halved at each level; raises ValueError with one line."""
+    levels = len(unet.multipliers)
+    step = 2 ** (levels - 1)
+    if any(side % step for side in size):
+        below = (max(step, size[0] // step * step), max(step, size[1] // step * step))
+        above = (-(-size[0] // step) * step, -(-size[1] // step) * step)
+        near = " or ".join(map(written, dict.fromkeys((below, above))))
+        raise ValueError(
+            f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
+            f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels"
+        )
+    if unet.attention_resolutions and size[0] != size[1]:
+        raise ValueError(
+            f"unet.attention_resolutions = {list(unet.attention_resolutions)} are sides of squares, and "
+            f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}"
+        )
+    sizes = [size[0] >> level for level in range(levels)]
+    for key, found in (("attention_resolutions", sizes), ("attention_levels", [*range(levels)])):
+        if others := [one for one in getattr(unet, key) if one not in found]:
+            raise ValueError(f"unet.{key} has {others[0]}, but the levels are {found}; use some of those")
+
+
+def check_widths(unet: UnetSpec, size: tuple[int, int]) -> None:
+    """Check that groups and heads divide the levels' widths; raises ValueError with one line."""
+    check_extent(unet)
+    widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    if widths[0] % 2:
+        raise ValueError(
+            f"unet.channels = {unet.channels} makes a first level of {widths[0]} channels (diffusers: the first of "
+            "block_out_channels), which is odd; the sinusoidal embedding needs an even width"
+        )
+    for width in widths:
+        if width % unet.norm_groups:
+            raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")
+    attended = [widths[level] for level in unet.attended_levels(size)]
+    for width in attended + widths[-1:] * unet.middle_attention:
+        if unet.head_channels and width % unet.head_channels:
+            raise ValueError(
+                f"unet.head_channels = {unet.head_channels} does not divide the {width} channels that are attended; "
+                f"use a divisor"
+            )
+
+
+def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
+    """Check the cross-attention by level, and that pooled text is the only vector: the data's has ``numbers``; raises
+    ValueError with one line.
+    """
+    if unet.text is None:
+        return
+    text, levels = unet.text, len(unet.multipliers)
+    for key in ("blocks", "heads"):
+        if len(found := getattr(text, key)) != levels:
+            raise ValueError(
+                f"unet.text.{key} = {list(found)} has {len(found)} numbers, and unet.multipliers has {levels} levels; "
+                "give one for each level"
+            )
+    widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
+    for width, heads, depth in zip(widths, text.heads, depths, strict=True):
+        if depth and width % heads:
+            raise ValueError(
+                f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor"
+            )
+    if not any(depths):
+        raise ValueError(f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks")
+    if text.pooled_channels and numbers:
+        raise ValueError(
+            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside "
+            "the time embedding; use one"
+        )
