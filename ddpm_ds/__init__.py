@@ -33,12 +33,12 @@ else:  # hidden from type checkers: seeing __getattr__, they would accept every 
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         if not isinstance(found, type):
-            found = import_module(f"{__name__}.config.section").checked(found)
+            found = import_module(f"{__name__}.schema.section").checked(found)
         return globals().setdefault(name, found)
 
 
 _MODULES = {
-    "SamplerSpec": "config.spec",
+    "SamplerSpec": "diffusion.spec",
     "load_spec": "config.spec_file",
     "load_trained": "evaluate.trained",
     "open_run": "tracking.runs",
