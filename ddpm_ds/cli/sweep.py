@@ -26,7 +26,7 @@ from ddpm_ds.errors import EXIT_PREEMPTED, UserError, print_to_stderr
 from ddpm_ds.experiments.compare import of_folder, terminal
 from ddpm_ds.experiments.sweep import LOG, OPTIONS, Trial, make_trials, parse_variables, run_command
 from ddpm_ds.files import replace_file
-from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.processes.signals import received_signals
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import KIND_TAG, OUTPUT_ROOT, RunFolder, identity_of
@@ -111,7 +111,7 @@ def _log(line: str) -> None:
 def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given: list[str]) -> int:
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
     failed, stopped = dict[str, int](), 0
-    with run_folder.disk_errors_said(folder), run_folder.claim_folder(folder), heard_signals() as heard:
+    with run_folder.disk_errors_reported(folder), run_folder.claim_folder(folder), received_signals() as heard:
         # before identity(): a run that has one keeps its note
         tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()

@@ -26,7 +26,7 @@ from torch import nn
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.config import ds_model
-from ddpm_ds.errors import fault_said
+from ddpm_ds.errors import faults_logged
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
@@ -120,7 +120,7 @@ class FlopsProfile(Observer):
         self._watching.close()
         found, self._found = gather_objects(self._found, list[StageProfile]), None
         if found is not None:
-            with fault_said("flops profile", self._report.log):
+            with faults_logged("flops profile", self._report.log):
                 whole = (stage for stages in found for stage in stages)
                 self._report_found(sorted(whole, key=lambda stage: stage.stage))
 

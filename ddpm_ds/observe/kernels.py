@@ -23,7 +23,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.device import wait_for_device
-from ddpm_ds.errors import fault_said
+from ddpm_ds.errors import faults_logged
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -159,7 +159,7 @@ class KernelProfile(Observer):
         keep(self._report, "kernels", lambda: self._write(profiler))
         ranks = gather_objects(shares(profiler.events() or (), on_device=self._on_device), dict[str, float])
         if ranks is not None:
-            with fault_said("kernel profile", self._report.log):
+            with faults_logged("kernel profile", self._report.log):
                 self._report_ranks(ranks)
 
     def _write(self, profiler: profile) -> Sequence[Path]:

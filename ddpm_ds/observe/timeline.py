@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
-from ddpm_ds.errors import fault_said
+from ddpm_ds.errors import faults_logged
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
@@ -148,7 +148,7 @@ class Timeline(Observer):
         peak = shared_peak(self._engine.device, self._precision)
         traces = gather_objects(own, RankTrace)
         if traces is not None:
-            with fault_said("timeline", self._report.log):
+            with faults_logged("timeline", self._report.log):
                 self._report_traces(traces, peak)
 
     def _report_traces(self, traces: Sequence[RankTrace], peak: float) -> None:

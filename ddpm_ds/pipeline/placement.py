@@ -247,7 +247,7 @@ def run_exchange(
     """
     layout = ds.layout
     if reductions is None and layout.schedule == "planned":
-        passes = math.ceil(layout.micro_batches / max(1, layout.most_held // 2))
+        passes = math.ceil(layout.micro_batches / max(1, layout.most_kept // 2))
         reductions = [[passes, passes]] * layout.stages
     return exchange(
         layers,

@@ -219,7 +219,7 @@ class Rendezvous:
             self._beating.join(BEAT_SECONDS)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Let the others know of a user's error that ends this rank inside this context."""
         try:
             yield

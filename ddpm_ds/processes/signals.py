@@ -83,7 +83,7 @@ class SignalThread:
 
 
 @contextlib.contextmanager
-def heard_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
+def received_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
     """Yield the list of received stop signals; afterwards they are handled as before, or with ``leaving`` ignored."""
     received: list[signal.Signals] = []
     received_at = -math.inf

@@ -30,7 +30,7 @@ from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXI
 from ddpm_ds.files import expanded, read_bytes
 from ddpm_ds.processes import hosts
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
-from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.processes.signals import received_signals
 from ddpm_ds.secret import is_secret, write_private
 
 DEFAULT_PORT = 29500
@@ -177,7 +177,7 @@ def supervise(
         raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
     latest = expanded(run_dir) / "checkpoints" / "latest"
     restarts = starts = 0
-    with heard_signals(leaving=True) as received:
+    with received_signals(leaving=True) as received:
         while True:
             before = _written(latest)
             place.check()

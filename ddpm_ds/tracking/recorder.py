@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import class_names
-from ddpm_ds.errors import Preempted, fault_said
+from ddpm_ds.errors import Preempted, faults_logged
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.tracking.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.tracking.progress import ProgressLine
@@ -137,7 +137,7 @@ class Recorder:
         if self.line is None or self.tracker is None or self.folder is None:
             return None
         path = self.folder.folder / ANIMATION
-        with fault_said(str(path), self.log):
+        with faults_logged(str(path), self.log):
             if len(files := self.folder.all_samples()) >= 2:  # all drawn from the same noise
                 write_animation(files, path)
                 self.tracker.artifact(path)

@@ -94,7 +94,7 @@ def new_run_dir(name: str) -> Path:
 def make_run_dir(run_dir: Path) -> Path:
     """Make the folder of a run that is given none and return it; another run's name gets a number added."""
     path = run_dir
-    with disk_errors_said(run_dir):
+    with disk_errors_reported(run_dir):
         for number in itertools.count(2):
             try:
                 path.mkdir(parents=True)
@@ -144,7 +144,7 @@ def _is_begun(path: Path) -> bool:
 
 
 @contextmanager
-def disk_errors_said(run_dir: Path) -> Iterator[None]:
+def disk_errors_reported(run_dir: Path) -> Iterator[None]:
     """Turn the OSErrors of a full or read-only disk, or of a folder that has been replaced, into an OutputError."""
     try:
         yield
@@ -159,7 +159,7 @@ def disk_errors_said(run_dir: Path) -> Iterator[None]:
 
 def claim_folder(run_dir: Path) -> BinaryIO:
     """Make the run's folder and lock it while the returned file is open; OutputError if another process has it."""
-    with disk_errors_said(run_dir):
+    with disk_errors_reported(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         locked = lock(run_dir / LOCK)
     if locked is None:

@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import MicroBatch, failures_said
+from ddpm_ds.data.loader import MicroBatch, failures_reported
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -46,7 +46,7 @@ from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
-from ddpm_ds.tracking.run_folder import disk_errors_said
+from ddpm_ds.tracking.run_folder import disk_errors_reported
 from ddpm_ds.tracking.sender import system_metrics
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
@@ -274,7 +274,7 @@ def run_training(
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
         recording = _recorded(prepared, asked, progress, files, sender)
-    with disk_errors_said(prepared.claim.run_dir), recording as recorder:
+    with disk_errors_reported(prepared.claim.run_dir), recording as recorder:
         engine.graph.say = recorder.log
         if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
@@ -429,7 +429,7 @@ def _train(
     )
     try:
         sending = system_metrics(run_dir)
-        with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
+        with watchdog.blamed(), disk_errors_reported(run_dir), sending, failures_reported():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

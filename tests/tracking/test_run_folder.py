@@ -35,7 +35,7 @@ from ddpm_ds.tracking.run_folder import (
     check_output,
     checkpoints_of,
     claim_folder,
-    disk_errors_said,
+    disk_errors_reported,
 )
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
@@ -345,9 +345,9 @@ def test_a_start_on_a_full_disk_leaves_what_the_start_before_has_recorded(tmp_pa
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR])
 def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: int) -> None:
     line = r"^.*spec.yaml can't be written .*; make it writable, with room, and start"
-    with pytest.raises(OutputError, match=line), disk_errors_said(tmp_path):
+    with pytest.raises(OutputError, match=line), disk_errors_reported(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "spec.yaml"))
-    with pytest.raises(ConnectionResetError), disk_errors_said(tmp_path):
+    with pytest.raises(ConnectionResetError), disk_errors_reported(tmp_path):
         raise ConnectionResetError(errno.ECONNRESET, "not a disk's")
 
 
