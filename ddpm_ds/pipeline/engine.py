@@ -333,13 +333,13 @@ class UnetPipelineEngine(PipelineEngine):
         loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising host and
         device.
         """
-        self.data_iterator = data_iter  # also between the first and the last rank, which DeepSpeed would not
+        self.data_iterator = data_iter if self.reads_data else None
         self.module.train()
         with self.graph.stream():
             self.warm_up(self.micro_batch_size, gradients=True)
             self.pace.wait()
             self._set_values(self.train_batch_size())
-            loss = self.graph.step()
+            loss = self.graph.step(self.sizes_of_step() if self.is_unobserved() else None)
             if loss is None:
                 loss = self.execute_program(
                     by_host=runs_behind(self.device) and bool(self._cautious_steps or self._watchers)

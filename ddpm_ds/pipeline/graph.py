@@ -21,10 +21,10 @@ whose messages go by the hosts, and drawing. All of them need the memory of the 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,11 +32,9 @@ from torch import Tensor
 from ddpm_ds.cuda_graphs import Graphs
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.pipeline.gradients import FlatGradients
+from ddpm_ds.pipeline.gradients import FlatGradients, Gradients
 from ddpm_ds.pipeline.messages import Start, Work, all_gather_objects, at_once
-
-if TYPE_CHECKING:
-    from ddpm_ds.pipeline.engine import UnetPipelineEngine  # which imports this module
+from ddpm_ds.pipeline.module import UnetPipelineModule
 
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
@@ -48,6 +46,22 @@ PIECE = 2**24
 MOST_ORDERS = 16
 """Orders of sizes in a step with a graph each, unless graphs are demanded: a graph of a large step takes a device some
 hundred MB beside its pool, and as long as some steps to capture."""
+
+
+class Steps(Protocol):
+    """Engine whose steps are captured."""
+
+    device: torch.device
+    module: UnetPipelineModule
+    gradients: Gradients
+    data_iterator: Any
+    micro_batches: int
+    num_stages: int
+    basic_optimizer: torch.optim.Optimizer
+
+    def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor: ...
+    def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
+    def wall_clock_breakdown(self) -> bool: ...
 
 
 class Pace:
@@ -106,7 +120,7 @@ class StepGraph:
         asked: "auto" takes a graph where each process has the whole U-Net; True takes graphs, or raises an error.
     """
 
-    def __init__(self, engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> None:
+    def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
         self._engine, self._asked = engine, asked
         self.say: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
@@ -130,20 +144,20 @@ class StepGraph:
             yield
         outside.wait_stream(self._stream)
 
-    def step(self) -> Tensor | None:
+    def step(self, sizes: Sequence[int] | None) -> Tensor | None:
         """Replay the step on the next micro-batches and return its loss; None if the step has to be eager.
+
+        ``sizes`` are those of the micro-batches' images; None if the step must be eager, on all ranks alike.
 
         Raises:
             DsConfigError: a graph was demanded, and can't be captured; on all ranks alike.
         """
-        engine = self._engine
         if self.why_eager:
             return None
-        if not engine.is_unobserved():
+        if sizes is None:
             self.drop()
             return None
-        sizes = tuple(engine.sizes_of_step())
-        if sizes not in self._proven:
+        if (sizes := tuple(sizes)) not in self._proven:
             self.drop()  # its trial needs their memory
             if self._asked is not True and len(self._proven) == MOST_ORDERS:
                 self.why_eager = f"images come in more than {MOST_ORDERS} orders of sizes"
@@ -180,7 +194,7 @@ class StepGraph:
     def _load(self) -> None:
         """Copy the next micro-batches into those of the graph."""
         engine = self._engine
-        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.reads_data else []
+        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.data_iterator else []
         if not self._now.inputs:
             self._now.inputs = [self._place_for(number, batch) for number, batch in enumerate(batches)]
         for kept, batch in zip(self._now.inputs, batches, strict=True):
@@ -304,7 +318,7 @@ def norm(tensor: Tensor, less: Tensor | None = None) -> float:
     return math.sqrt(squared)
 
 
-def why_eager(engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> str:
+def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
     """Return why the steps of an engine are never captured, or nothing."""
     if asked is False:
         return "graphs is false"
