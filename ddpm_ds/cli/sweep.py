@@ -31,7 +31,7 @@ from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import KIND_TAG, OUTPUT_ROOT, RunFolder, identity_of
 from ddpm_ds.tracking.runs import SWEEP, ExperimentError
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 
 DESCRIPTION = f"""\
 Train the same spec with all combinations of some values, one run after another, and compare the runs. All trials are
@@ -115,16 +115,9 @@ def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given
         # before identity(): a run that has one keeps its note
         tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()
-        tracker = Tracker.start(
-            trials[0].plan.spec.logging.experiment,
-            folder.name,
-            output_root=folder.parent,
-            run_dir=folder,
-            params={"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])},
-            tags=tags,
-            identity=identity,
-            log=_log,
-        )
+        params = {"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])}
+        experiment = trials[0].plan.spec.logging.experiment
+        tracker = Tracker(RunStart(experiment, folder, params, tags, identity=identity), _log)
         tracker.wait_for_run(lambda: bool(heard))  # its children look for it
         for trial in trials:
             if trial.done or heard or stopped:

@@ -14,8 +14,8 @@ host sends and receives (:class:`ddpm_ds.cuda_graphs.Graphs`)::
 In the trial an eager step and a replay on the same micro-batches give the same loss and gradients, and change nothing.
 Images of several sizes have a graph for each order of sizes in a step, captured when it first comes, after a trial of
 its own. Their graphs share one pool of memory, which holds the largest, since one is replayed at a time and what a step
-leaves to the host has its own memory. What is not captured, since it is rare: steps that an observer watches, those
-whose messages go by the hosts, and drawing. All of them need the memory of the graphs, which is given back before.
+leaves to the host has its own memory. Rare work is not captured: steps that an observer watches, steps whose messages
+go by the hosts, and drawing. All of it needs the memory of the graphs, which is given back before.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from ddpm_ds.pipeline.module import UnetPipelineModule
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
 SPREADS = 4
-"""A replay may differ from an eager step by as many times what two eager steps differ by, whose sums may have different
-orders, or by a rounding of the gradients' precision."""
+"""A replay may differ from an eager step by this many times the difference of two eager steps, whose sums differ in
+order, or by a rounding of the gradients' precision."""
 PIECE = 2**24
 """Number of gradients that are compared at a time, in twice to four times their memory."""
 MOST_ORDERS = 16
@@ -129,12 +129,12 @@ class StepGraph:
         self._stream = None if self.why_eager else torch.cuda.Stream(engine.device)
         self._pool: Any = None
         self._of_sizes: dict[tuple[int, ...], _Captured] = {}
-        self._now = _Captured()  # that of the step that is captured or tried
+        self._now = _Captured()  # the step that is captured or tried
         self._proven: set[tuple[int, ...]] = set()
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Queue all steps on one stream, graph or not: autograd stays on that of a parameter's first gradient."""
+        """Queue all steps on one stream: autograd stays on the stream of a parameter's first gradient."""
         if self._stream is None:
             yield
             return
@@ -164,7 +164,13 @@ class StepGraph:
                 self.say_why_eager()
                 return None
         self._now = self._of_sizes.setdefault(sizes, _Captured())
-        self._load()
+        engine = self._engine
+        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.data_iterator else []
+        if not self._now.inputs:
+            self._now.inputs = [self._place_for(number, batch) for number, batch in enumerate(batches)]
+        for kept, batch in zip(self._now.inputs, batches, strict=True):
+            pairs = [(own, new) for own, new in zip(kept, batch, strict=True) if own is not None]
+            torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])
         if self._now.graphs is None and not self._begin(sizes):
             return None
         assert self._now.graphs is not None
@@ -191,18 +197,8 @@ class StepGraph:
         assert isinstance(gradients, FlatGradients)
         return gradients
 
-    def _load(self) -> None:
-        """Copy the next micro-batches into those of the graph."""
-        engine = self._engine
-        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.data_iterator else []
-        if not self._now.inputs:
-            self._now.inputs = [self._place_for(number, batch) for number, batch in enumerate(batches)]
-        for kept, batch in zip(self._now.inputs, batches, strict=True):
-            pairs = [(own, new) for own, new in zip(kept, batch, strict=True) if own is not None]
-            torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])
-
     def _place_for(self, number: int, batch: Any) -> Any:
-        """Return memory for a step's micro-batch ``number``: that of other graphs, for parts of the same shape."""
+        """Return memory for a step's micro-batch ``number``, shared with other graphs if shapes are equal."""
         others = [captured.inputs[number] for captured in self._of_sizes.values() if captured.inputs]
 
         def place(at: int) -> Tensor | None:
@@ -214,8 +210,15 @@ class StepGraph:
     def _begin(self, sizes: tuple[int, ...]) -> bool:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
         self._gradients().keep_memory(True)
-        trial = None if sizes in self._proven else self._try_eagerly()
-        why_not = self._captured(trial)
+        trial = None
+        if sizes not in self._proven:
+            first = [value.clone() for value in self._tried(self._eagerly)]
+            trial = Trial(first, [norm(*pair) for pair in zip(first, self._tried(self._eagerly), strict=True)])
+        why_not = self._agreed(self._capture())
+        if trial is not None and not why_not:
+            assert self._now.graphs is not None
+            replayed = self._tried(self._now.graphs.replay)
+            why_not = self._agreed(trial.differences(replayed, self._gradients().precision))
         del trial
         if not why_not:
             if not self._proven:
@@ -244,30 +247,17 @@ class StepGraph:
         self._engine.data_iterator = iter(self._now.inputs)
         self._now.loss = self._engine.execute_program(by_host=False, start=start)
 
-    def _start(self, operation: Callable[[], Work]) -> Work:
-        """Note a send or receive of a step that is captured; each replay starts it."""
-        assert self._now.graphs is not None
-        return _BetweenGraphs(self._now.graphs, operation)
-
-    def _captured(self, trial: "Trial | None") -> str:
-        """Capture the step and compare it with eager ones, if there are any; return why that failed; collective."""
-        why_not = self._agreed(self._capture())
-        if trial is not None and not why_not:
-            assert self._now.graphs is not None
-            why_not = trial.differences(self._tried(self._now.graphs.replay), self._gradients().precision)
-            why_not = self._agreed(why_not)
-        return why_not
-
     def _capture(self) -> str:
         """Capture the step; return why that failed, or nothing."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._now.graphs, groups = Graphs(self._engine.device, self._pool), self._engine.basic_optimizer.param_groups
+        graphs, groups = Graphs(self._engine.device, self._pool), self._engine.basic_optimizer.param_groups
+        self._now.graphs = graphs
         for group in groups:
             group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
         wait_for_device(self._engine.device)
         torch.cuda.empty_cache()
         try:
-            self._now.graphs.capture(partial(self._eagerly, self._start))
+            graphs.capture(lambda: self._eagerly(partial(_BetweenGraphs, graphs)))
         except Exception as error:  # of any operator that can't be captured
             words = next(iter(str(error).splitlines()), type(error).__name__)
             return f"capturing a step as a CUDA graph failed ({words})"
@@ -275,11 +265,6 @@ class StepGraph:
             for group in groups:
                 group["capturable"] = False
         return ""
-
-    def _try_eagerly(self) -> "Trial":
-        """Return what two eager steps on the loaded micro-batches give."""
-        first = [value.clone() for value in self._tried(self._eagerly)]
-        return Trial(first, [norm(*pair) for pair in zip(first, self._tried(self._eagerly), strict=True)])
 
     def _tried(self, step: Callable[[], None]) -> list[Tensor]:
         """Return the loss and gradients of a step on the loaded micro-batches that changes nothing, where they lie."""
@@ -291,7 +276,7 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class Trial:
-    """Loss and gradients of an eager step, and how far those of another are from them."""
+    """Loss and gradients of an eager step, and their differences from another eager step."""
 
     values: list[Tensor]
     spreads: list[float]

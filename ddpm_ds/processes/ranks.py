@@ -58,7 +58,11 @@ def set_environment() -> None:
     started = {} if "RANK" in os.environ else _of_slurm()
     unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
     os.environ.update(unknown)
-    for name, value in (find_environment() | _handed_on()).items():
+    secret: dict[str, str] = {}
+    if path := _exit_file():  # ddpm-ds run is on this host
+        with contextlib.suppress(OSError), path.open() as file:
+            secret = json.loads(file.readline())
+    for name, value in (find_environment() | secret).items():
         os.environ.setdefault(name, value)
     _check_environment([name for name in alone if started or name not in unknown])
     if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two cores that are shared
@@ -96,14 +100,6 @@ def _check_environment(given: Collection[str]) -> None:
                 f"{small} = {numbers[small]} and {large} = {numbers[large]} in the environment contradict each other; "
                 "correct the launcher's numbers, or unset all and let ddpm-ds train start the ranks"
             )
-
-
-def _handed_on() -> dict[str, str]:
-    """Return the secret variables of ``ddpm-ds run``, if it runs on this host and as this user."""
-    if path := _exit_file():
-        with contextlib.suppress(OSError), path.open() as file:
-            return dict(json.loads(file.readline()))
-    return {}
 
 
 def _of_slurm() -> dict[str, str]:
@@ -150,8 +146,7 @@ def free_port() -> int:
 class Launcher:
     """Launcher of this process, which may be killed, or lost with an ssh connection.
 
-    A rank notices that its parent changes, that its supervisor's :class:`ExitFile` is gone, or that nobody reads its
-    output any more.
+    A rank notices a new parent, a missing :class:`ExitFile` of its supervisor, or an output that nobody reads.
     """
 
     def __init__(self) -> None:
@@ -216,9 +211,15 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself. A crash outside
     of Python, as on an image file truncated while it is read, prints a stack.
     """
+
+    def leave(number: int) -> None:
+        for worker in multiprocessing.active_children():  # it would complain that its parent has gone
+            worker.kill()
+        os._exit(record_exit(EXIT_PREEMPTED))
+
     faulthandler.enable(2)
     if stoppable:
-        SignalThread(_leave)
+        SignalThread(leave)
     _record(STARTED)
     try:
         code = main()
@@ -228,13 +229,6 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
         if leaving.code is None or isinstance(leaving.code, int):
             record_exit(leaving.code or 0)
         raise
-
-
-def _leave(number: int) -> None:
-    """End this process, and first its workers, which would complain that their parent has gone."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    os._exit(record_exit(EXIT_PREEMPTED))
 
 
 def _record(word: str) -> None:
@@ -275,7 +269,7 @@ class ExitFile:
         """Value of :data:`EXIT_FILE_VARIABLE`."""
 
     def read(self) -> ExitRecord:
-        """Return what the ranks have recorded."""
+        """Return the records of the ranks."""
         self._file.seek(0)
         lines = [line.split() for line in self._file.read().decode().splitlines()[1:]]
         ended = [(rank, int(word)) for rank, word in lines if word not in (STARTED, TRAINING)]

@@ -49,13 +49,14 @@ class Requests:
 
     def listen(self) -> None:
         """Let signals ask to stop from now on, once there is something to save; before, they end the process."""
-        self._signals = SignalThread(self._receive)
-        record_training()
 
-    def _receive(self, number: int) -> None:
-        if self._signalled_at is not None and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
-            os._exit(record_exit(128 + number))
-        self._signalled_at = time.monotonic()
+        def receive(number: int) -> None:
+            if self._signalled_at is not None and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
+                os._exit(record_exit(128 + number))
+            self._signalled_at = time.monotonic()
+
+        self._signals = SignalThread(receive)
+        record_training()
 
     def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""

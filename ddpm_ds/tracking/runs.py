@@ -1,6 +1,4 @@
-"""Runs by their folders, and what is added to them in MLflow after training. Imports no torch, and MLflow only when
-needed.
-"""
+"""Runs by their folders, and additions to them in MLflow. Imports no torch, and MLflow only when needed."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class RecordedRun:
 
     @property
     def note(self) -> str:
-        """Text on why the run was made and what was learned; empty if there is none."""
+        """Reason for the run and its lessons, by its user; empty if there is none."""
         return self.tags.get(NOTE_TAG, "")
 
     def add_note(self, text: str) -> None:

@@ -37,7 +37,7 @@ from ddpm_ds.tracking.run_folder import (
     claim_folder,
     disk_errors_reported,
 )
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
@@ -266,7 +266,7 @@ def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
 
 def begin(run_dir: Path, written: dict[str, str]) -> None:
     line = MagicMock(spec=ProgressLine)
-    recorded(run_dir, line, SPEC, files=written, settings={}, tags={}, dataset={}).__enter__()
+    recorded(RunStart("", run_dir, params={}, tags={}), line, SPEC, files=written).__enter__()
 
 
 class Killed(BaseException):
@@ -294,7 +294,7 @@ sys.addaudithook(KILL)
 def test_a_start_that_is_killed_after_any_file_leaves_a_folder_that_the_next_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tracker, "start", Mock(spec=Tracker))
+    monkeypatch.setattr("ddpm_ds.tracking.recorder.Tracker", Mock())
 
     def start(run_dir: Path) -> None:
         check_output(run_dir, "auto")
