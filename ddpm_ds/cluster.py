@@ -54,10 +54,9 @@ number of GPUs."""
 
 @dataclass(frozen=True)
 class Fleet:
-    """Hosts and their processes, and how a program is started on each.
+    """Hosts with their processes, and the way to start a program there with DeepSpeed's ``environment``.
 
-    ``environment`` has the variables that DeepSpeed gives to every process. ``local`` is whether there is only this
-    machine, which needs no ssh. An answer may take ``seconds``.
+    A ``local`` fleet is this machine alone, which needs no ssh. An answer may take ``seconds``.
     """
 
     slots: Mapping[str, int]

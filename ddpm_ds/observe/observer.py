@@ -1,8 +1,7 @@
-"""Observers of a training run: their interface, the clock of pauses, and the recording of every instruction of some
-steps, on all ranks in seconds on one clock.
+"""Observers of a training run: their interface, the clock of pauses, and the recording of all instructions of steps.
 
-The loop calls an observer when each optimizer step begins and around activities between two steps. In the steps that it
-watches it may wrap the engine's instructions; it costs nothing in all others.
+The loop calls an observer when each optimizer step begins and around activities between two steps. It may wrap the
+engine's instructions in the steps that it watches.
 
 While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped. A wait inside an
 instruction becomes an event of its own, and the event of the instruction begins when the wait ends:
@@ -155,10 +154,7 @@ class Pauses:
 
 
 class PauseClock(Observer):
-    """Adds up the pauses of a run and writes :data:`FILE` at its end; ``run_dir`` is None on ranks other than 0.
-
-    Pauses before the first step and after the last do not count: every run is saved and sampled at its end.
-    """
+    """Sum of the pauses between a run's first and last step, written at its end by rank 0, which has a ``run_dir``."""
 
     def __init__(self, run_dir: Path | None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._run_dir, self._clock = run_dir, clock
@@ -380,8 +376,8 @@ class Recording:
 def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[float, float]:
     """Return by how many seconds a rank's clock is ahead of another's, and the largest possible error of this.
 
-    No rank is released from a barrier before all have reached it, so each barrier bounds the difference from both
-    sides. If 0 is within the bounds, the clocks are taken to be the same, as they are for processes of one host.
+    All ranks reach a barrier before any leaves it, so each bounds the difference from both sides. If 0 is within the
+    bounds, the clocks are taken to be the same, as they are for processes of one host.
     """
     lowest = max(mine.came - other.left for mine, other in zip(own, others, strict=True))
     highest = min(mine.left - other.came for mine, other in zip(own, others, strict=True))
@@ -392,9 +388,8 @@ def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[flo
 def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     """Put the traces of all ranks on one clock, which begins with the first step.
 
-    Ranks leave ReduceGrads, where replicas add gradients, and OptimizerStep, where all agree on overflow and norm, only
-    after the last has begun it: the time until then becomes an event of its own, :data:`WAIT_FOR_RANKS`. Returns the
-    traces in the order of ranks, and by how many seconds two clocks may still differ.
+    Ranks leave ReduceGrads and OptimizerStep only after the last has begun it: the time until then becomes an event of
+    its own, :data:`WAIT_FOR_RANKS`. Returns the traces by rank, and the seconds by which two clocks may still differ.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     offsets, errors = zip(*(clock_offset(trace.barriers, traces[0].barriers) for trace in traces), strict=True)

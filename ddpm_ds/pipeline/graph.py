@@ -122,7 +122,7 @@ class StepGraph:
 
     def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
         self._engine, self._asked = engine, asked
-        self.say: Callable[[str], None] = lambda line: None
+        self.log: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
         self.why_eager = why_eager(engine, asked)
         """Reason why steps are not captured, or nothing."""
@@ -161,7 +161,7 @@ class StepGraph:
             self.drop()  # its trial needs their memory
             if self._asked is not True and len(self._proven) == MOST_ORDERS:
                 self.why_eager = f"images come in more than {MOST_ORDERS} orders of sizes"
-                self.say_why_eager()
+                self.log_why_eager()
                 return None
         self._now = self._of_sizes.setdefault(sizes, _Captured())
         engine = self._engine
@@ -223,7 +223,7 @@ class StepGraph:
         if not why_not:
             if not self._proven:
                 several = self._engine.num_stages > 1
-                self.say(f"each step is {'CUDA graphs with messages between them' if several else 'one CUDA graph'}")
+                self.log(f"each step is {'CUDA graphs with messages between them' if several else 'one CUDA graph'}")
             self._proven.add(sizes)
             return True
         self._engine.data_iterator = iter(self._now.inputs)  # the eager step has the micro-batches that were loaded
@@ -231,13 +231,13 @@ class StepGraph:
         self.why_eager = why_not
         if self._asked is True:
             raise DsConfigError(f"graphs = true, but {why_not}; set graphs to false")
-        self.say_why_eager()
+        self.log_why_eager()
         return False
 
-    def say_why_eager(self) -> None:
+    def log_why_eager(self) -> None:
         """Show the reason why steps are not captured, if there is one."""
         if self.why_eager:
-            self.say(f"steps are launched operator by operator: {self.why_eager}")
+            self.log(f"steps are launched operator by operator: {self.why_eager}")
 
     def _agreed(self, why_not: str) -> str:
         """Return the first rank's reason against a graph, or nothing; collective."""

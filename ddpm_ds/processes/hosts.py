@@ -76,10 +76,7 @@ def address_of(host: str) -> str:
 
 
 def ssh_to(host: str) -> list[str]:
-    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host, perhaps with USER@.
-
-    Raises SpecError if ssh would take ``host`` for an option, or the environment's options can't be read.
-    """
+    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
     user, _, name = host.rpartition("@")
     if host.startswith("-") or name.startswith("-"):
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
@@ -131,9 +128,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def this_host(names: Iterable[str]) -> str | None:
-    """Return the first of ``names`` that means this machine: its host name, its address, or an ssh alias of them.
-
-    ``user@`` before a name is ignored. Raises SpecError as :func:`ssh_to`.
+    """Return the first of ``names`` that means this machine: its host name, its address or an ssh alias; USER@ may
+    precede it. Raises SpecError as :func:`ssh_to`.
     """
     named = {name: name.rpartition("@")[2] for name in names}
     own = socket.gethostname()

@@ -44,11 +44,10 @@ FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
 
 
 def set_environment() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
-    ``.deepspeed_env``, where they are missing.
+    """Set missing variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .deepspeed_env.
 
-    ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is Slurm's, or the process is a single
-    rank. Raises SpecError if variables can't be parsed or contradict each other, or the first host is unknown.
+    Without a launcher's rank it is Slurm's, or the process is a single rank. Raises SpecError if variables can't be
+    parsed or contradict each other, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
@@ -103,9 +102,7 @@ def _check_environment(given: Collection[str]) -> None:
 
 
 def _of_slurm() -> dict[str, str]:
-    """Return the rank variables of a task of srun. Batch scripts and shells of salloc have no step, or one of Slurm's
-    own.
-    """
+    """Return the rank variables of a task of srun; batch scripts and shells of salloc have none."""
     step = os.environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_OWN_STEP_OF_SLURM or not os.environ.keys() >= SLURM_TASK:
         return {}
@@ -175,10 +172,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def for_good() -> Iterator[None]:
-    """Keep Python's garbage collector away from objects made inside, which live as long as this process.
-
-    It would look through PyTorch's modules over and over: a tenth of their import, and a second when Python ends.
-    """
+    """Keep the slow garbage collector away for good from objects made inside, such as PyTorch's modules."""
     gc.disable()
     try:
         yield
@@ -208,8 +202,7 @@ def record_training() -> None:
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
-    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself. A crash outside
-    of Python, as on an image file truncated while it is read, prints a stack.
+    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself.
     """
 
     def leave(number: int) -> None:
@@ -217,7 +210,7 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
             worker.kill()
         os._exit(record_exit(EXIT_PREEMPTED))
 
-    faulthandler.enable(2)
+    faulthandler.enable(2)  # for a crash outside of Python, as on an image file truncated while it is read
     if stoppable:
         SignalThread(leave)
     _record(STARTED)
@@ -256,7 +249,7 @@ class ExitRecord(NamedTuple):
 
 
 class ExitFile:
-    """File in memory, with the supervisor's life, in which this host's ranks record their starts and exit codes.
+    """The supervisor's file in memory, in which this host's ranks record their starts and exit codes.
 
     Its first line has the variables in ``private``, which no command line may show.
     """

@@ -46,7 +46,7 @@ REFUSAL, OVER = "refusal", "over"
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store at a port of rank 0's host, served by rank 0 or by torchrun; port 0 means a free port of rank 0.
+    """Return the store at a port of rank 0's host, which rank 0 or torchrun serves; port 0 means a free one.
 
     Raises dist.DistError if the port is taken, or the store can't be reached.
     """
@@ -59,14 +59,11 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at an address of ``host``; None if none is this machine's, or if the port is taken.
-
-    A name that means loopback on its own host, as Debian sets it up, means another address elsewhere.
-    """
+    """Return a socket that listens at an address of ``host``; None if none is this machine's, or the port is taken."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         number = str(address[0]).partition("%")[0]
         if number != host and ipaddress.ip_address(number).is_loopback and on_several_hosts():
-            continue
+            continue  # elsewhere the host's name means another address
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -218,7 +215,7 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """End the rendezvous once the process group exists, or before this rank exits: a beat would abort that."""
+        """End the rendezvous once the process group exists, or before this rank exits."""
         self._closed.set()
         if self._store is not None:
             if self.rank == 0:

@@ -1,13 +1,12 @@
 """Requests to a training run from outside: to save, or to save and stop.
 
-    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once, and so does
-                                             any before the first step has ended
+    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second one, or one before the first step
+                                             has ended, leaves at once
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
     checkpoint.every_minutes                 rank 0's clock
     a launcher that is gone                  save, leave: nobody would end this rank or read its output
 
-Ranks must do the same at the same step, so requests are combined once a step; the result is read a step later, when it
-has long arrived.
+Requests are combined once a step, and read a step later, so that all ranks do the same at the same step.
 """
 
 import os

@@ -202,8 +202,7 @@ def waits_for_a_rank(frame: FrameType) -> bool:
 class Watchdog:
     """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices a hang.
 
-    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: the others would
-    wait for the one rank that has read a bad file.
+    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code.
 
     Args:
         names: all ranks' names for users, such as "rank 2 (stage 1)".

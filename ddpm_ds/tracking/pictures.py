@@ -57,8 +57,7 @@ def grid(
 ) -> Image.Image:
     """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible or in so many ``columns``.
 
-    The title's lines are above, and the labels, one for each image or none at all, below their images; the lines of
-    the ``footer`` are at the bottom.
+    The title is above, labels (one for each image, or none) are below their images, the ``footer`` is at the bottom.
     """
     if columns is None:
         columns = min(len(images), math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3])))

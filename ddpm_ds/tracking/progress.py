@@ -33,10 +33,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressLine:
-    """Progress of a run: a bar that is rewritten in place on a terminal, lines elsewhere; for any thread.
-
-    A thread keeps it moving, so that a run which is at work never looks like one that hangs.
-    """
+    """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. It moves even if the run is busy."""
 
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic

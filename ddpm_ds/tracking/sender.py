@@ -15,8 +15,8 @@ network, GPUs - by MLflow's classes and names:
     host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
     host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ MLflow
 
-So other hosts need neither a connection to the tracking server nor its password, and an SQLite file, which must not be
-written by several hosts, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
+So other hosts need neither the tracking server nor its password, and an SQLite file, which several hosts must not
+write, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
 """
 
 from __future__ import annotations
@@ -96,10 +96,7 @@ DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 
 @contextmanager
 def system_metrics(run_dir: Path) -> Iterator[None]:
-    """Have a child collect the system metrics of this host during training; entered on every rank.
-
-    Only the first rank of a host starts one, except rank 0, whose sender collects them too.
-    """
+    """Let the first rank of each host have a child that collects its system metrics; rank 0's sender does the same."""
     child, rank = None, os.environ.get("RANK", "0")
     if rank != "0" and os.environ["LOCAL_RANK"] == "0":
         child = start_child(run_dir.resolve(), rank, pipes=subprocess.DEVNULL)
@@ -131,10 +128,8 @@ def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, lo
                 break
         prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
         psutil.cpu_percent()  # the first call only starts the counter
-        file, monitors = (
-            EventFile(path, lambda line: log("disk", line)),
-            [CPUMonitor(), DiskMonitor(), NetworkMonitor()],
-        )
+        file = EventFile(path, lambda line: log("disk", line))
+        monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
         with suppress(Exception):  # no GPU, or no driver of the right version
             monitors.append(GPUMonitor())
         with locked or nullcontext():
@@ -275,10 +270,7 @@ def opened_store(output_root: Path) -> Iterator[MlflowClient]:
 
 
 class Feed:
-    """Sends an event file to MLflow, and the system metrics of the run's hosts.
-
-    ``reply`` receives the ids of the run in MLflow.
-    """
+    """Sends an event file to MLflow, and the hosts' system metrics; ``reply`` receives the run's ids in MLflow."""
 
     def __init__(self, events: Path, start: Record, log: Log, reply: Callable[[Record], None]) -> None:
         self.place, self._events, self._cursor, self._log = place_of(start), events, Cursor(events), log

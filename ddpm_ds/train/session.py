@@ -276,9 +276,9 @@ def run_training(
     if progress is not None and sender is not None:
         recording = _recorded(prepared, asked, progress, files, sender)
     with disk_errors_reported(prepared.claim.run_dir), recording as recorder:
-        engine.graph.say = recorder.log
+        engine.graph.log = recorder.log
         if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
-            engine.graph.say_why_eager()
+            engine.graph.log_why_eager()
         if encoders is not None:
             each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
             ranks = ", ".join(map(str, encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)))

@@ -60,7 +60,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=f"rows\n{meanings}{EXAMPLES}",
     )
     add_run_options(parser)
-
     parser.add_argument("--rows", metavar="ROW,...", help="which rows (default: all that can run)")
     for option, default, explanation in NUMBERS:
         parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{explanation} ({default})")

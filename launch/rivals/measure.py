@@ -60,9 +60,8 @@ def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed
         step = next((step for step, value in enumerate(differences) if not value <= allowed), None)  # or NaN
         if step is not None:
             raise BadNumbersError(
-                f"loss {own[step]:.6g} in step {step} of {row.name}, where {first} has {others[step]:.6g}: they "
-                f"don't train the same, so nothing is timed; where fp16 skipped a step, try a lower "
-                f"fp16.initial_scale_power"
+                f"loss {own[step]:.6g} in step {step} of {row.name}, where {first} has {others[step]:.6g}: they don't "
+                "train the same, so nothing is timed; where fp16 skipped a step, try a lower fp16.initial_scale_power"
             )
         largest.append(max(differences) if row.comparable else None)
     return largest
