@@ -1,4 +1,4 @@
-"""Hosts side by side before they train: what each one has, what differs between them, and one all-reduce.
+"""Check of hosts before they train: facts of each, differences between them, and one all-reduce.
 
 Processes are started on the hosts as DeepSpeed's pdsh launcher would start training there, at the same time:
 
@@ -54,10 +54,9 @@ number of GPUs."""
 
 @dataclass(frozen=True)
 class Fleet:
-    """Hosts and their processes, and how a program is started on each.
+    """Hosts with their processes, and the way to start a program there with DeepSpeed's ``environment``.
 
-    ``environment`` has the variables that DeepSpeed gives to every process. ``local`` is whether there is only this
-    machine, which needs no ssh. An answer may take ``seconds``.
+    A ``local`` fleet is this machine alone, which needs no ssh. An answer may take ``seconds``.
     """
 
     slots: Mapping[str, int]
@@ -67,38 +66,38 @@ class Fleet:
     local: bool
     seconds: int
 
-    def ask(self, what: str, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def ask(self, what: str, questions: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
         """Return the answer of each host to its question; a :class:`Cell` with the reason if there is none."""
+
+        def answer(host: str) -> Any:
+            program = [self.python, "-u", "-m", __name__, what, json.dumps(questions[host]), str(self.seconds)]
+            words = shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *program])
+            command = ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {words}"]
+            try:
+                done = subprocess.run(
+                    command if self.local else ssh(host, command),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=self.seconds,
+                )
+                why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1]
+                for line in done.stdout.splitlines():
+                    if line.startswith(MARK):
+                        return json.loads(line.removeprefix(MARK))
+            except subprocess.TimeoutExpired:
+                why = f"no answer in {self.seconds} s"
+            least = f"cd {shlex.quote(self.folder)} && {shlex.quote(self.python)} -c 'import ddpm_ds'"
+            must = least if self.local else shlex.join([*ssh_to(host), least])
+            fix = f"this must work without a question, within --timeout-seconds: {must}"
+            return Cell("no", why.strip(), NETWORK if what == "all_reduce" else fix)
+
         with ThreadPoolExecutor(len(questions)) as pool:
-            answers = pool.map(lambda host: self._ask(host, what, questions[host]), questions)
-            return dict(zip(questions, answers, strict=True))
-
-    def _ask(self, host: str, what: str, question: Mapping[str, Any]) -> Any:
-        program = [self.python, "-u", "-m", __name__, what, json.dumps(question), str(self.seconds)]
-        words = shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *program])
-        command = ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {words}"]
-        try:
-            done = subprocess.run(
-                command if self.local else ssh(host, command),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self.seconds,
-            )
-            why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1]
-            for line in done.stdout.splitlines():
-                if line.startswith(MARK):
-                    return json.loads(line.removeprefix(MARK))
-        except subprocess.TimeoutExpired:
-            why = f"no answer in {self.seconds} s"
-        least = f"cd {shlex.quote(self.folder)} && {shlex.quote(self.python)} -c 'import ddpm_ds'"
-        must = least if self.local else shlex.join([*ssh_to(host), least])
-        fix = f"this must work without a question, within --timeout-seconds: {must}"
-        return Cell("no", why.strip(), NETWORK if what == "all_reduce" else fix)
+            return dict(zip(questions, pool.map(answer, questions), strict=True))
 
 
-def examined(fleet: Fleet, question: Mapping[str, Any], port: int, *, network: bool) -> dict[str, dict[str, Cell]]:
+def examined(fleet: Fleet, question: Mapping[str, object], port: int, *, network: bool) -> dict[str, dict[str, Cell]]:
     """Return the cells of all hosts, by column; ``question`` has the first arguments of :func:`look`."""
     first = next(iter(fleet.slots))
     each = {host: {**question, "slots": slots, "port": port * (host == first)} for host, slots in fleet.slots.items()}
@@ -128,7 +127,7 @@ def look(
     spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str, run_bytes: int, slots: int, port: int
 ) -> Findings:
     """Return this host's findings; paths are relative to the working folder. ``port``, if not 0, is tried."""
-    documents: dict[str, Mapping[str, Any]] = {}
+    documents: dict[str, Mapping[str, object]] = {}
     cells, folders = dict[str, Cell](), {"runs": (Path(run_dir), run_bytes, "--run-dir DIR")}
     try:
         read = load_spec(Path(spec), spec_overrides(overrides))

@@ -38,8 +38,14 @@ class Graphs:
                 self._begin()
                 work()
                 self._graphs[-1].capture_end()
-            except Exception:
-                self._abandon()
+            except Exception:  # end the capture and give all memory back
+                try:
+                    self._graphs[-1].capture_end()
+                except RuntimeError:  # the failure once more, before the allocator knows of the end
+                    with contextlib.suppress(RuntimeError):
+                        torch._C._cuda_endAllocateToPool(self._device, self._pool)
+                    torch._C._cuda_releasePool(self._device, self._pool)
+                self.reset()
                 raise
 
     def _begin(self) -> None:
@@ -48,16 +54,6 @@ class Graphs:
         self._calls.append(graph.replay)
         # Threads of the loader and of NCCL ask after their events in the meantime.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def _abandon(self) -> None:
-        """End the capture that failed and give all memory back."""
-        try:
-            self._graphs[-1].capture_end()
-        except RuntimeError:  # the failure once more, before the allocator hears of the end
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device, self._pool)
-            torch._C._cuda_releasePool(self._device, self._pool)
-        self.reset()
 
     def cut(self, call: Callable[[], object]) -> None:
         """End a graph, to call this after its replay, and begin the next."""

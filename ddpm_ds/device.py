@@ -62,7 +62,11 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")
     if not devices:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        _keep_freed_memory()
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            mallopt = ctypes.CDLL(None).mallopt
+            for name, setting in KEPT_MEMORY.items():
+                if f"MALLOC_{name}_" not in os.environ:
+                    mallopt(*setting)
         return torch.device("cpu")
     if local_size > devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -155,15 +159,6 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _keep_freed_memory() -> None:
-    """Apply :data:`KEPT_MEMORY` to glibc's malloc, except settings that the user's environment has."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        for name, (number, value) in KEPT_MEMORY.items():
-            if f"MALLOC_{name}_" not in os.environ:
-                mallopt(number, value)
-
-
 def _prepare_messages() -> dict[str, str]:
     """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them.
 
@@ -194,9 +189,15 @@ def check_cuda(devices: int) -> None:
             "--device cpu"
         )
     why = str(caught[-1].message).removeprefix("CUDA initialization: ").split(". ")[0] if caught else "no device"
+    try:
+        pynvml.nvmlInit()
+        driver, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        serves = f"driver {driver} serves CUDA up to {newest // 1000}.{newest % 1000 // 10}"
+    except pynvml.NVMLError as error:
+        serves = f"its driver does not answer ({error})"
     raise LayoutError(
         f"this host has a GPU{f' and CUDA_VISIBLE_DEVICES = {visible}' if visible else ''}, but CUDA does not start "
-        f"({why}); {_driver()}, and this PyTorch is built for CUDA {torch.version.cuda}: update the driver, install a "
+        f"({why}); {serves}, and this PyTorch is built for CUDA {torch.version.cuda}: update the driver, install a "
         "PyTorch for its CUDA, or use --device cpu"
     )
 
@@ -233,16 +234,6 @@ def _gpus() -> int:
         return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def _driver() -> str:
-    """Describe NVIDIA's driver and the newest CUDA version that it supports."""
-    try:
-        pynvml.nvmlInit()
-        driver, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    except pynvml.NVMLError as error:
-        return f"its driver does not answer ({error})"
-    return f"driver {driver} serves CUDA up to {newest // 1000}.{newest % 1000 // 10}"
 
 
 def _why_no_device() -> str:

@@ -123,8 +123,8 @@ KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
 
 
 @contextlib.contextmanager
-def fault_said(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Let any error of this block be one line through ``log``: the lack of a report ends no run."""
+def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Log any error of this block as one line: a missing report ends no run."""
     try:
         yield
     except (UserError, OSError) as error:

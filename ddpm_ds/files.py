@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import psutil
 from tqdm import tqdm
@@ -139,10 +139,17 @@ def parse_json(text: str | bytes) -> Any:
     Raises ValueError with one line if it is not JSON, has a duplicate key or exceeds a limit. A ``JSONDecodeError``
     has the line of the fault, not the one where the parser noticed it.
     """
+
+    def block(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+            raise ValueError(f"{twice} is given twice in one block")
+        return dict(pairs)
+
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_without_duplicates,
+            object_pairs_hook=block,
             parse_int=lambda number: int(check_digits(number)),
             parse_float=lambda number: float(check_digits(number)),
         )
@@ -150,9 +157,9 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
     except json.JSONDecodeError as error:
         before, found = error.doc[: error.pos].rstrip(), error.doc[error.pos : error.pos + 1]
-        if "trailing comma" in error.msg:  # since Python 3.13 the place is that of the comma
+        if "trailing comma" in error.msg:  # since Python 3.13 the comma's place
             before, found = error.doc[: error.pos + 1], error.doc[error.pos + 1 :].lstrip()[:1]
-        if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault is at what stands before
+        if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault stands before it
             comma = found and before.endswith(",")
             message = f"a comma before {found}; remove it" if comma else error.msg
             raise json.JSONDecodeError(message, error.doc, max(len(before) - 1, 0)) from None
@@ -188,15 +195,6 @@ def check_digits(text: str) -> str:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"the number {text[:8]}... has more than {MOST_DIGITS} digits")
     return text
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise ValueError(f"{name} is given twice in one block")
-        values[name] = value
-    return values
 
 
 def temporary_beside(path: Path) -> Path:
@@ -265,7 +263,7 @@ def processors() -> int:
     return most
 
 
-def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
+def sha256_of(path: Path, bar: tqdm[NoReturn] | None = None) -> str:
     """Return the hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
@@ -300,7 +298,7 @@ VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
 """Files in a run's folder: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
 
 
-def read_points(path: Path) -> list[dict[str, Any]]:
+def read_points(path: Path) -> list[dict[str, float]]:
     """Return the points of a JSON-lines file in order, each a ``step`` and numbers; empty if there is no file.
 
     Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.

@@ -25,7 +25,7 @@ from ddpm_ds.files import REHEARSAL, read_json
 from ddpm_ds.planning import RunPlan, plan_run, workload
 from ddpm_ds.predict.layouts import usable
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.processes.signals import received_signals
 from ddpm_ds.processes.supervisor import Place, Processes
 from ddpm_ds.schema.layout import divisors
 
@@ -231,7 +231,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
     Raises:
         KeyboardInterrupt: a signal asked to end.
     """
-    with heard_signals() as received, log.open("wb") as output:
+    with received_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
         ranks, until = Processes([*RANK, *arguments], environments, stdout=output, stderr=output), math.inf
         try:

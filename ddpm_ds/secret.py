@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, unquote_plus
 SHORTEST = 4
 """Fewest characters of a secret that is looked for in messages: shorter ones are parts of ordinary words."""
 SPACES = (r"\+", r"\s*")
-"""Patterns of what white space may become in an address, and in a message that is broken into lines or joined."""
+"""Patterns of white space in an address, and in a message that is broken into lines or joined."""
 
 _SECRET_NAME = re.compile(
     r"TOKEN|KEY|SECRET|PASS(?:WORD|WD|PHRASE|(?![A-Z]))|_PWD|JWT|AUTH(?!OR)|CREDENTIAL", re.IGNORECASE
@@ -35,7 +35,7 @@ _FILE = re.compile(rf"{_HOST}(?:/(?:[^?#;&]|[#;&](?![^/=]*=))*)?")
 
 
 def public_address(address: str) -> str:
-    """Return scheme, host, port and path of an address, such as a tracking URI, or of one whose scheme was forgotten.
+    """Return scheme, host, port and path of an address, such as a tracking URI; its scheme may be missing.
 
     ``https://me:pw@host:5000/x?api_key=1`` becomes ``https://host:5000/x``.
     """
@@ -101,7 +101,7 @@ def _matched(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _values(rest: str) -> Iterator[str]:
-    """Yield what may be a secret in the end of an address, such as ``?token=1#x``; also within ``odbc_connect``."""
+    """Yield possible secrets in the end of an address, such as ``?token=1#x``; also within ``odbc_connect``."""
     for separators in ("&", "&;", "?#&;"):
         for part in re.split(f"[{separators}]", rest):
             value = part.partition("=")[2] if "=" in part else part.lstrip(":")

@@ -1,4 +1,4 @@
-"""Run this project on this machine's GPU and write one table of what it does there.
+"""Run this project on this machine's GPU and write one table of its results.
 
 python launch/check_gpu.py --out gpu.md
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
@@ -63,7 +63,7 @@ class CommandFailed(Exception):
     """A command ended with a wrong exit code, or was killed; the end of its log follows."""
 
 
-def settings(**values: Any) -> list[str]:
+def settings(**values: object) -> list[str]:
     """Return a ``--set`` option for each value; two underscores are the dot of a key."""
     return [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
 
@@ -125,7 +125,7 @@ def main_job(machine: Machine) -> Iterator[Finding]:
 
 
 def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequence[str]) -> Iterator[Finding]:
-    """Time rows of ``launch/bench.py``, whose losses must be the same, beside what the planner predicts of ours."""
+    """Time rows of ``launch/bench.py``, whose losses must be the same, beside the planner's predictions for ours."""
     from ddpm_ds.device import described
     from ddpm_ds.planning import plan_run
 
@@ -165,7 +165,7 @@ def unets(machine: Machine) -> Iterator[Finding]:
 def sdxl(machine: Machine) -> Iterator[Finding]:
     """Time the engine with the layers of SDXL's U-Net, on pictures with short captions."""
     shapes = machine.work / "shapes"
-    options: dict[str, Any] = {"data__path": shapes / "pictures", "data__text__encoders": shapes / "encoders"}
+    options: dict[str, object] = {"data__path": shapes / "pictures", "data__text__encoders": shapes / "encoders"}
     options |= {"data__held_out_images": 0, "train__batch_images": 2}
     if machine.device == "cuda":
         options |= {"data__image_size": 128, "unet__channels": 320, "unet__multipliers": "[1,2,4]"}

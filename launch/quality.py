@@ -83,7 +83,7 @@ def classifier() -> DigitsClassifier:
 
 
 def balance(shares: Array) -> float:
-    """Return the entropy of the shares of classes, relative to that of equal shares."""
+    """Return the entropy of the shares of classes, as a part of the entropy of equal shares."""
     return float(0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
 
 

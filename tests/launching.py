@@ -82,17 +82,17 @@ def hanging() -> Iterator[None]:
 def wait_for(
     happened: Callable[[], Any],
     seconds: float = PATIENCE_SECONDS,
-    said: Callable[[], str] = lambda: "nothing",
+    output: Callable[[], str] = lambda: "nothing",
     *,
     running: Callable[[], bool] = lambda: True,
     pause: float = 0.01,
 ) -> Any:
-    """The first true result of ``happened``, called every ``pause`` seconds; fails with the text of ``said`` after
+    """The first true result of ``happened``, called every ``pause`` seconds; fails with the text of ``output`` after
     ``seconds``, or when nothing is ``running`` any more."""
     until = time.monotonic() + seconds
     while not (result := happened()):
-        assert running(), f"ended before it happened and said {said()[-6000:]}"
-        assert time.monotonic() < until, f"did not happen in time and said {said()[-6000:]}"
+        assert running(), f"ended before it happened and printed {output()[-6000:]}"
+        assert time.monotonic() < until, f"did not happen in time and printed {output()[-6000:]}"
         time.sleep(pause)
     return result
 

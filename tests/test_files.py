@@ -23,7 +23,7 @@ from ddpm_ds.tracking.run_folder import (
     EventFile,
     RunFolder,
     claim_folder,
-    disk_errors_said,
+    disk_errors_reported,
     unsent,
     write_labels,
 )
@@ -101,7 +101,7 @@ OPENED: dict[str, Callable[[Path], Any]] = {
 def test_a_named_pipe_in_a_run_s_folder_is_one_line(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     refused = pytest.raises(OutputError, match=r"can't be written \(it is a named pipe, not a file\)")
-    with hanging(), refused, disk_errors_said(tmp_path):
+    with hanging(), refused, disk_errors_reported(tmp_path):
         OPENED[name](tmp_path)
 
 

@@ -130,7 +130,9 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
     write_file(folder / LATEST, f"{newest}\n".encode())
     shutil.rmtree(folder / f"{REPLACED}{newest}", ignore_errors=True)
     for name in to_delete(names(folder), keep_last, keep_every_images):
-        shutil.rmtree(_hide(folder / name))
+        deleting = folder / f"{_DELETING}{name}"  # so that a kill can't leave a checkpoint with missing files
+        shutil.rmtree(deleting, ignore_errors=True)
+        shutil.rmtree((folder / name).rename(deleting))
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
@@ -143,13 +145,6 @@ def set_aside(folder: Path, after: int) -> list[str]:
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name.removeprefix(_ABANDONED)).rename(folder / name)
     return abandoned
-
-
-def _hide(checkpoint: Path) -> Path:
-    """Rename a checkpoint before its deletion, so that a kill can't leave one with missing files."""
-    deleting = checkpoint.with_name(_DELETING + checkpoint.name)
-    shutil.rmtree(deleting, ignore_errors=True)
-    return checkpoint.rename(deleting)
 
 
 def check_shared(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> None:
@@ -197,7 +192,7 @@ class Completion:
         self._store.set(self._key("part", self._rank), text)
 
     def collect(self, own: str) -> list[str]:
-        """Return the texts of all ranks, on rank 0, whose ``own`` is the first; raises NotSaved if one is missing."""
+        """Return the texts of all ranks on rank 0, its ``own`` first; raises NotSaved if one is missing."""
         if not self._others:
             return [own]
         keys, trouble = {rank: self._key("part", rank) for rank in self._others}, self._key("trouble", 0)
@@ -226,7 +221,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """Checkpoint of which every file is intact."""
+    """Checkpoint with all files intact."""
 
     path: Path
     manifest: Manifest

@@ -19,9 +19,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from ddpm_ds.errors import CheckpointError
@@ -57,14 +57,8 @@ def blocks_of(first: int, length: int) -> range:
     return range(first // BLOCK, -(-(first + length) // BLOCK))
 
 
-def _plain(name: str) -> str:
-    """Check that a file name has no folders, so that it can't lead out of its folder."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
-        raise ValueError("no plain file name")
-    return name
-
-
-FileName = Annotated[str, AfterValidator(_plain)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+"""Name without folders, which can't lead out of its own."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Counter = Annotated[int, Field(ge=0, lt=2**53)]
 """Number of images, steps or bytes, small enough for a float to hold exactly."""
@@ -271,8 +265,9 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
             scales[key] = shape
             continue
         coded = span is not None and span.kind in MOMENTS and dtype == CODES
-        known = (coded or dtype == VALUES) and len(shape) == 1
-        if span is None or not (known and _belongs(span, manifest)):
+        known = span is not None and span.kind in manifest.kinds and span.name in manifest.parameters
+        known = known and (coded or dtype == VALUES) and len(shape) == 1
+        if span is None or not known or not span.is_within(math.prod(manifest.parameters[span.name])):
             raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in fp32")
         found.append(span)
         if coded:
@@ -280,14 +275,6 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
     if scales != expected:
         raise unusable(checkpoint, f"{name} holds codes of 8 bits without their scales, or others")
     return found
-
-
-def _belongs(span: Span, manifest: Manifest) -> bool:
-    """Return whether a checkpoint with this manifest may hold these values."""
-    shape = manifest.parameters.get(span.name)
-    if shape is None or span.kind not in manifest.kinds:
-        return False
-    return span.is_within(math.prod(shape))
 
 
 def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
@@ -305,7 +292,7 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
             check_bytes(checkpoint, name, manifest, bar)
 
 
-def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
+def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[NoReturn] | None = None) -> None:
     """Raise CheckpointError if a file has changed since it was written; advances ``bar`` by its bytes."""
     path, expected = checkpoint / name, manifest.files[name]
     with _reading(checkpoint, name):
@@ -328,7 +315,7 @@ class Span(NamedTuple):
     """Index of the first value."""
     length: int
     shard: Shard | None = None
-    """Part of the parameter whose values these are, and which ``start`` counts; None if it is stored whole."""
+    """Part of the parameter, in which ``start`` counts; None if the parameter is stored whole."""
 
     @classmethod
     def of(cls, key: str, length: int) -> Span | None:
@@ -360,7 +347,7 @@ class Span(NamedTuple):
 
     @property
     def what(self) -> str:
-        """Words for the tensor that these values are of."""
+        """Words for the tensor that has these values."""
         part = "" if self.shard is None else f"part {self.shard.rank + 1} of {self.shard.ranks} of "
         return f"{part}{self.kind} of {self.name}"
 
@@ -406,7 +393,7 @@ def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterabl
 
 
 def _ends(end: Span, found: Collection[Shard | None]) -> Iterator[Span]:
-    """Yield the end of each part that must be there, given that of the whole parameter and the parts that are."""
+    """Yield the end of each part of a parameter, from the ``end`` of the whole and the parts ``found``."""
     first, *others = list(found) or [None]
     if first is None and not others:
         yield end

@@ -198,23 +198,20 @@ class Reader:
         A damaged header can hide or invent fragments, but not values, which are read after the checksum is compared.
         """
         if not self._spans:
-            for file in self.manifest.files:
-                for span in self._open(file) if file != STATE else ():
+            for file in [name for name in self.manifest.files if name != STATE]:
+                try:
+                    spans = check_headers(self.path, self.manifest, file)
+                    self._files[file] = open_tensors(self.path / file)
+                except (OSError, CheckpointError):
+                    self._check(file)  # a wrong checksum is the better error
+                    raise
+                for span in spans:
                     parts = self._spans.setdefault((span.kind, span.name), {})
                     parts.setdefault(span.shard, []).append((span, file))
             for parts in self._spans.values():
                 for found in parts.values():
                     found.sort()
         return self._spans.get((kind, name), {})
-
-    def _open(self, file: str) -> list[Span]:
-        try:
-            spans = check_headers(self.path, self.manifest, file)
-            self._files[file] = open_tensors(self.path / file)
-        except (OSError, CheckpointError):
-            self._check(file)  # a wrong checksum is the better error
-            raise
-        return spans
 
 
 Header = tuple[str, str, tuple[int, ...]]

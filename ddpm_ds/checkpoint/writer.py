@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Fragment(NamedTuple):
 
 
 class HostCopy:
-    """Concatenated copy of tensors in fp32, and after them of codes of 8 bits, whose memory is reused for the next."""
+    """Concatenated copy of tensors in fp32 and then of 8-bit codes, in memory that is reused for the next copy."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -116,7 +116,7 @@ class Writer:
                 clean(folder)
 
     def begin(
-        self, part: str, fragments: Sequence[Fragment], description: Description, state: Mapping[str, Any]
+        self, part: str, fragments: Sequence[Fragment], description: Description, state: Mapping[str, object]
     ) -> float:
         """Copy ``fragments`` and start to write them; return when they may change again.
 
@@ -156,70 +156,48 @@ class Writer:
         name = checkpoint_name(description.images)
         scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
         try:
-            if self._rank == 0:
-                self._remove_earlier_attempts()
+            for path in self._folder.glob(f"{WRITING}*") if self._rank == 0 else ():
+                # parts of earlier attempts, by ranks that failed later
+                if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
+                    shutil.rmtree(path, ignore_errors=True)
             scratch.mkdir(parents=True, exist_ok=True)
-            self._complete(scratch, self._written(scratch / file, tensors, spans), description, state)
+            part = ""  # a rank without values writes no file
+            if spans:
+                entry = write_tensors(scratch / file, tensors, [self._host.raw()])
+                part = Part(file=file, entry=entry, fragments=spans).model_dump_json()
+            if self._rank:
+                self._completion.send(part)
+            else:
+                parts = [Part.model_validate_json(text) for text in self._completion.collect(part) if text]
+                manifest = manifest_of(description, state.encode(), parts)
+                replace_file(scratch / STATE, state.encode())
+                write_file(scratch / MANIFEST, manifest.dump())
+                put_in_place(scratch, self._folder / name)
             self._saved = True
         except Exception as error:
-            self._give_up(scratch, name, error)
-            return
+            why = _reason(error)
+            if self._rank:
+                return self._completion.fail(f"rank {self._rank}: {why}")
+            shutil.rmtree(scratch, ignore_errors=True)
+            try:
+                before = names(self._folder)
+                lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
+            except OSError as other:  # whatever it is, the reason must be known: it decides how the run ends
+                lost = f"those before it can't be listed ({other.strerror})"
+            self.why_not = f"checkpoint {name} was not saved: {why}; {lost}"
+            return self._log(self.why_not)
         if self._rank == 0:
-            self._set_aside(description.images)
+            try:
+                if abandoned := set_aside(self._folder, description.images):
+                    self._log(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
+            except OSError as error:
+                what = f"checkpoints of more than {description.images:,} images in {self._folder}"
+                self._log(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
             try:
                 tidy(self._folder, name, *self._keep)
             except Exception as error:
                 changed = "older ones or `latest` could not be changed"
                 self._log(f"checkpoint {name} is saved, but {changed}: {_reason(error)}")
-
-    def _set_aside(self, images: int) -> None:
-        """Rename checkpoints of more than ``images``, since the run has resumed from an earlier one."""
-        try:
-            abandoned = set_aside(self._folder, images)
-        except OSError as error:
-            what = f"checkpoints of more than {images:,} images in {self._folder}"
-            self._log(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
-            return
-        if abandoned:
-            self._log(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
-
-    def _remove_earlier_attempts(self) -> None:
-        """Remove files of this process's earlier attempts, such as parts of ranks that failed later."""
-        for path in self._folder.glob(f"{WRITING}*"):
-            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _written(self, path: Path, tensors: list[Header], spans: list[Span]) -> str:
-        """Write this rank's file and return its record; a rank without values writes none."""
-        if not spans:
-            return ""
-        entry = write_tensors(path, tensors, [self._host.raw()])
-        return Part(file=path.name, entry=entry, fragments=spans).model_dump_json()
-
-    def _complete(self, scratch: Path, part: str, description: Description, state: str) -> None:
-        """Send rank 0 the record of this rank's file; on rank 0, put the checkpoint in place once all are there."""
-        if self._rank:
-            self._completion.send(part)
-            return
-        parts = [Part.model_validate_json(text) for text in self._completion.collect(part) if text]
-        manifest = manifest_of(description, state.encode(), parts)
-        replace_file(scratch / STATE, state.encode())
-        write_file(scratch / MANIFEST, manifest.dump())
-        put_in_place(scratch, self._folder / checkpoint_name(description.images))
-
-    def _give_up(self, scratch: Path, name: str, error: Exception) -> None:
-        """Tell rank 0; on rank 0, remove half-written files and report the error."""
-        if self._rank:
-            self._completion.fail(f"rank {self._rank}: {_reason(error)}")
-            return
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            before = names(self._folder)
-            lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-        except OSError as other:  # whatever it is, the reason must be known: it decides how the run ends
-            lost = f"those before it can't be listed ({other.strerror})"
-        self.why_not = f"checkpoint {name} was not saved: {_reason(error)}; {lost}"
-        self._log(self.why_not)
 
 
 def _reason(error: Exception) -> str:

@@ -26,12 +26,12 @@ from ddpm_ds.errors import EXIT_PREEMPTED, UserError, print_to_stderr
 from ddpm_ds.experiments.compare import of_folder, terminal
 from ddpm_ds.experiments.sweep import LOG, OPTIONS, Trial, make_trials, parse_variables, run_command
 from ddpm_ds.files import replace_file
-from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.processes.signals import received_signals
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import KIND_TAG, OUTPUT_ROOT, RunFolder, identity_of
 from ddpm_ds.tracking.runs import SWEEP, ExperimentError
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 
 DESCRIPTION = f"""\
 Train the same spec with all combinations of some values, one run after another, and compare the runs. All trials are
@@ -111,20 +111,13 @@ def _log(line: str) -> None:
 def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given: list[str]) -> int:
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
     failed, stopped = dict[str, int](), 0
-    with run_folder.disk_errors_said(folder), run_folder.claim_folder(folder), heard_signals() as heard:
+    with run_folder.disk_errors_reported(folder), run_folder.claim_folder(folder), received_signals() as heard:
         # before identity(): a run that has one keeps its note
         tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()
-        tracker = Tracker.start(
-            trials[0].plan.spec.logging.experiment,
-            folder.name,
-            output_root=folder.parent,
-            run_dir=folder,
-            params={"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])},
-            tags=tags,
-            identity=identity,
-            log=_log,
-        )
+        params = {"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])}
+        experiment = trials[0].plan.spec.logging.experiment
+        tracker = Tracker(RunStart(experiment, folder, params, tags, identity=identity), _log)
         tracker.wait_for_run(lambda: bool(heard))  # its children look for it
         for trial in trials:
             if trial.done or heard or stopped:

@@ -38,7 +38,7 @@ from ddpm_ds.errors import (
     Preempted,
     SpecError,
     UserError,
-    fault_said,
+    faults_logged,
     is_out_of_memory,
     print_to_stderr,
 )
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as screen:  # closes the progress line before an error is printed
             set_environment()
-            with _told_to_other_hosts():
+            with _reported_to_other_hosts():
                 options = parse(arguments)
                 world_size = int(os.environ["WORLD_SIZE"])
                 plan, run_dir = checked(options, world_size, launched_hosts(world_size))
@@ -349,10 +349,10 @@ def _conclude(ended: Ended, prepared: Prepared) -> None:
 
     run_dir, engine, recorder = prepared.claim.run_dir, ended.engine, ended.recorder
     pauses, found = Pauses(), None
-    with fault_said("time of the pauses", recorder.log):
+    with faults_logged("time of the pauses", recorder.log):
         pauses = read_pauses(run_dir)
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
-    with fault_said("verdict", recorder.log):
+    with faults_logged("verdict", recorder.log):
         if os.environ["RANK"] == "0":
             plan = prepared.plan
             found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, plan.ds.precision))
@@ -361,7 +361,7 @@ def _conclude(ended: Ended, prepared: Prepared) -> None:
     link = recorder.finish("FINISHED")
     if link is None:
         return
-    with fault_said("summary", recorder.log):
+    with faults_logged("summary", recorder.log):
         if found is not None:
             print(f"\n{verdict.text(found, run_dir)}", flush=True)
         print(
@@ -380,7 +380,7 @@ def _conclude(ended: Ended, prepared: Prepared) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_other_hosts() -> Iterator[None]:
+def _reported_to_other_hosts() -> Iterator[None]:
     """Report a UserError of this rank to the ranks of other hosts, which may not have the same error."""
     try:
         yield

@@ -145,7 +145,7 @@ def _from_workers(data: _Reads, workers: int, pin_memory: bool) -> Callable[[int
 
 
 @contextlib.contextmanager
-def failures_said() -> Iterator[None]:
+def failures_reported() -> Iterator[None]:
     """Turn the failure of a worker process, which PyTorch raises anywhere in the main thread, into a line.
 
     Raises:

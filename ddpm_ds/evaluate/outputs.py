@@ -26,7 +26,7 @@ from ddpm_ds.files import sync, temporary_beside, write_file
 from ddpm_ds.tracking.address import check_tracking_uri
 from ddpm_ds.tracking.pictures import MOST_ROWS, Drawn, grid_title, picture
 from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.version import __version__
 
 GRID = "grid.png"
@@ -356,15 +356,9 @@ def record_child(
     checkpoint = Path(trained.origin).name
     tags = {"kind": kind, "checkpoint": checkpoint, "weights": trained.weights, "digest": trained.digest}
     tags |= {"images_seen": str(trained.images_seen), "mlflow.source.name": f"ddpm-ds {kind}"}
-    tracker = Tracker.start(
-        trained.spec.logging.experiment,
-        f"{kind} {checkpoint}",
-        output_root=trained.run_dir.parent,
-        run_dir=trained.run_dir,
-        params=params,
-        tags={**tags, "version.ddpm_ds": __version__},
-        parent=parent,
-    )
+    tags |= {"version.ddpm_ds": __version__}
+    experiment, name = trained.spec.logging.experiment, f"{kind} {checkpoint}"
+    tracker = Tracker(RunStart(experiment, trained.run_dir, params, tags, name, parent=parent))
     if metrics:
         tracker.metrics(metrics, trained.images_seen or 0)
     for path, folder in artifacts.items():

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,17 +50,17 @@ class Remembered:
         except (OSError, ValueError):
             self._known = {}
 
-    def get(self, facts: Sequence[Any]) -> list[float] | None:
+    def get(self, facts: Sequence[object]) -> list[float] | None:
         return self._known.get(_key(facts))
 
-    def set(self, facts: Sequence[Any], values: list[float]) -> None:
+    def set(self, facts: Sequence[object], values: list[float]) -> None:
         self._known[_key(facts)] = values
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._file, json.dumps(self._known).encode())
 
 
-def _key(facts: Sequence[Any]) -> str:
+def _key(facts: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -179,24 +178,22 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the flops per second of the fastest product of square matrices, in TF32 where convolutions use it."""
-    matmul = torch.backends.cuda.matmul
+    matmul, peak = torch.backends.cuda.matmul, 0.0
     before = matmul.allow_tf32
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
-        return max(_rate(size, device, dtype) for size in SIZES[device.type])
+        for size in SIZES[device.type]:
+            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            out = torch.mm(a, b)  # the first one chooses a kernel
+            fastest, end = float("inf"), time.perf_counter() + PEAK_SECONDS
+            while time.perf_counter() < end or fastest == float("inf"):
+                begin = _now(device)
+                torch.mm(a, b, out=out)
+                fastest = min(fastest, _now(device) - begin)
+            peak = max(peak, 2 * size**3 / fastest)
+        return peak
     finally:
         matmul.allow_tf32 = before
-
-
-def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.mm(a, b)  # the first one chooses a kernel
-    fastest, end = float("inf"), time.perf_counter() + PEAK_SECONDS
-    while time.perf_counter() < end or fastest == float("inf"):
-        begin = _now(device)
-        torch.mm(a, b, out=out)
-        fastest = min(fastest, _now(device) - begin)
-    return 2 * size**3 / fastest
 
 
 FILE = Path("trace", "device.json")  # in a run's folder
@@ -222,16 +219,13 @@ def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dty
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):
         smallest.setdefault(type(layer).__name__, layer)
-    dtype = DTYPES[precision][1]
-    startup = {kind: time_layer(_on_few_pixels(layer), 1, device, dtype) for kind, layer in smallest.items()}
+    startup = {}
+    for kind, layer in smallest.items():
+        sides = (FEW_PIXELS * (1 + isinstance(layer, larger)) for larger in (DownsampleLayer, UpsampleLayer))
+        size_in, size_out = ((side, side) for side in sides)
+        tiny = replace(layer, in_size=size_in, out_size=size_out)
+        startup[kind] = time_layer(tiny, 1, device, DTYPES[precision][1])
     return Device(memory_bytes(device), startup)
-
-
-def _on_few_pixels(layer: Layer) -> Layer:
-    size_in, size_out = (
-        2 * FEW_PIXELS if isinstance(layer, kind) else FEW_PIXELS for kind in (DownsampleLayer, UpsampleLayer)
-    )
-    return replace(layer, in_size=(size_in, size_in), out_size=(size_out, size_out))
 
 
 def write_device(run_dir: Path, device: Device) -> None:

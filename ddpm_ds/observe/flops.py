@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch import nn
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.config import ds_model
-from ddpm_ds.errors import fault_said
+from ddpm_ds.errors import faults_logged
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
@@ -96,8 +95,13 @@ class FlopsProfile(Observer):
         self._waits = settings.enabled
         self._found: list[StageProfile] | None = None
         self._watching = contextlib.ExitStack()
-        if self._waits:
-            self._say_if_out_of_reach(steps)
+        done, why = engine.global_steps, ""
+        if self._step > steps:
+            why = f"the run has {steps:,} steps: nothing is profiled; write a step up to {steps}"
+        elif self._step <= done and not (folder / "flops.json").exists():
+            why = f"the run resumes after step {done:,}: nothing is profiled; write a step from {done + 1} on"
+        if self._waits and why:
+            report.log(f"flops_profiler.profile_step = {self._step}, but {why}")
 
     def begin_step(self, step: int) -> None:
         self.finish()
@@ -119,19 +123,24 @@ class FlopsProfile(Observer):
             return
         self._watching.close()
         found, self._found = gather_objects(self._found, list[StageProfile]), None
-        if found is not None:
-            with fault_said("flops profile", self._report.log):
-                whole = (stage for stages in found for stage in stages)
-                self._report_found(sorted(whole, key=lambda stage: stage.stage))
-
-    def _say_if_out_of_reach(self, steps: int) -> None:
-        done, why = self._engine.global_steps, ""
-        if self._step > steps:
-            why = f"the run has {steps:,} steps: nothing is profiled; write a step up to {steps}"
-        elif self._step <= done and not (self._folder / "flops.json").exists():
-            why = f"the run resumes after step {done:,}: nothing is profiled; write a step from {done + 1} on"
-        if why:
-            self._report.log(f"flops_profiler.profile_step = {self._step}, but {why}")
+        if found is None:
+            return
+        with faults_logged("flops profile", self._report.log):
+            stages = sorted((stage for own in found for stage in own), key=lambda stage: stage.stage)
+            whole = summed(stage.total for stage in stages)
+            values = {"flops/forward_gflops": whole.flops / 1e9}
+            for stage in stages:
+                values[f"flops/stage{stage.stage}_gflops"] = stage.total.flops / 1e9
+                values[f"flops/stage{stage.stage}_latency_ms"] = stage.total.seconds * 1e3
+            self._report.observed(values, self._step)
+            if keep(self._report, "flops", lambda: self._write(stages)):
+                shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
+                times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
+                each = (
+                    f"{whole.flops / 1e9:.4g} GFLOP forward per micro-batch of {self._engine.micro_batch_size} images"
+                )
+                where = self._folder / "table.txt"
+                self._report.log(f"flops of step {self._step}: {each}, by stage {shares} in {times} ms: {where}")
 
     def _around(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Profile the first forward pass of each of this rank's stages."""
@@ -148,21 +157,6 @@ class FlopsProfile(Observer):
         }
         assert self._found is not None
         self._found.append(StageProfile(self._left.pop(phase), dist.get_rank(), costs, text))
-
-    def _report_found(self, stages: Sequence[StageProfile]) -> None:
-        whole = summed(stage.total for stage in stages)
-        values = {"flops/forward_gflops": whole.flops / 1e9}
-        for stage in stages:
-            values[f"flops/stage{stage.stage}_gflops"] = stage.total.flops / 1e9
-            values[f"flops/stage{stage.stage}_latency_ms"] = stage.total.seconds * 1e3
-        self._report.observed(values, self._step)
-        if keep(self._report, "flops", lambda: self._write(stages)):
-            shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
-            times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
-            self._report.log(
-                f"flops of step {self._step}: {whole.flops / 1e9:.4g} GFLOP forward per micro-batch of "
-                f"{self._engine.micro_batch_size} images, by stage {shares} in {times} ms: {self._folder / 'table.txt'}"
-            )
 
     def _write(self, stages: Sequence[StageProfile]) -> list[Path]:
         engine = self._engine
@@ -230,7 +224,7 @@ def _levels(module: nn.Module) -> int:
     return 1 + max(map(_levels, module.children()), default=0)
 
 
-def table(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> str:
+def table(stages: Sequence[StageProfile], facts: Mapping[str, object]) -> str:
     """Return parameters, multiply-accumulates and latency of every stage and of every layer, as text."""
     whole = summed(stage.total for stage in stages)
     columns = ("parameters", "MACs (M)", "flops (M)", "flops share", "latency (ms)", "latency share", "GFLOP/s")
@@ -255,6 +249,6 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> str:
             "MACs are multiply-accumulates of convolutions, linear layers and attention, by the layers' arithmetic;",
             f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
             "without any wait for messages. The profiled step is slower than others.",
-            *([TENSOR_GROUPS] if facts["tensor_size"] > 1 else []),
+            *([TENSOR_GROUPS] if facts["tensor_size"] != 1 else []),
         ]
     )

@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.device import wait_for_device
-from ddpm_ds.errors import fault_said
+from ddpm_ds.errors import faults_logged
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -56,14 +56,14 @@ GROUPS = {
 
 
 def group_of(*names: str) -> str:
-    """Return the group of an event by its name and those of the events around it."""
+    """Return the group of an event by its name and the names around it."""
     return next(group for group, pattern in GROUPS.items() if any(map(pattern.match, names)))
 
 
 def shares(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
     """Return the self seconds of ``torch.profiler.profile.events()`` by group.
 
-    Without a device an operator's time is the host's. With one it is that of the kernels that it launched; kernels that
+    Without a device an operator's time is the host's. With one it is the time of the kernels it launched; kernels that
     no operator launched count under their own names.
     """
     found, kernels, host = dict.fromkeys(GROUPS, 0.0), defaultdict[str, float](float), list[Any]()
@@ -93,8 +93,8 @@ def shares(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
 class KernelProfile(Observer):
     """Observer that profiles the steps once, even if a rollback repeats them.
 
-    The step before them warms the profiler up, whose first step is slower than others. A process that exits before the
-    last of the steps stops the profiler, which would crash it otherwise, and writes nothing.
+    The step before them warms the profiler up. A process that exits before the last of them stops the profiler, which
+    would crash it otherwise, and writes nothing.
     """
 
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
@@ -108,12 +108,39 @@ class KernelProfile(Observer):
             self._profiler.step()
         else:
             self._stop()
-        if self._profiler is None and not self._recorded and (step in self._steps or step + 1 == self._steps.start):
-            self._start(step)
+        begins = step in self._steps or step + 1 == self._steps.start
+        if self._profiler is None and not self._recorded and begins:
+            os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+            self._on_device = self._engine.device.type == "cuda"
+
+            def action(step: int) -> ProfilerAction:
+                return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
+
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
+            self._profiler = profile(activities=kinds, schedule=action, profile_memory=True)
+            self._profiler.step_num = step  # by which steps are named in the trace
+            self._profiler.current_action = action(step)  # type: ignore[assignment]
+            wait = dist.Work.wait
+
+            def labelled_wait(*arguments: Any, **options: Any) -> Any:
+                with record_function(WAIT):  # PyTorch records no event of it
+                    return wait(*arguments, **options)
+
+            dist.Work.wait = labelled_wait  # type: ignore[method-assign]
+            self._labels.callback(setattr, dist.Work, "wait", wait)
+
+            def labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
+                with record_function(INSTRUCTION + instruction.name):
+                    execute()
+
+            self._labels.enter_context(instructions_wrapped(self._engine, labelled))
+            self._labels.enter_context(self._engine.watched())
+            self._profiler.start()
+            atexit.register(self._profiler.stop)
         if self._profiler is not None and step in self._steps:
             self._recorded, self._last = self._recorded + 1, step
 
-    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         return record_function(SPAN + name) if self._profiler is not None else contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -121,30 +148,6 @@ class KernelProfile(Observer):
         if self._steps and not self._recorded:
             which = f"--profile-kernels {self._steps[0]}-{self._steps[-1]}"
             self._report.log(f"{which}: none of these steps was taken since the run was started or resumed")
-
-    def _start(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        self._on_device = self._engine.device.type == "cuda"
-
-        def action(step: int) -> ProfilerAction:
-            return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
-
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
-        self._profiler = profile(activities=kinds, schedule=action, profile_memory=True)
-        self._profiler.step_num = step  # by which steps are named in the trace
-        self._profiler.current_action = action(step)  # type: ignore[assignment]
-        wait = dist.Work.wait
-
-        def labelled_wait(*arguments: Any, **options: Any) -> Any:
-            with record_function(WAIT):  # PyTorch records no event of it
-                return wait(*arguments, **options)
-
-        dist.Work.wait = labelled_wait  # type: ignore[method-assign]
-        self._labels.callback(setattr, dist.Work, "wait", wait)
-        self._labels.enter_context(instructions_wrapped(self._engine, _labelled))
-        self._labels.enter_context(self._engine.watched())
-        self._profiler.start()
-        atexit.register(self._profiler.stop)
 
     def _stop(self) -> None:
         if self._profiler is None:
@@ -156,41 +159,34 @@ class KernelProfile(Observer):
         self._labels.close()
         if not self._recorded:
             return
-        keep(self._report, "kernels", lambda: self._write(profiler))
-        ranks = gather_objects(shares(profiler.events() or (), on_device=self._on_device), dict[str, float])
-        if ranks is not None:
-            with fault_said("kernel profile", self._report.log):
-                self._report_ranks(ranks)
-
-    def _write(self, profiler: profile) -> Sequence[Path]:
-        """Write this rank's table and trace, which rank 0 keeps with the run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        own = self._folder / f"rank{dist.get_rank()}"
-        key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
-        replace_file(own.with_suffix(".txt"), table.encode())
-        profiler.export_chrome_trace(f"{own}.trace.json.gz")
-        return ()
-
-    def _report_ranks(self, ranks: Sequence[dict[str, float]]) -> None:
-        steps, file = f"steps {self._last - self._recorded + 1}-{self._last}", self._folder / "groups.txt"
-        means = {group: fmean(rank[group] for rank in ranks) / self._recorded for group in ranks[0]}
-        total = sum(means.values())
-        rows = [("self time, seconds per step", "mean", "share")]
-        for group in sorted(means, key=lambda group: -means[group]):
-            rows.append((group.replace("_", " "), f"{means[group]:.4f}", f"{means[group] / (total or 1):.1%}"))
-        table = "\n".join(aligned([*rows, ("total", f"{total:.4f}", "")], left={0}))
 
         def write() -> list[Path]:
-            replace_file(file, f"{steps}, all ranks\n\n{table}\n".encode())
-            return sorted(self._folder.iterdir())
+            self._folder.mkdir(parents=True, exist_ok=True)
+            own = self._folder / f"rank{dist.get_rank()}"
+            key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
+            table = profiler.key_averages().table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
+            replace_file(own.with_suffix(".txt"), table.encode())
+            profiler.export_chrome_trace(f"{own}.trace.json.gz")
+            return []  # rank 0 keeps all of them
 
-        if keep(self._report, "kernels", write):
-            self._report.log(f"kernels of {steps}: {file}")
-        values = {f"kernels/{group}_seconds": mean for group, mean in {**means, "total": total}.items()}
-        self._report.observed(values, self._last)
+        keep(self._report, "kernels", write)
+        ranks = gather_objects(shares(profiler.events() or (), on_device=self._on_device), dict[str, float])
+        if ranks is None:
+            return
+        steps, file = f"steps {self._last - self._recorded + 1}-{self._last}", self._folder / "groups.txt"
+        with faults_logged("kernel profile", self._report.log):
+            means = {group: fmean(rank[group] for rank in ranks) / self._recorded for group in ranks[0]}
+            total = sum(means.values())
+            rows = [("self time, seconds per step", "mean", "share")]
+            for group in sorted(means, key=lambda group: -means[group]):
+                rows.append((group.replace("_", " "), f"{means[group]:.4f}", f"{means[group] / (total or 1):.1%}"))
+            table = "\n".join(aligned([*rows, ("total", f"{total:.4f}", "")], left={0}))
 
+            def write_groups() -> list[Path]:
+                replace_file(file, f"{steps}, all ranks\n\n{table}\n".encode())
+                return sorted(self._folder.iterdir())
 
-def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
-    with record_function(INSTRUCTION + instruction.name):
-        execute()
+            if keep(self._report, "kernels", write_groups):
+                self._report.log(f"kernels of {steps}: {file}")
+            values = {f"kernels/{group}_seconds": mean for group, mean in {**means, "total": total}.items()}
+            self._report.observed(values, self._last)

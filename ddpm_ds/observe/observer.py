@@ -1,15 +1,14 @@
-"""Observers of a training run: their interface, the clock of pauses, and the recording of every instruction of some
-steps, on all ranks in seconds on one clock.
+"""Observers of a training run: their interface, the clock of pauses, and the recording of all instructions of steps.
 
-The loop calls an observer when each optimizer step begins and around activities between two steps. In the steps that it
-watches it may wrap the engine's instructions; it costs nothing in all others.
+The loop calls an observer when each optimizer step begins and around activities between two steps. It may wrap the
+engine's instructions in the steps that it watches.
 
 While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped. A wait inside an
 instruction becomes an event of its own, and the event of the instruction begins when the wait ends:
 
     LoadMicroBatch   DataWait, until the loader has the micro-batch; then LoadMicroBatch: to the device, noise
     ForwardPass      RecvActivation, until its message is there; then ForwardPass
-    BackwardPass     RecvGrad, likewise; then BackwardPass, with recomputation and with what ZeRO-2 reduces in it
+    BackwardPass     RecvGrad, likewise; then BackwardPass, with recomputation and the reductions of ZeRO-2
 
 :func:`aligned` puts the ranks' events on one clock and finds how long ranks waited for each other.
 """
@@ -36,13 +35,14 @@ from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.pipeline.schedule import Event, Instruction
+from ddpm_ds.unet.blocks import Carry
 
 Value = TypeVar("Value")
 BARRIERS = 8  # barriers that the ranks pass to compare their clocks
 RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad", "InputGradients": "RecvGrad"}
 """Name of the wait for a message inside an instruction, by the instruction."""
 WAIT_FOR_RANKS = "WaitForRanks"
-"""Name of the event of waiting for ranks that must agree on a step, or whose gradients are to be added."""
+"""Name of a wait for ranks that must agree on a step, or have gradients to be added."""
 
 
 class Report(Protocol):
@@ -67,7 +67,7 @@ class Observer:
         Collective: it may report earlier steps.
         """
 
-    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Surround an activity between two steps: ``checkpoint`` or ``sampling``."""
         return contextlib.nullcontext()
 
@@ -154,10 +154,7 @@ class Pauses:
 
 
 class PauseClock(Observer):
-    """Adds up the pauses of a run and writes :data:`FILE` at its end; ``run_dir`` is None on ranks other than 0.
-
-    Pauses before the first step and after the last do not count: every run is saved and sampled at its end.
-    """
+    """Sum of the pauses between a run's first and last step, written at its end by rank 0, which has a ``run_dir``."""
 
     def __init__(self, run_dir: Path | None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._run_dir, self._clock = run_dir, clock
@@ -280,14 +277,25 @@ class Recording:
         """Wrap the engine's instructions. Collective; waits for the device and for all ranks."""
         self._engine = engine
         self._clock = DeviceClock(engine.device) if engine.device.type == "cuda" else HostClock()
-        self._barriers = tuple(_barrier() for _ in range(BARRIERS))
+        self._barriers: list[Barrier] = []
+        for _ in range(BARRIERS):
+            came = time.perf_counter()
+            dist.barrier()
+            self._barriers.append(Barrier(came, time.perf_counter()))
         self._inside: tuple[str, int, int] | None = None
         self._resumed: Any = None
         self._steps: list[tuple[int, Any, list[Event]]] = []  # number, mark of the start, events between two marks
         self._wrapping = contextlib.ExitStack()
         self._wrapping.enter_context(instructions_wrapped(engine, self._timed))
-        self._receive, engine.receive = engine.receive, self._timed_receive
-        self._wrapping.callback(setattr, engine, "receive", self._receive)
+        receive = engine.receive
+
+        def timed_receive(channel: Channel) -> Carry:
+            if self._inside is None:
+                return receive(channel)
+            return self._waiting(RECEIVES[self._inside[0]], lambda: receive(channel))
+
+        engine.receive = timed_receive
+        self._wrapping.callback(setattr, engine, "receive", receive)
         self.begin_step(step)
 
     @property
@@ -313,53 +321,47 @@ class Recording:
         """End the last step and restore the engine. Waits for the device."""
         end = self._clock.mark()
         self.abandon()
-        engine = self._engine
-        ends = [*(start for _, start, _ in self._steps[1:]), end]
+        engine, steps = self._engine, []
+        for (number, start, events), stop in zip(
+            self._steps, [*(start for _, start, _ in self._steps[1:]), end], strict=True
+        ):
+            marks = [start, stop, *(mark for event in events for mark in event[3:])]
+            first, last, *times = self._clock.seconds(marks)
+            timed = (Event(*event[:3], *times[2 * place :][:2]) for place, event in enumerate(events))
+            steps.append(TracedStep(number, first, last, tuple(timed)))
+        channels = (engine.stage_channels(phase, engine.micro_batch_size) for phase in range(engine.phases))
+        ways = ((one.activations_out, one.gradients_out) for one in channels)
         return RankTrace(
             rank=dist.get_rank(),
             pipeline_rank=engine.stage_id,
             replica=engine.grid.get_data_parallel_id(),
             part=engine.module.tensor.rank,
             stages=tuple(stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)),
-            message_bytes=tuple(_message_bytes(engine, phase) for phase in range(engine.phases)),
-            barriers=self._barriers,
-            steps=tuple(self._resolved(*step, stop) for step, stop in zip(self._steps, ends, strict=True)),
+            message_bytes=tuple(
+                (on.message_bytes if on else 0, back.message_bytes if back else 0) for on, back in ways
+            ),
+            barriers=tuple(self._barriers),
+            steps=tuple(steps),
         )
 
     def abandon(self) -> None:
         """Restore the engine."""
         self._wrapping.close()
 
-    def _resolved(self, number: int, start: Any, events: list[Event], end: Any) -> TracedStep:
-        first, last, *times = self._clock.seconds([start, end, *(mark for event in events for mark in event[3:])])
-        timed = (Event(*event[:3], *times[2 * place :][:2]) for place, event in enumerate(events))
-        return TracedStep(number, first, last, tuple(timed))
-
     def _timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         name, phase, numbers = instruction
         number = numbers[0] if numbers else -1
         self._inside, self._resumed = (name, phase, number), None
-        begin = self._clock.mark()
-        with self._timed_loader() if name == "LoadMicroBatch" else contextlib.nullcontext():
+        engine, loader, begin = self._engine, self._engine.data_iterator, self._clock.mark()
+        if name == "LoadMicroBatch":
+            engine.data_iterator = iter(lambda: self._waiting("DataWait", lambda: next(loader)), None)
+        try:
             execute()
+        finally:
+            engine.data_iterator = loader
         end = self._clock.mark()
         self._events.append(Event(name, phase, number, begin if self._resumed is None else self._resumed, end))
         self._inside = None
-
-    @contextlib.contextmanager
-    def _timed_loader(self) -> Iterator[None]:
-        engine = self._engine
-        loader = engine.data_iterator
-        engine.data_iterator = iter(lambda: self._waiting("DataWait", lambda: next(loader)), None)
-        try:
-            yield
-        finally:
-            engine.data_iterator = loader
-
-    def _timed_receive(self, channel: Channel) -> Any:
-        if self._inside is None:
-            return self._receive(channel)
-        return self._waiting(RECEIVES[self._inside[0]], lambda: self._receive(channel))
 
     def _waiting(self, name: str, wait: Callable[[], Value]) -> Value:
         """Wait inside an instruction, recorded as an event before it."""
@@ -371,23 +373,11 @@ class Recording:
         return value
 
 
-def _barrier() -> Barrier:
-    came = time.perf_counter()
-    dist.barrier()
-    return Barrier(came, time.perf_counter())
-
-
-def _message_bytes(engine: UnetPipelineEngine, phase: int) -> tuple[int, int]:
-    channels = engine.stage_channels(phase, engine.micro_batch_size)
-    activations, gradients = channels.activations_out, channels.gradients_out
-    return activations.message_bytes if activations else 0, gradients.message_bytes if gradients else 0
-
-
 def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[float, float]:
     """Return by how many seconds a rank's clock is ahead of another's, and the largest possible error of this.
 
-    No rank is released from a barrier before all have reached it, so each barrier bounds the difference from both
-    sides. If 0 is within the bounds, the clocks are taken to be the same, as they are for processes of one host.
+    All ranks reach a barrier before any leaves it, so each bounds the difference from both sides. If 0 is within the
+    bounds, the clocks are taken to be the same, as they are for processes of one host.
     """
     lowest = max(mine.came - other.left for mine, other in zip(own, others, strict=True))
     highest = min(mine.left - other.came for mine, other in zip(own, others, strict=True))
@@ -398,9 +388,8 @@ def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[flo
 def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     """Put the traces of all ranks on one clock, which begins with the first step.
 
-    Ranks leave ReduceGrads, where replicas add gradients, and OptimizerStep, where all agree on overflow and norm, only
-    after the last has begun it: the time until then becomes an event of its own, :data:`WAIT_FOR_RANKS`. Returns the
-    traces in the order of ranks, and by how many seconds two clocks may still differ.
+    Ranks leave ReduceGrads and OptimizerStep only after the last has begun it: the time until then becomes an event of
+    its own, :data:`WAIT_FOR_RANKS`. Returns the traces by rank, and the seconds by which two clocks may still differ.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     offsets, errors = zip(*(clock_offset(trace.barriers, traces[0].barriers) for trace in traces), strict=True)
@@ -410,25 +399,17 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     for number in {trace.pipeline_rank for trace in traces}:
         sharing.append(("ReduceGrads", [rank for rank, trace in enumerate(traces) if trace.pipeline_rank == number]))
     for (name, ranks), number in itertools.product(sharing, range(len(traces[0].steps))):
-        for rank, step in zip(ranks, _with_waits([moved[rank][number] for rank in ranks], name), strict=True):
-            moved[rank][number] = step
+        begun = [one for rank in ranks for one in moved[rank][number].events if one.instruction == name]
+        latest = max((one.start for one in begun), default=0.0)
+        if any(one.end < latest for one in begun):  # who ends before the last begins has not waited for it
+            continue
+        for rank in ranks:
+            events: list[Event] = []
+            for event in moved[rank][number].events:
+                if event.instruction == name and event.start < latest:
+                    events.append(event._replace(instruction=WAIT_FOR_RANKS, end=latest))
+                    event = event._replace(start=latest)
+                events.append(event)
+            moved[rank][number] = replace(moved[rank][number], events=tuple(events))
     ranks_moved = tuple(replace(trace, steps=tuple(steps)) for trace, steps in zip(traces, moved, strict=True))
     return ranks_moved, max(errors[1:], default=0.0)
-
-
-def _with_waits(steps: Sequence[TracedStep], name: str) -> list[TracedStep]:
-    """Let instruction ``name`` of the same step on several ranks begin when the last rank begins it.
-
-    If a rank finished it before the last one began, no rank has waited.
-    """
-    found = [event for step in steps for event in step.events if event.instruction == name]
-    latest = max((event.start for event in found), default=0.0)
-    if any(event.end < latest for event in found):
-        return list(steps)
-
-    def split(event: Event) -> tuple[Event, ...]:
-        if event.instruction != name or event.start >= latest:
-            return (event,)
-        return event._replace(instruction=WAIT_FOR_RANKS, end=latest), event._replace(start=latest)
-
-    return [replace(step, events=tuple(part for event in step.events for part in split(event))) for step in steps]

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
-from ddpm_ds.errors import fault_said
+from ddpm_ds.errors import faults_logged
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
@@ -30,6 +30,8 @@ from ddpm_ds.pipeline.schedule import PASSES, PROGRAMS, Event, Program, written
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
+Summary = Mapping[str, Any]
+"""Content of ``summary.json``, or of one rank in it."""
 PAUSES = {"checkpoint": ["checkpoint"], "sampling": ["sampling"]}
 """Events between steps, by the name under which their seconds are summed."""
 OWN = {
@@ -86,7 +88,7 @@ class Timeline(Observer):
         report: Report,
         precision: Dtype,
         macs_per_image: int,
-        replan: Callable[[Mapping[str, Any]], tuple[Program, ...]] | None = None,
+        replan: Callable[[Summary], tuple[Program, ...]] | None = None,
     ) -> None:
         """Trace ``steps`` into ``folder``.
 
@@ -96,7 +98,7 @@ class Timeline(Observer):
         self._engine, self._folder, self._report = engine, folder, report
         self._precision, self._macs = precision, macs_per_image
         self._steps, self._replan, self._seconds_before = steps, replan, 0.0
-        self._summary_of_last: Mapping[str, Any] = {}
+        self._summary_of_last: Summary = {}
         self._recording: Recording | None = None
         self._done = not steps
 
@@ -116,7 +118,7 @@ class Timeline(Observer):
                 self._recording = Recording(self._engine, step)
             self._replan = None
 
-    def _follow(self, replan: Callable[[Mapping[str, Any]], tuple[Program, ...]]) -> bool:
+    def _follow(self, replan: Callable[[Summary], tuple[Program, ...]]) -> bool:
         """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are new."""
         seen = self._summary_of_last  # empty if it failed
         programs = decided_by_rank_0(lambda: replan(seen) if seen else self._engine.programs, tuple[Program, ...])
@@ -137,7 +139,7 @@ class Timeline(Observer):
                 self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
         return True
 
-    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -148,22 +150,19 @@ class Timeline(Observer):
         peak = shared_peak(self._engine.device, self._precision)
         traces = gather_objects(own, RankTrace)
         if traces is not None:
-            with fault_said("timeline", self._report.log):
-                self._report_traces(traces, peak)
+            with faults_logged("timeline", self._report.log):
+                ranks, error = aligned(traces)
+                summary = self._summary_of_last = self._summary(ranks, error, peak)
+                first, last = summary["first_step"], summary["last_step"]
+                values = timeline_metrics(summary, self._macs)
+                if self._seconds_before:
+                    values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
+                self._report.observed(values, last)
+                if keep(self._report, "trace", lambda: self._write(ranks, summary)):
+                    suffixes = ".png and .json" if self._engine.num_stages > 1 else ".json"
+                    self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}{suffixes}")
 
-    def _report_traces(self, traces: Sequence[RankTrace], peak: float) -> None:
-        ranks, error = aligned(traces)
-        summary = self._summary_of_last = self._summary(ranks, error, peak)
-        first, last = summary["first_step"], summary["last_step"]
-        values = timeline_metrics(summary, self._macs)
-        if self._seconds_before:
-            values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
-        self._report.observed(values, last)
-        if keep(self._report, "trace", lambda: self._write(ranks, summary)):
-            suffixes = ".png and .json" if self._engine.num_stages > 1 else ".json"
-            self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}{suffixes}")
-
-    def _summary(self, traces: Sequence[RankTrace], clock_error_seconds: float, peak: float) -> dict[str, Any]:
+    def _summary(self, traces: Sequence[RankTrace], clock_error_seconds: float, peak: float) -> Summary:
         engine, ranks = self._engine, [rank_seconds(trace) for trace in traces]
         return {
             "schedule": engine.schedule,
@@ -186,7 +185,7 @@ class Timeline(Observer):
             "ranks": ranks,
         }
 
-    def _write(self, ranks: Sequence[RankTrace], summary: Mapping[str, Any]) -> list[Path]:
+    def _write(self, ranks: Sequence[RankTrace], summary: Summary) -> list[Path]:
         replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
         tensor = f" x {summary['tensor_size']} tensor ranks" if summary["tensor_size"] > 1 else ""
         passes = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
@@ -203,7 +202,7 @@ class Timeline(Observer):
         return [trace, picture, facts]
 
 
-def rank_seconds(trace: RankTrace) -> dict[str, Any]:
+def rank_seconds(trace: RankTrace) -> Summary:
     """Sum up one rank's aligned trace: seconds per step, means over the traced steps.
 
     ``step_seconds`` is the sum of disjoint parts: the rank's own ``{kind}_seconds`` by :data:`OWN`, ``other_seconds``
@@ -253,8 +252,8 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
     }
 
 
-def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[str, float]:
-    """Return the metrics of a trace's summary; those of a rank as a whole are under its stage of phase 0."""
+def timeline_metrics(summary: Summary, macs_per_image: int) -> dict[str, float]:
+    """Return the metrics of a trace's summary; metrics of a whole rank are under its stage of phase 0."""
     ranks, step_seconds = summary["ranks"], summary["step_seconds"]
     values: dict[str, float] = {}
     for number in range(summary["pipeline_ranks"]):
@@ -270,7 +269,7 @@ def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[st
         for kind in ("reduce", "optimizer"):
             values[f"{stage}/{kind}_seconds"] = own[kind]
 
-    def phases_of(rank: Mapping[str, Any], *kinds: str) -> float:
+    def phases_of(rank: Summary, *kinds: str) -> float:
         return sum(phase[f"{kind}_seconds"] for phase in rank["phases"] for kind in kinds)
 
     computing = [phases_of(rank, "forward", "backward") for rank in ranks]
@@ -320,12 +319,14 @@ def _place(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
     return replica + (f", tensor part {trace.part}" if any(other.part for other in ranks) else "")
 
 
-def _slice(name: str, kind: str, row: int, start: float, end: float, arguments: dict[str, Any]) -> dict[str, Any]:
+def _slice(
+    name: str, kind: str, row: int, start: float, end: float, arguments: Mapping[str, object]
+) -> dict[str, object]:
     ts, dur = round(1e6 * start, 3), round(1e6 * (end - start), 3)
     return {"ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": row, "ts": ts, "dur": dur, "args": arguments}
 
 
-def _named(kind: str, row: int, name: str) -> dict[str, Any]:
+def _named(kind: str, row: int, name: str) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": PROCESS, "tid": row, "args": {"name": name}}
 
 
@@ -368,7 +369,8 @@ def draw_step(
                 spans = [(box.start, box.end - box.start) for box in boxes]
                 axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.25)
                 if any(box.end - box.start >= VISIBLE * seconds for box in boxes):
-                    labels.setdefault(colour, _label(name, phase, folds=folds))
+                    half = f", {('encoder', 'decoder')[phase]} half" if folds and name in PASSES else ""
+                    labels.setdefault(colour, "send" if name.startswith("Send") else LOOKS[name][0] + half)
                 for box in boxes if numbered and name in PASSES else ():
                     number, middle = str(box.micro_batch), (box.start + box.end) / 2
                     if box.end - box.start > CHARACTER * (1 + len(number)) * seconds:
@@ -386,9 +388,3 @@ def draw_step(
     legend = [Patch(color=colour, label=label) for colour, label in labels.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     figure.savefig(file, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files
-
-
-def _label(instruction: str, phase: int, *, folds: bool) -> str:
-    if instruction in PASSES and folds:
-        return f"{LOOKS[instruction][0]}, {('encoder', 'decoder')[phase]} half"
-    return "send" if instruction.startswith("Send") else LOOKS[instruction][0]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,11 +57,11 @@ class Adam8bit(torch.optim.Optimizer):
     found_inf: Tensor
     """0.0, or 1.0 to skip the step; set before each."""
 
-    def __init__(self, parameters: Iterable[Any], **settings: Any) -> None:
+    def __init__(self, parameters: Iterable[Tensor], **settings: object) -> None:
         """Take AdamW's ``lr``, ``betas``, ``eps`` and ``weight_decay``. Call :meth:`own` before the first step."""
         super().__init__(parameters, {**settings, "fused": True})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Do nothing: DeepSpeed calls this when it is built, and only :meth:`take` steps."""
 
     def own(self, pieces: Sequence[OwnedPiece]) -> None:

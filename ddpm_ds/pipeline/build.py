@@ -5,7 +5,7 @@ import gc
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import deepspeed
@@ -74,26 +74,23 @@ def build_engine(
     *,
     seed: int,
     programs: Sequence[Program] | None = None,
-    rate: Callable[[int, int], float] | None = None,
     others: Sequence[Sequence[Layer]] = (),
     verbose: bool = False,
-    doing: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
-    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own and
-    ``rate`` to the configuration's learning rate. ``others`` are the lists of layers for images of other sizes, which
-    :attr:`UnetPipelineEngine.size_of` numbers from 1. The process group must exist. ``doing`` shows what is compiled.
+    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own. ``others``
+    are the lists of layers for images of other sizes, which :attr:`UnetPipelineEngine.size_of` numbers from 1. The
+    process group must exist.
 
     Raises:
-        HostError: a build that another process of this host began does not end; raised on one rank.
         DsConfigError: requested fused kernels can't run here.
     """
     gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.layout.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
-        with insides.named_builds(doing), insides.pipeline_engine(UnetPipelineEngine):
+        with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
                 model=kind(layers, bounds, seed, across, others, resolved.layout.tensor.size),
                 config=resolved.for_deepspeed(),
@@ -102,7 +99,7 @@ def build_engine(
     assert isinstance(engine, UnetPipelineEngine)
     if isinstance(engine.basic_optimizer, Adam8bit):
         engine.basic_optimizer.own(insides.owned_pieces(engine))
-    engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
+    engine.objective, engine.schedule = objective, resolved.layout.schedule
     engine.gradients = gradients_of(engine, engine.wanted_gradients)
     engine.graph = StepGraph(engine, resolved.config.graphs)
     modules = list(engine.own_layers().values())
@@ -128,7 +125,7 @@ def quiet_deepspeed(verbose: bool) -> Iterator[None]:
         logger.setLevel(logging.INFO)
         yield
         return
-    # torch 2.14 renamed what DeepSpeed calls
+    # torch 2.14 renamed functions that DeepSpeed calls
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logger.setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -126,7 +126,7 @@ class _Pairs:
 
 @functools.lru_cache(maxsize=64)
 def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
-    """Return what a search for mirrored cuts needs of the layers alone."""
+    """Return all mirrored pairs of cuts of some layers."""
     import numpy as np  # only now: command lines are read without it
 
     live, turns = live_skips(layers), _turns(layers)
@@ -272,7 +272,17 @@ def partition(
             list or, in a fold, not mirrored.
     """
     if not isinstance(method, str):
-        return _given(layers, stages, method, schedule)
+        count = 2 * stages if folds(schedule) else stages
+        bounds = (0, *map(int, method), len(layers))
+        if len(bounds) != count + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
+            raise LayoutError(
+                f"pipeline.partition = {list(method)} does not cut {len(layers)} layers into {count} stages; "
+                f"give {count - 1} increasing positions between 1 and {len(layers) - 1}"
+            )
+        _check_condition(layers, bounds)
+        if folds(schedule):
+            check_mirrored(layers, bounds)
+        return bounds
     weights = {
         "flops": [layer.macs for layer in layers],
         "parameters": [layer.parameters for layer in layers],
@@ -313,20 +323,6 @@ def weighted(
 def _crossing_elements(layers: tuple[Layer, ...]) -> list[int]:
     """Return the elements per image that cross before each layer but the first."""
     return [sent_elements(layers, cut) for cut in range(1, len(layers))]
-
-
-def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
-    count = 2 * stages if folds(schedule) else stages
-    bounds = (0, *(int(cut) for cut in cuts), len(layers))
-    if len(bounds) != count + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
-        raise LayoutError(
-            f"pipeline.partition = {list(cuts)} does not cut {len(layers)} layers into {count} stages; "
-            f"give {count - 1} increasing positions between 1 and {len(layers) - 1}"
-        )
-    _check_condition(layers, bounds)
-    if folds(schedule):
-        check_mirrored(layers, bounds)
-    return bounds
 
 
 def _check_condition(layers: Sequence[Layer], bounds: Sequence[int]) -> None:

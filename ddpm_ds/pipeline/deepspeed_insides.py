@@ -103,7 +103,7 @@ def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[
 
 
 class _LimitedBaton(FileBaton):
-    """PyTorch's lock whose file's existence is the lock, with a limit on its age."""
+    """PyTorch's lock, a file that exists while it is taken, with a limit on its age."""
 
     def wait(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -140,7 +140,7 @@ def _killing_late_programs() -> Iterator[list[str]]:
 def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
     """Show by ``doing`` which extension DeepSpeed compiles or loads, and limit the wait for another build of it.
 
-    Assumes that ``OpBuilder.jit_load`` compiles what was not installed with DeepSpeed, in
+    Assumes that ``OpBuilder.jit_load`` compiles extensions that were not installed with DeepSpeed, in
     ``cpp_extension._get_build_directory``; and that builds exclude each other there by ``cpp_extension.FileLock``,
     which the kernel unlocks, or before PyTorch 2.14 by ``FileBaton``, which a killed build leaves locked.
 
@@ -162,15 +162,15 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
                 return build(builder, verbose)
             except TimeoutError:
                 raise HostError(
-                    f"{folder}/lock has been held for {BUILD_SECONDS:g} s by a build of DeepSpeed's {builder.name}; if "
-                    "none is running, delete that file and start again"
+                    f"a build of DeepSpeed's {builder.name} has had {folder}/lock for {BUILD_SECONDS:g} s; if none is "
+                    "running, delete that file and start again"
                 ) from None
-            except Exception:  # what a build raises whose programs are killed
+            except Exception:  # of any kind, if its programs were killed
                 if not killed:
                     raise
                 raise HostError(
                     f"DeepSpeed's {builder.name} was not compiled within {BUILD_SECONDS:g} s; to see what hangs, type "
-                    f"in {folder} what was ended: {killed[0]}"
+                    f"in {folder}: {killed[0]}"
                 ) from None
 
     with patch.object(OpBuilder, "jit_load", named_build):
@@ -212,7 +212,7 @@ class FlatOptimizer:
     """Elements of the flat weights, padded so that all replicas own as many."""
     master: Tensor
     """Flat fp32 weights of this rank's partition, which the basic optimizer steps."""
-    group: Any
+    group: dist.ProcessGroup
     """Process group of the replicas."""
     replicas: int
     replica: int
@@ -235,7 +235,7 @@ class FlatOptimizer:
 
 
 def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
-    """Remove the gradient hooks of an optimizer with flat tensors, whose step is not used either.
+    """Remove the gradient hooks of an optimizer with flat tensors. Its step is not used either.
 
     Assumes that ZeRO and BF16 optimizers have one group of parameters, which are contiguous views of one flat tensor;
     that partitions are equal slices of it, by the rank in the group of replicas; that ``_grad_acc_hooks`` are all their
@@ -296,7 +296,7 @@ def checks_gradients(engine: DeepSpeedEngine) -> bool:
 
 
 def count_step(engine: DeepSpeedEngine) -> None:
-    """Do what DeepSpeed's step does beside the optimizer's, skipped or not: the host may not know.
+    """Count a step and advance the scheduler as DeepSpeed does, skipped or not: the host may not know.
 
     Assumes that ``_take_model_step`` advances the scheduler unless the step is skipped, prints every
     ``steps_per_print`` steps on rank 0, and counts steps, images and, which is left to the caller, skipped steps.
@@ -337,7 +337,7 @@ class OwnedPiece:
     dimensions: int
     """Dimensions of the parameter: 1 of norms and biases."""
     shard: Shard | None = None
-    """Part of the whole parameter that this rank's is, whose elements ``first`` counts; None if it is whole."""
+    """This rank's part of the whole parameter, in which ``first`` counts; None if it is whole."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor shaped as ``master``, such as one of its moments: a 1-D view."""
@@ -396,7 +396,7 @@ def is_partitioned(engine: DeepSpeedEngine) -> bool:
 def refresh_weights(engine: DeepSpeedEngine) -> None:
     """Cast the fp32 masters into the weights that the layers use; a collective over the replicas under ZeRO.
 
-    Assumes that ``update_lp_params`` of ZeRO and BF16 optimizers does what they do after their step.
+    Assumes that ZeRO and BF16 optimizers call ``update_lp_params`` after their step.
     """
     if isinstance(engine.optimizer, ZeROOptimizer):
         engine.optimizer.update_lp_params()

@@ -113,14 +113,14 @@ class UnetPipelineEngine(PipelineEngine):
     """The JSON's schedule; set by :func:`build_engine`."""
     rate: Callable[[int, int], float] | None = None
     """Function of the images before a step and the images in it that returns the learning rate; None leaves it to
-    DeepSpeed's scheduler. Set by :func:`build_engine`."""
+    DeepSpeed's scheduler."""
     size_of: Callable[[int], int] = staticmethod(lambda index: 0)
-    """Function of an image index that returns the number of its image's size, that of the layers of
-    ``module.sized_layers``; one for all images of a micro-batch on all replicas."""
+    """Function of an image index that returns the index in ``module.sized_layers`` of the image's size; all images of a
+    micro-batch have one, on all replicas."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         module = self.module
         assert isinstance(module, UnetPipelineModule)
@@ -326,20 +326,20 @@ class UnetPipelineEngine(PipelineEngine):
 
     # ---------------------------------------------------------------- one batch
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
         """Take one optimizer step over ``train_batch_size`` images.
 
         ``data_iter`` yields the micro-batches of this replica and is read only if :attr:`reads_data`. Returns the mean
         loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising host and
         device.
         """
-        self.data_iterator = data_iter  # also between the first and the last rank, which DeepSpeed would not
+        self.data_iterator = data_iter if self.reads_data else None
         self.module.train()
         with self.graph.stream():
             self.warm_up(self.micro_batch_size, gradients=True)
             self.pace.wait()
             self._set_values(self.train_batch_size())
-            loss = self.graph.step()
+            loss = self.graph.step(self.sizes_of_step() if self.is_unobserved() else None)
             if loss is None:
                 loss = self.execute_program(
                     by_host=runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
@@ -379,8 +379,13 @@ class UnetPipelineEngine(PipelineEngine):
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host, start=start, sizes=sizes)
         self._flights.clear()
+        timed = self.wall_clock_breakdown()
         for instruction in self.programs[self.stage_id]:
-            self._run(instruction)
+            if timed:
+                self.timers(instruction.name).start()
+            self.execute[instruction.name](instruction)
+            if timed:
+                self.timers(instruction.name).stop()
         self._flights.clear()
         for channels in self._channels:
             channels.drain()
@@ -428,15 +433,6 @@ class UnetPipelineEngine(PipelineEngine):
         """Bring ``skipped_steps`` up to date and return it; the device skips steps by itself."""
         self.skipped_steps += self.gradients.skipped_steps()
         return int(self.skipped_steps)
-
-    def _run(self, instruction: Instruction) -> None:
-        """Execute an instruction; the one place where an instruction runs."""
-        timed, name = self.wall_clock_breakdown(), instruction.name
-        if timed:
-            self.timers(name).start()
-        self.execute[name](instruction)
-        if timed:
-            self.timers(name).stop()
 
     # ---------------------------------------------------------------- instructions
 

@@ -62,7 +62,7 @@ class _Pass:
     """Kind of pass of a phase."""
 
     buckets: list[_Bucket]
-    """In the order in which they are reduced, the same on all replicas whatever the order of arrival."""
+    """In the order in which they are reduced, the same on all replicas."""
     done: int = 0
     """Number of buckets that are added in the pass that is running."""
 
@@ -155,7 +155,9 @@ class FlatGradients(OwnStep):
             raise RuntimeError(f"{len(missing)} parameters got no gradient, one of shape {tuple(missing[0].shape)}")
         if (phase, kind) not in self._passes:
             self._passes[phase, kind] = running
-            self._keep_last_hooks()
+            last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
+            for parameter in [parameter for parameter in self._hooks if parameter not in last]:
+                self._hooks.pop(parameter).remove()
 
     def give(self, weight: Tensor, gradient: Tensor) -> None:
         """Take the gradient of a weight in a weight-gradient pass, in the weight's dtype."""
@@ -200,12 +202,6 @@ class FlatGradients(OwnStep):
         bucket.runs = [self._sum.narrow(0, first - own * kept, stop - first) for first, stop in runs]
         return bucket
 
-    def _keep_last_hooks(self) -> None:
-        """Keep only the hooks of the parameters that arrive last in a bucket."""
-        last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
-        for parameter in [parameter for parameter in self._hooks if parameter not in last]:
-            self._hooks.pop(parameter).remove()
-
     @torch.no_grad()
     def _add_ready(self, arrived: Tensor | None = None) -> None:
         """Add the next buckets whose gradients have all arrived, and no other before them."""
@@ -233,23 +229,18 @@ class FlatGradients(OwnStep):
 
     def _add(self, bucket: _Bucket, packed: Tensor) -> None:
         """Add this rank's part of a bucket that is in scratch memory."""
-        if self._reduces:
-            packed = self._averaged(packed, bucket.parts)
-        if bucket.runs:
-            arrived = packed.to(self._flat.dtype).split([run.numel() for run in bucket.runs])
-            torch._foreach_add_(bucket.runs, arrived)
-
-    def _averaged(self, packed: Tensor, parts: dict[int, tuple[int, int]]) -> Tensor:
-        """Return this rank's part of a bucket, averaged over the replicas."""
         flat = self._flat
-        wire = packed.div_(flat.replicas).to(flat.wire)
-        if flat.to_owners:
-            for owner, (begin, end) in parts.items():
-                comm.reduce(wire[begin:end], comm.get_global_rank(flat.group, owner), group=flat.group)
-        else:
-            comm.all_reduce(wire, group=flat.group)
-        begin, end = parts.get(flat.replica, (0, 0))
-        return wire[begin:end]
+        if self._reduces:
+            wire = packed.div_(flat.replicas).to(flat.wire)
+            if flat.to_owners:
+                for owner, (begin, end) in bucket.parts.items():
+                    comm.reduce(wire[begin:end], comm.get_global_rank(flat.group, owner), group=flat.group)
+            else:
+                comm.all_reduce(wire, group=flat.group)
+            begin, end = bucket.parts.get(flat.replica, (0, 0))
+            packed = wire[begin:end]
+        if bucket.runs:
+            torch._foreach_add_(bucket.runs, packed.to(flat.dtype).split([run.numel() for run in bucket.runs]))
 
     # ---------------------------------------------------------------- step
 
@@ -293,31 +284,23 @@ class FlatGradients(OwnStep):
                 factor = self._factor(norm)
                 if self._widens:
                     self._take([self._own], factor)
-                elif self._flat.host_gradient is not None:
-                    self._offload(self._flat.host_gradient, factor)
+                elif (host := self._flat.host_gradient) is not None:
+                    for own, there in zip(self._own.split(self._bucket), host.split(self._bucket), strict=True):
+                        part = own.to(torch.float32, copy=True)
+                        there.copy_(part if factor is None else part.mul_(factor))
                     self._take()
                 else:
-                    self._flat.master.grad = gradient = self._fp32_gradient()
+                    gradient = self._own
+                    if gradient.dtype is not torch.float32 or not (self._keeps or len(gradient) == len(self._sum)):
+                        gradient = gradient.to(torch.float32, copy=True)
+                        self._release()
+                    self._flat.master.grad = gradient
                     if factor is not None:
                         gradient.mul_(factor)
                     self._take()
                     self._flat.master.grad = None
                 insides.refresh_weights(self._engine)
         self._release()
-
-    def _fp32_gradient(self) -> Tensor:
-        """Return the own partition's gradient in fp32, and release the sum if that is a copy."""
-        if self._own.dtype is torch.float32 and (self._keeps or self._own.numel() == self._sum.numel()):
-            return self._own
-        gradient = self._own.to(torch.float32, copy=True)
-        self._release()
-        return gradient
-
-    def _offload(self, target: Tensor, factor: Tensor | None) -> None:
-        """Copy the own partition's gradient in fp32, times ``factor``, to host memory, a bucket at a time."""
-        for own, there in zip(self._own.split(self._bucket), target.split(self._bucket), strict=True):
-            part = own.to(torch.float32, copy=True)
-            there.copy_(part if factor is None else part.mul_(factor))
 
     def _release(self) -> None:
         """Give the memory of the sum back, unless it is DeepSpeed's or a graph's; views of it stay valid."""
@@ -391,22 +374,16 @@ class SeparateGradients(OwnStep):
     @torch.no_grad()
     def reduce(self) -> None:
         if self._engine.dp_world_size > 1:
-            self._average_all()
+            chunk, elements = list[Tensor](), 0
+            for gradient in _gradients_of(self._parameters):
+                if chunk and elements + gradient.numel() > BUCKET_ELEMENTS:
+                    _average(chunk, self._engine)
+                    chunk, elements = [], 0
+                chunk.append(gradient)
+                elements += gradient.numel()
+            _average(chunk, self._engine)
         if self._tensor.size > 1:
             self._tensor.agree(_gradients_of(self._partial), _gradients_of(self._alike))
-
-    def _average_all(self) -> None:
-        """Average all gradients over the replicas, some at a time."""
-        chunk: list[Tensor] = []
-        elements = 0
-        for parameter in self._parameters:
-            if chunk and elements + parameter.numel() > BUCKET_ELEMENTS:
-                _average(chunk, self._engine)
-                chunk, elements = [], 0
-            assert parameter.grad is not None
-            chunk.append(parameter.grad)
-            elements += parameter.numel()
-        _average(chunk, self._engine)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -14,17 +14,17 @@ host sends and receives (:class:`ddpm_ds.cuda_graphs.Graphs`)::
 In the trial an eager step and a replay on the same micro-batches give the same loss and gradients, and change nothing.
 Images of several sizes have a graph for each order of sizes in a step, captured when it first comes, after a trial of
 its own. Their graphs share one pool of memory, which holds the largest, since one is replayed at a time and what a step
-leaves to the host has its own memory. What is not captured, since it is rare: steps that an observer watches, those
-whose messages go by the hosts, and drawing. All of them need the memory of the graphs, which is given back before.
+leaves to the host has its own memory. Rare work is not captured: steps that an observer watches, steps whose messages
+go by the hosts, and drawing. All of it needs the memory of the graphs, which is given back before.
 """
 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,22 +32,36 @@ from torch import Tensor
 from ddpm_ds.cuda_graphs import Graphs
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.pipeline.gradients import FlatGradients
+from ddpm_ds.pipeline.gradients import FlatGradients, Gradients
 from ddpm_ds.pipeline.messages import Start, Work, all_gather_objects, at_once
-
-if TYPE_CHECKING:
-    from ddpm_ds.pipeline.engine import UnetPipelineEngine  # which imports this module
+from ddpm_ds.pipeline.module import UnetPipelineModule
 
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
 SPREADS = 4
-"""A replay may differ from an eager step by as many times what two eager steps differ by, whose sums may have different
-orders, or by a rounding of the gradients' precision."""
+"""A replay may differ from an eager step by this many times the difference of two eager steps, whose sums differ in
+order, or by a rounding of the gradients' precision."""
 PIECE = 2**24
 """Number of gradients that are compared at a time, in twice to four times their memory."""
 MOST_ORDERS = 16
 """Orders of sizes in a step with a graph each, unless graphs are demanded: a graph of a large step takes a device some
 hundred MB beside its pool, and as long as some steps to capture."""
+
+
+class Steps(Protocol):
+    """Engine whose steps are captured."""
+
+    device: torch.device
+    module: UnetPipelineModule
+    gradients: Gradients
+    data_iterator: Any
+    micro_batches: int
+    num_stages: int
+    basic_optimizer: torch.optim.Optimizer
+
+    def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor: ...
+    def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
+    def wall_clock_breakdown(self) -> bool: ...
 
 
 class Pace:
@@ -106,21 +120,21 @@ class StepGraph:
         asked: "auto" takes a graph where each process has the whole U-Net; True takes graphs, or raises an error.
     """
 
-    def __init__(self, engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> None:
+    def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
         self._engine, self._asked = engine, asked
-        self.say: Callable[[str], None] = lambda line: None
+        self.log: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
         self.why_eager = why_eager(engine, asked)
         """Reason why steps are not captured, or nothing."""
         self._stream = None if self.why_eager else torch.cuda.Stream(engine.device)
         self._pool: Any = None
         self._of_sizes: dict[tuple[int, ...], _Captured] = {}
-        self._now = _Captured()  # that of the step that is captured or tried
+        self._now = _Captured()  # the step that is captured or tried
         self._proven: set[tuple[int, ...]] = set()
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Queue all steps on one stream, graph or not: autograd stays on that of a parameter's first gradient."""
+        """Queue all steps on one stream: autograd stays on the stream of a parameter's first gradient."""
         if self._stream is None:
             yield
             return
@@ -130,27 +144,33 @@ class StepGraph:
             yield
         outside.wait_stream(self._stream)
 
-    def step(self) -> Tensor | None:
+    def step(self, sizes: Sequence[int] | None) -> Tensor | None:
         """Replay the step on the next micro-batches and return its loss; None if the step has to be eager.
+
+        ``sizes`` are those of the micro-batches' images; None if the step must be eager, on all ranks alike.
 
         Raises:
             DsConfigError: a graph was demanded, and can't be captured; on all ranks alike.
         """
-        engine = self._engine
         if self.why_eager:
             return None
-        if not engine.is_unobserved():
+        if sizes is None:
             self.drop()
             return None
-        sizes = tuple(engine.sizes_of_step())
-        if sizes not in self._proven:
+        if (sizes := tuple(sizes)) not in self._proven:
             self.drop()  # its trial needs their memory
             if self._asked is not True and len(self._proven) == MOST_ORDERS:
                 self.why_eager = f"images come in more than {MOST_ORDERS} orders of sizes"
-                self.say_why_eager()
+                self.log_why_eager()
                 return None
         self._now = self._of_sizes.setdefault(sizes, _Captured())
-        self._load()
+        engine = self._engine
+        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.data_iterator else []
+        if not self._now.inputs:
+            self._now.inputs = [self._place_for(number, batch) for number, batch in enumerate(batches)]
+        for kept, batch in zip(self._now.inputs, batches, strict=True):
+            pairs = [(own, new) for own, new in zip(kept, batch, strict=True) if own is not None]
+            torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])
         if self._now.graphs is None and not self._begin(sizes):
             return None
         assert self._now.graphs is not None
@@ -177,18 +197,8 @@ class StepGraph:
         assert isinstance(gradients, FlatGradients)
         return gradients
 
-    def _load(self) -> None:
-        """Copy the next micro-batches into those of the graph."""
-        engine = self._engine
-        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.reads_data else []
-        if not self._now.inputs:
-            self._now.inputs = [self._place_for(number, batch) for number, batch in enumerate(batches)]
-        for kept, batch in zip(self._now.inputs, batches, strict=True):
-            pairs = [(own, new) for own, new in zip(kept, batch, strict=True) if own is not None]
-            torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])
-
     def _place_for(self, number: int, batch: Any) -> Any:
-        """Return memory for a step's micro-batch ``number``: that of other graphs, for parts of the same shape."""
+        """Return memory for a step's micro-batch ``number``, shared with other graphs if shapes are equal."""
         others = [captured.inputs[number] for captured in self._of_sizes.values() if captured.inputs]
 
         def place(at: int) -> Tensor | None:
@@ -200,13 +210,20 @@ class StepGraph:
     def _begin(self, sizes: tuple[int, ...]) -> bool:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
         self._gradients().keep_memory(True)
-        trial = None if sizes in self._proven else self._try_eagerly()
-        why_not = self._captured(trial)
+        trial = None
+        if sizes not in self._proven:
+            first = [value.clone() for value in self._tried(self._eagerly)]
+            trial = Trial(first, [norm(*pair) for pair in zip(first, self._tried(self._eagerly), strict=True)])
+        why_not = self._agreed(self._capture())
+        if trial is not None and not why_not:
+            assert self._now.graphs is not None
+            replayed = self._tried(self._now.graphs.replay)
+            why_not = self._agreed(trial.differences(replayed, self._gradients().precision))
         del trial
         if not why_not:
             if not self._proven:
                 several = self._engine.num_stages > 1
-                self.say(f"each step is {'CUDA graphs with messages between them' if several else 'one CUDA graph'}")
+                self.log(f"each step is {'CUDA graphs with messages between them' if several else 'one CUDA graph'}")
             self._proven.add(sizes)
             return True
         self._engine.data_iterator = iter(self._now.inputs)  # the eager step has the micro-batches that were loaded
@@ -214,13 +231,13 @@ class StepGraph:
         self.why_eager = why_not
         if self._asked is True:
             raise DsConfigError(f"graphs = true, but {why_not}; set graphs to false")
-        self.say_why_eager()
+        self.log_why_eager()
         return False
 
-    def say_why_eager(self) -> None:
+    def log_why_eager(self) -> None:
         """Show the reason why steps are not captured, if there is one."""
         if self.why_eager:
-            self.say(f"steps are launched operator by operator: {self.why_eager}")
+            self.log(f"steps are launched operator by operator: {self.why_eager}")
 
     def _agreed(self, why_not: str) -> str:
         """Return the first rank's reason against a graph, or nothing; collective."""
@@ -230,30 +247,17 @@ class StepGraph:
         self._engine.data_iterator = iter(self._now.inputs)
         self._now.loss = self._engine.execute_program(by_host=False, start=start)
 
-    def _start(self, operation: Callable[[], Work]) -> Work:
-        """Note a send or receive of a step that is captured; each replay starts it."""
-        assert self._now.graphs is not None
-        return _BetweenGraphs(self._now.graphs, operation)
-
-    def _captured(self, trial: "Trial | None") -> str:
-        """Capture the step and compare it with eager ones, if there are any; return why that failed; collective."""
-        why_not = self._agreed(self._capture())
-        if trial is not None and not why_not:
-            assert self._now.graphs is not None
-            why_not = trial.differences(self._tried(self._now.graphs.replay), self._gradients().precision)
-            why_not = self._agreed(why_not)
-        return why_not
-
     def _capture(self) -> str:
         """Capture the step; return why that failed, or nothing."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._now.graphs, groups = Graphs(self._engine.device, self._pool), self._engine.basic_optimizer.param_groups
+        graphs, groups = Graphs(self._engine.device, self._pool), self._engine.basic_optimizer.param_groups
+        self._now.graphs = graphs
         for group in groups:
             group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
         wait_for_device(self._engine.device)
         torch.cuda.empty_cache()
         try:
-            self._now.graphs.capture(partial(self._eagerly, self._start))
+            graphs.capture(lambda: self._eagerly(partial(_BetweenGraphs, graphs)))
         except Exception as error:  # of any operator that can't be captured
             words = next(iter(str(error).splitlines()), type(error).__name__)
             return f"capturing a step as a CUDA graph failed ({words})"
@@ -261,11 +265,6 @@ class StepGraph:
             for group in groups:
                 group["capturable"] = False
         return ""
-
-    def _try_eagerly(self) -> "Trial":
-        """Return what two eager steps on the loaded micro-batches give."""
-        first = [value.clone() for value in self._tried(self._eagerly)]
-        return Trial(first, [norm(*pair) for pair in zip(first, self._tried(self._eagerly), strict=True)])
 
     def _tried(self, step: Callable[[], None]) -> list[Tensor]:
         """Return the loss and gradients of a step on the loaded micro-batches that changes nothing, where they lie."""
@@ -277,7 +276,7 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class Trial:
-    """Loss and gradients of an eager step, and how far those of another are from them."""
+    """Loss and gradients of an eager step, and their differences from another eager step."""
 
     values: list[Tensor]
     spreads: list[float]
@@ -304,7 +303,7 @@ def norm(tensor: Tensor, less: Tensor | None = None) -> float:
     return math.sqrt(squared)
 
 
-def why_eager(engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> str:
+def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
     """Return why the steps of an engine are never captured, or nothing."""
     if asked is False:
         return "graphs is false"

@@ -1,4 +1,4 @@
-"""Messages between ranks: tensors between stages, by P2P groups, and values as JSON; and what a rank keeps in between.
+"""Messages between ranks: tensors between stages, by P2P groups, and values as JSON; and micro-batches under way.
 
 The tensors that cross a cut are one contiguous message per micro-batch and direction::
 
@@ -46,7 +46,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,9 +57,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ddpm_ds.unet.blocks import Carry
 
 Kind = Literal["activations", "gradients", "predictions"]
+Value = TypeVar("Value")
 
 
-def all_gather_objects(value: Any, kind: Any) -> list[Any]:
+def all_gather_objects(value: Value, kind: object) -> list[Value]:
     """Return all ranks' values of type ``kind``, by rank; one rank waits for nothing."""
     if dist.get_world_size() == 1:
         return [value]
@@ -69,7 +70,7 @@ def all_gather_objects(value: Any, kind: Any) -> list[Any]:
     return [_unpacked(message, kind) for message in messages]
 
 
-def gather_objects(value: Any, kind: Any) -> list[Any] | None:
+def gather_objects(value: Value, kind: object) -> list[Value] | None:
     """Return all ranks' values of type ``kind``, by rank, on rank 0; None on the others."""
     own = _of_one_length(_packed(value, kind))
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
@@ -77,7 +78,7 @@ def gather_objects(value: Any, kind: Any) -> list[Any] | None:
     return None if messages is None else [_unpacked(message, kind) for message in messages]
 
 
-def broadcast_object(value: Any, kind: Any) -> Any:
+def broadcast_object(value: object, kind: object) -> Any:
     """Return rank 0's value of type ``kind``; the others' values are ignored."""
     first = dist.get_rank() == 0
     message = _packed(value, kind) if first else torch.empty(0, dtype=torch.uint8, device=_device())
@@ -88,7 +89,7 @@ def broadcast_object(value: Any, kind: Any) -> Any:
     return _unpacked(message, kind)
 
 
-def _packed(value: Any, kind: Any) -> Tensor:
+def _packed(value: object, kind: Any) -> Tensor:
     text = json.dumps(TypeAdapter(kind).dump_python(value, mode="json"))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
 
@@ -220,7 +221,7 @@ class P2PGroup:
 class Channel:
     """End of an edge, which decides when messages are posted and waited for; shapes include the micro-batch.
 
-    ``others`` are the shapes for images of other sizes, of which :meth:`begin` says which message has which.
+    ``others`` are the shapes for images of other sizes; :meth:`begin` gives the size of each message.
 
     A send returns at once, unless ``most_in_flight`` messages are not known to be delivered: then it waits for the
     oldest, since gloo does not report delivery before a wait. Receives are posted one message ahead, so that a message
@@ -275,8 +276,14 @@ class Channel:
     def receive(self) -> tuple[Tensor, ...]:
         """Wait for the next message; return views of one buffer."""
         message, shapes = self.next_message().to(self._device), next(self._of_receives)
-        parts = message.split([math.prod(shape) for shape in shapes])
-        return tuple(_view(part, shape) for part, shape in zip(parts, shapes, strict=True))
+        parts, views = message.split([math.prod(shape) for shape in shapes]), []
+        for part, shape in zip(parts, shapes, strict=True):
+            if len(shape) == 4:  # in the order of as_in_memory
+                images, channels, height, width = shape
+                views.append(part.view(images, height, width, channels).permute(0, 3, 1, 2))
+            else:
+                views.append(part.view(shape))
+        return tuple(views)
 
     def post_message(self, message: Tensor) -> None:
         """Post a send, after waiting for the oldest if too many are in flight."""
@@ -334,14 +341,6 @@ def elements_of(shapes: Sequence[tuple[int, ...]]) -> int:
 def as_in_memory(tensor: Tensor) -> Tensor:
     """Return a view with dimensions in the order of memory: (N, H, W, C) of images, which are channels-last."""
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
-
-
-def _view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a shape from its values in the order of :func:`as_in_memory`, without a copy."""
-    if len(shape) != 4:
-        return part.view(shape)
-    images, channels, height, width = shape
-    return part.view(images, height, width, channels).permute(0, 3, 1, 2)
 
 
 MOST_BLOCKS = 8

@@ -77,7 +77,7 @@ class UnetPipelineModule(PipelineModule):
         self._set_bounds(start=self.first, stop=self.stop)
 
     def size_number(self, size: tuple[int, int]) -> int:
-        """Return the number of the size (height, width) among those of the lists of layers."""
+        """Return the index in :attr:`sized_layers` of images of a size (height, width)."""
         return [layers[-1].output_shape[1:] for layers in self.sized_layers].index(size)
 
     def walk(self, phase: int, carry: Carry) -> Any:

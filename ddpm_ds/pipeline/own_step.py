@@ -91,7 +91,7 @@ class OwnStep:
         self._norm = torch.full((), float("nan"), device=engine.device)  # of all graphs of a step, so at one address
         self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._skipped = torch.zeros((), device=engine.device)
-        self._withheld = torch.zeros((), device=engine.device)  # 1 skips a step whatever its gradients are
+        self._withheld = torch.zeros((), device=engine.device)  # 1 skips any step
 
     @property
     def scale(self) -> Tensor | float:
@@ -105,7 +105,7 @@ class OwnStep:
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
-        """Skip the steps inside this context and forget them, so that the state is that of before."""
+        """Skip the steps inside this context and restore the state afterwards."""
         kept = [self._skipped, *([] if self._scale is None else self._scale.tensors())]
         before = [tensor.clone() for tensor in kept]
         self._withheld.fill_(1.0)
@@ -165,7 +165,7 @@ class OwnStep:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    # ---------------------------------------------------------------- what the host counts and reads
+    # ---------------------------------------------------------------- counted and read by the host
 
     def end_step(self) -> None:
         """Count the step, and let the scheduler set the learning rate of the next."""

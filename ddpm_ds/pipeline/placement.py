@@ -115,9 +115,10 @@ class Sharing:
     """Bytes of an element while it is reduced."""
     weight_bytes: int
     """Bytes of a gathered element; 0 if every replica steps all weights itself."""
+    replicas: int = 1
 
 
-def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int) -> Sharing:
+def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int, replicas: int = 1) -> Sharing:
     """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
     Without ZeRO gradients are all-reduced once, as by DeepSpeed's optimizer for bf16, which ZeRO-1 has that adds bf16
@@ -133,6 +134,7 @@ def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int) -> Sharing
         passes=1 if not everywhere and to_owner and zero.reduce_scatter else 2,
         gradient_bytes=ELEMENT_BYTES[config.communication_data_type or precision],
         weight_bytes=ELEMENT_BYTES[precision] if zero_stage or precision == "bf16" else 0,
+        replicas=replicas,
     )
 
 
@@ -170,7 +172,6 @@ def exchange(
     bounds: Sequence[int],
     schedule: Schedule,
     *,
-    replicas: int,
     images: int,
     precision: Literal["fp32", "fp16", "bf16"],
     shared: Sharing,
@@ -183,7 +184,7 @@ def exchange(
     own; all other gradients are reduced after each micro-batch.
     """
     ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
-    width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
+    width, ring = images * ELEMENT_BYTES[precision], (shared.replicas - 1) / shared.replicas
 
     messages = []
     for rank in range(ranks - 1):
@@ -205,7 +206,7 @@ def exchange(
             for rank, counts in enumerate(reductions)
         ]
     gradient = shared.passes * shared.gradient_bytes * ring
-    owned = 1 / replicas if shared.weight_bytes else 1.0
+    owned = 1 / shared.replicas if shared.weight_bytes else 1.0
     return Exchange(
         messages=tuple(messages),
         gradients=tuple(gradient * count for count in reduced),
@@ -247,16 +248,17 @@ def run_exchange(
     """
     layout = ds.layout
     if reductions is None and layout.schedule == "planned":
-        passes = math.ceil(layout.micro_batches / max(1, layout.most_held // 2))
+        passes = math.ceil(layout.micro_batches / max(1, layout.most_kept // 2))
         reductions = [[passes, passes]] * layout.stages
     return exchange(
         layers,
         bounds,
         layout.schedule,
-        replicas=layout.replicas,
         images=layout.batch_images // layout.replicas,
         precision=ds.precision,
-        shared=sharing(ds.config, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches),
+        shared=sharing(
+            ds.config, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches, replicas=layout.replicas
+        ),
         reductions=reductions,
         grouping=Grouping(
             layout.tensor.size,

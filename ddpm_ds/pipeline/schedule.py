@@ -99,8 +99,8 @@ def most_in_flight(programs: Sequence[Program]) -> int:
     return most + 1
 
 
-def most_held(own: Program) -> int:
-    """Return how many micro-batches a rank holds at most, from their first forward to their last weight gradients."""
+def most_kept(own: Program) -> int:
+    """Return how many micro-batches a rank keeps at most, from their first forward to their last weight gradients."""
     begun = most = 0
     over = {phase: 0 for _, phase, _ in own}
     for name, phase, numbers in own:

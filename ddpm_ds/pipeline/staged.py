@@ -68,42 +68,31 @@ class ForwardPipeline:
         which the module's ``sized_layers`` are numbered; without it all are 0. ``progress`` is called on every rank
         after each of its calls.
         """
-        self._context = context
+        self._context, engine = context, self._engine
+        most = 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1  # calls begun before one returns
+        if engine.phases == 2:  # after the ranks below have computed two stages each
+            most = 2 * (engine.num_stages - 1 - engine.stage_id) + 1
         try:
-            with self._engine.forward_only(self._images, set(sizes) or {0}) as by_host:
+            with engine.forward_only(self._images, set(sizes) or {0}) as by_host:
                 for channels in (*self._channels, self._back):
                     channels.begin(calls, by_host=by_host, gradients=False, sizes=sizes)
-                self._run(calls, give, take, max(1, min(depth, calls)), progress)
+                lead = max(1, min(depth, calls, most)) - 1
+                for number in range(calls + lead):
+                    if number < calls:
+                        self._under_way.append(self._pass(number, 0, give(number) if self._gives else ()))
+                    if number >= lead:
+                        outputs = self._under_way.popleft()
+                        if engine.phases == 2:
+                            outputs = self._pass(number - lead, 1, outputs)
+                        if self._back.activations_in is not None:
+                            outputs = self._back.activations_in.receive()
+                        if self._gives:
+                            take(number - lead, outputs[0].float())
+                        progress()
+                for channels in (*self._channels, self._back):
+                    channels.drain()
         finally:
-            set_context(self._engine.readers, None)
-
-    def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
-        engine = self._engine
-        lead = min(depth, self._most_ahead()) - 1
-        for number in range(calls + lead):
-            if number < calls:
-                self._under_way.append(self._pass(number, 0, give(number) if self._gives else ()))
-            if number >= lead:
-                outputs = self._under_way.popleft()
-                if engine.phases == 2:
-                    outputs = self._pass(number - lead, 1, outputs)
-                if self._back.activations_in is not None:
-                    outputs = self._back.activations_in.receive()
-                if self._gives:
-                    take(number - lead, outputs[0].float())
-                progress()
-        for channels in (*self._channels, self._back):
-            channels.drain()
-
-    def _most_ahead(self) -> int:
-        """Return the maximum number of calls that this rank begins before it finishes the first.
-
-        In a fold a call returns to a rank after the ranks below have computed two stages each.
-        """
-        engine = self._engine
-        if engine.phases == 2:
-            return 2 * (engine.num_stages - 1 - engine.stage_id) + 1
-        return 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1
+            set_context(engine.readers, None)
 
     def _pass(self, number: int, phase: int, carry: Carry) -> Carry:
         """Run a stage of call ``number`` on the inputs, or on received tensors and those kept by phase 0 (``carry``),

@@ -266,7 +266,8 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
 
 def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
-    return sharing(job.config, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches)
+    counts = {"micro_batches": layout.micro_batches, "replicas": layout.replicas}
+    return sharing(job.config, zero_stage=layout.zero_stage, **counts)
 
 
 def step_traffic(
@@ -282,7 +283,6 @@ def step_traffic(
         job.of(layout).layers,
         bounds,
         layout.schedule,
-        replicas=layout.replicas,
         images=round(layout.micro_batches * layout.micro_batch_images * job.mean_pixels),
         precision=job.precision,
         shared=shared(job, layout),

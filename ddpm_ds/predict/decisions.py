@@ -324,7 +324,7 @@ def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: i
     layout = replace(layout, checkpoint_interval=interval)
     if in_flight == "auto" and layout.schedule == "planned":
         fits = peak_bytes(job, layout, bounds) <= usable(memory_bytes, on_cpu=job.on_cpu)
-        layout = replace(layout, in_flight=layout.most_held if fits else layout.stages)
+        layout = replace(layout, in_flight=layout.most_kept if fits else layout.stages)
     return layout
 
 

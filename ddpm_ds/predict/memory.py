@@ -266,15 +266,15 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
 
 @functools.lru_cache(maxsize=65536)
 def moments(
-    schedule: Schedule, micro_batches: int, ranks: int, rank: int, most_held: int = 0
+    schedule: Schedule, micro_batches: int, ranks: int, rank: int, most_kept: int = 0
 ) -> tuple[tuple[int, int, int], ...]:
     """Return the candidate peaks of a rank's step, as (micro-batches of phase 0, of phase 1, between their backwards).
 
-    No entry is dominated by another. ``most_held`` is as in :class:`Layout`.
+    No entry is dominated by another. ``most_kept`` is as in :class:`Layout`.
     """
     kept, between = [0, 0], 0
     seen: set[tuple[int, int, int]] = set()
-    for name, phase, numbers in typical_programs(schedule, micro_batches, ranks, most_held)[rank]:
+    for name, phase, numbers in typical_programs(schedule, micro_batches, ranks, most_kept)[rank]:
         if name == "ForwardPass":
             kept[phase] += 1
         elif name in ("BackwardPass", "WeightGradients"):  # until then input and output gradient of a layer are kept
@@ -291,7 +291,7 @@ def moments(
 
 def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
     count = min(layout.micro_batches, FILLING * layout.stages)
-    return moments(layout.schedule, count, layout.stages, rank, layout.most_held)
+    return moments(layout.schedule, count, layout.stages, rank, layout.most_kept)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -196,7 +196,7 @@ class Predictor:
     def predict(self, layout: Layout) -> Prediction:
         """Predict everything about a layout."""
         costs, bounds = self.costs(layout), self.bounds(layout)
-        most = max(SIMULATED // layout.stages, 4 * layout.most_held)
+        most = max(SIMULATED // layout.stages, 4 * layout.most_kept)
         step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
         # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others

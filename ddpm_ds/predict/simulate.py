@@ -246,16 +246,16 @@ class _Rank:
 
 
 def planned(
-    schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_held: int
+    schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_kept: int
 ) -> tuple[Program, ...]:
     """Return the programs with the shortest simulated step that is found; a function of the arguments alone.
 
-    ``schedule`` decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried. ``most_held``
+    ``schedule`` decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried. ``most_kept``
     is the maximum of a rank's micro-batches between their first forward and their last gradients.
     """
     ends = [ends for rank in range(1, len(costs)) for ends in ((rank - 1, rank), (rank, rank - 1))]
     links = tuple((one, link(*one)) for one in ends)
-    return _planned(schedule, micro_batches, tuple(costs), links, most_held)
+    return _planned(schedule, micro_batches, tuple(costs), links, most_kept)
 
 
 @functools.lru_cache(maxsize=64)  # layouts of a search that differ in ZeRO alone often cost the same
@@ -264,7 +264,7 @@ def _planned(
     micro_batches: int,
     costs: tuple[RankCosts, ...],
     links: tuple[tuple[tuple[int, int], Link], ...],
-    most_held: int,
+    most_kept: int,
 ) -> tuple[Program, ...]:
     ranks, between = len(costs), dict(links)
 
@@ -273,9 +273,9 @@ def _planned(
 
     named: Schedule = "folded" if folds(schedule) else "1f1b"
     preferences = PREFERENCES[phases_of(schedule)]
-    limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
+    limits = sorted({most_kept, max(1, most_kept - 1), max(1, most_kept - ranks // 2)}, reverse=True)
     phases = [phase for own in costs for phase in own.phases]
-    many, few = [most_held, most_held // 2], [count for count in FEW if count <= most_held]
+    many, few = [most_kept, most_kept // 2], [count for count in FEW if count <= most_kept]
     together = [*many, *few] if any(phase.weight_pass_seconds for phase in phases) else [*few, *many]
     cost_once = any(phase.weight_pass_seconds + phase.split_seconds for phase in phases)
     counts = dict.fromkeys([*together, 1] if cost_once else [1])
@@ -291,7 +291,7 @@ def _planned(
         known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
     if folds(schedule):
         known.append(tuple(schedules.zero_bubble_v(micro_batches, ranks, rank) for rank in range(ranks)))
-    tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
+    tried += [programs for programs in known if max(map(schedules.most_kept, programs)) <= most_kept]
 
     def seconds(programs: Sequence[Program]) -> float:
         return simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
@@ -322,22 +322,22 @@ def _whole(
 
 def order_of(layout: Layout, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
     """Return the programs of a planned schedule, or of one stage that holds several micro-batches; else None."""
-    if layout.stages == 1 and layout.most_held > 1:
-        return (schedules.accumulated(layout.micro_batches, layout.most_held),)
+    if layout.stages == 1 and layout.most_kept > 1:
+        return (schedules.accumulated(layout.micro_batches, layout.most_kept),)
     if layout.schedule != "planned":
         return None
-    return planned(layout.schedule, layout.micro_batches, costs, link, most_held=layout.most_held)
+    return planned(layout.schedule, layout.micro_batches, costs, link, most_kept=layout.most_kept)
 
 
 @functools.lru_cache(maxsize=1024)
-def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_held: int) -> tuple[Program, ...]:
+def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_kept: int) -> tuple[Program, ...]:
     """Return the programs of all ranks, for a planned schedule as if all passes took equally long."""
-    if ranks == 1 and most_held > 1:
-        return (schedules.accumulated(micro_batches, most_held),)
+    if ranks == 1 and most_kept > 1:
+        return (schedules.accumulated(micro_batches, most_kept),)
     if schedule != "planned":
         return tuple(program(schedule, micro_batches, ranks, rank) for rank in range(ranks))
     costs = [RankCosts((PhaseCosts(1.0, 2.0, weight_seconds=1.0),) * phases_of(schedule))] * ranks
-    return planned(schedule, micro_batches, costs, most_held=most_held)
+    return planned(schedule, micro_batches, costs, most_kept=most_kept)
 
 
 class _Greedy:
@@ -364,7 +364,7 @@ class _Greedy:
             return _Following(seconds, ("forward", phase + 1) if phase < last else ("backward", phase))
         return _Following(seconds, ("backward", phase - 1) if phase else None)
 
-    def run(self, most_held: int, preference: Sequence[Pass], together: int) -> tuple[tuple[Instruction, ...], ...]:
+    def run(self, most_kept: int, preference: Sequence[Pass], together: int) -> tuple[tuple[Instruction, ...], ...]:
         """Return the passes of each rank, in order.
 
         ``together`` is the number of micro-batches per weight-gradient pass, unless no more are left or memory is full.
@@ -378,7 +378,7 @@ class _Greedy:
             rank = ranks[number]
             if now < rank.busy_until:
                 continue
-            if (one := rank.begin(preference, now, most_held)) is not None:
+            if (one := rank.begin(preference, now, most_kept)) is not None:
                 rank.order.append(self._alone[one][rank.done[one] - 1])
                 seconds, following, target, wire_seconds, latency_seconds = self._after[number][one]
                 rank.busy_until = now + seconds
@@ -389,7 +389,7 @@ class _Greedy:
                     heapq.heappush(wakes, (leaves + latency_seconds, target))
                 elif following is not None:
                     rank.ready[following].append(rank.busy_until)
-            elif (weights := rank.weights(self._micro_batches, most_held, together)) is not None:
+            elif (weights := rank.weights(self._micro_batches, most_kept, together)) is not None:
                 rank.order.append(weights)
                 own = self._costs[number].phases[weights.phase]
                 rank.busy_until = now + own.seconds("WeightGradients", len(weights.micro_batches))
@@ -422,13 +422,13 @@ class _GreedyRank:
         self.order: list[Instruction] = []
         self.busy_until = 0.0
 
-    def begin(self, preference: Sequence[Pass], now: float, most_held: int) -> Pass | None:
+    def begin(self, preference: Sequence[Pass], now: float, most_kept: int) -> Pass | None:
         """Return the forward or input gradients that begin now, if any can."""
         for one in preference:
             arrivals = self.ready[one]
             if not arrivals or arrivals[0] > now:
                 continue
-            if one == ("forward", 0) and self.done[one] - min(self.over) >= most_held:
+            if one == ("forward", 0) and self.done[one] - min(self.over) >= most_kept:
                 continue
             arrivals.popleft()
             if one[0] == "backward":
@@ -437,9 +437,9 @@ class _GreedyRank:
             return one
         return None
 
-    def weights(self, micro_batches: int, most_held: int, together: int) -> Instruction | None:
+    def weights(self, micro_batches: int, most_kept: int, together: int) -> Instruction | None:
         """Return the weight gradients that begin now, if any can."""
-        full = self.done["forward", 0] - min(self.over) >= most_held
+        full = self.done["forward", 0] - min(self.over) >= most_kept
         for phase in range(len(self.waiting) - 1, -1, -1):
             waiting = self.waiting[phase]
             no_more = self.done["backward", phase] == micro_batches

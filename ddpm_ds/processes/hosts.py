@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -35,8 +34,7 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
 """File of variables that are sent to all hosts, and the variable that names another file, as in DeepSpeed."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable that names gloo's interface: by default that of the host's own name, often loopback, which fails after
-minutes."""
+"""Variable that names gloo's interface; its default belongs to the host's name, and fails if that is loopback."""
 
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Prefixes of variables that DeepSpeed's launcher puts on command lines; NCCL only with its CUDA accelerator. It prints
@@ -68,7 +66,7 @@ def address_of(host: str) -> str:
     words = ssh(host, ["hostname", "-I"])
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-        addresses = done.stdout.strip().rpartition("\n")[2].split()  # after what a login shell prints
+        addresses = done.stdout.strip().rpartition("\n")[2].split()  # a login shell may print before it
         if done.returncode == 0 and addresses:
             return addresses[0]
         why = [f"exit code {done.returncode}", *done.stderr.splitlines()][-1]
@@ -78,10 +76,7 @@ def address_of(host: str) -> str:
 
 
 def ssh_to(host: str) -> list[str]:
-    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host, perhaps with USER@.
-
-    Raises SpecError if ssh would take ``host`` for an option, or the environment's options can't be read.
-    """
+    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
     user, _, name = host.rpartition("@")
     if host.startswith("-") or name.startswith("-"):
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
@@ -133,9 +128,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def this_host(names: Iterable[str]) -> str | None:
-    """Return the first of ``names`` that means this machine: its host name, its address, or an ssh alias of them.
-
-    ``user@`` before a name is ignored. Raises SpecError as :func:`ssh_to`.
+    """Return the first of ``names`` that means this machine: its host name, its address or an ssh alias; USER@ may
+    precede it. Raises SpecError as :func:`ssh_to`.
     """
     named = {name: name.rpartition("@")[2] for name in names}
     own = socket.gethostname()
@@ -149,19 +143,12 @@ def this_host(names: Iterable[str]) -> str | None:
             words = ["ssh", "-G", *ssh_to(name)[1:]]  # prints its settings without connecting
             settings = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
         address = dict(line.partition(" ")[::2] for line in settings).get("hostname", host)
-        if _is_address_of_this_host(address):
-            return name
+        with contextlib.suppress(OSError, UnicodeError):
+            for family, kind, protocol, _, own_address in socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                    probe.bind(own_address)  # possible only on that machine
+                    return name
     return None
-
-
-def _is_address_of_this_host(host: str) -> bool:
-    """Return whether a socket can be bound to an address of ``host``, which is possible only on that machine."""
-    with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
 
 
 def read_environment(path: Path) -> dict[str, str]:
@@ -202,12 +189,12 @@ def use_interface_towards(address: str) -> None:
                 os.environ.setdefault(GLOO_INTERFACE, name)
 
 
-def facts(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return everything in which the hosts of a run must be alike, by the beginning of its name in a message.
+def facts(documents: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
+    """Return everything in which hosts must agree, by the beginning of its name in a message.
 
-    ``documents`` are the contents of the spec and of the DeepSpeed JSON, by file name. Missing packages are left out.
+    ``documents`` are the contents of the spec and the DeepSpeed JSON, by file name. Missing packages are left out.
     """
-    found = {"python": ".".join(map(str, sys.version_info[:2])), "ddpm_ds": __version__}
+    found: dict[str, object] = {"python": ".".join(map(str, sys.version_info[:2])), "ddpm_ds": __version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)

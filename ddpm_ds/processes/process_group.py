@@ -38,7 +38,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     """Make the process group for DeepSpeed, and destroy it at the end, since gloo aborts a process that exits with one.
 
     Groups made inside have the same time-out. All ranks know of a UserError that leaves the block. Raises LayoutError
-    if another job has the port, HostError if the hosts' ranks can't connect to each other.
+    if another job has the port, HostError if ranks of two hosts can't connect.
     """
     timeout = timeout or group_timeout()
     use_interface_towards(os.environ["MASTER_ADDR"])
@@ -57,10 +57,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
 
 
 def _join() -> None:
-    """Make the default group and let DeepSpeed use it. A single rank opens no port.
-
-    The store is the rendezvous's, or a new one at its port, with keys that only the run's ranks know.
-    """
+    """Make the default group at the rendezvous's port, with keys that only the run's ranks know."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     try:

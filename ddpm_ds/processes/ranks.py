@@ -44,11 +44,10 @@ FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
 
 
 def set_environment() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
-    ``.deepspeed_env``, where they are missing.
+    """Set missing variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .deepspeed_env.
 
-    ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is Slurm's, or the process is a single
-    rank. Raises SpecError if variables can't be parsed or contradict each other, or the first host is unknown.
+    Without a launcher's rank it is Slurm's, or the process is a single rank. Raises SpecError if variables can't be
+    parsed or contradict each other, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
@@ -58,7 +57,11 @@ def set_environment() -> None:
     started = {} if "RANK" in os.environ else _of_slurm()
     unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
     os.environ.update(unknown)
-    for name, value in (find_environment() | _handed_on()).items():
+    secret: dict[str, str] = {}
+    if path := _exit_file():  # ddpm-ds run is on this host
+        with contextlib.suppress(OSError), path.open() as file:
+            secret = json.loads(file.readline())
+    for name, value in (find_environment() | secret).items():
         os.environ.setdefault(name, value)
     _check_environment([name for name in alone if started or name not in unknown])
     if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two cores that are shared
@@ -98,18 +101,8 @@ def _check_environment(given: Collection[str]) -> None:
             )
 
 
-def _handed_on() -> dict[str, str]:
-    """Return the secret variables of ``ddpm-ds run``, if it runs on this host and as this user."""
-    if path := _exit_file():
-        with contextlib.suppress(OSError), path.open() as file:
-            return dict(json.loads(file.readline()))
-    return {}
-
-
 def _of_slurm() -> dict[str, str]:
-    """Return the rank variables of a task of srun. Batch scripts and shells of salloc have no step, or one of Slurm's
-    own.
-    """
+    """Return the rank variables of a task of srun; batch scripts and shells of salloc have none."""
     step = os.environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_OWN_STEP_OF_SLURM or not os.environ.keys() >= SLURM_TASK:
         return {}
@@ -150,8 +143,7 @@ def free_port() -> int:
 class Launcher:
     """Launcher of this process, which may be killed, or lost with an ssh connection.
 
-    A rank notices that its parent changes, that its supervisor's :class:`ExitFile` is gone, or that nobody reads its
-    output any more.
+    A rank notices a new parent, a missing :class:`ExitFile` of its supervisor, or an output that nobody reads.
     """
 
     def __init__(self) -> None:
@@ -180,10 +172,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def for_good() -> Iterator[None]:
-    """Keep Python's garbage collector away from objects made inside, which live as long as this process.
-
-    It would look through PyTorch's modules over and over: a tenth of their import, and a second when Python ends.
-    """
+    """Keep the slow garbage collector away for good from objects made inside, such as PyTorch's modules."""
     gc.disable()
     try:
         yield
@@ -213,12 +202,17 @@ def record_training() -> None:
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
-    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself. A crash outside
-    of Python, as on an image file truncated while it is read, prints a stack.
+    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself.
     """
-    faulthandler.enable(2)
+
+    def leave(number: int) -> None:
+        for worker in multiprocessing.active_children():  # it would complain that its parent has gone
+            worker.kill()
+        os._exit(record_exit(EXIT_PREEMPTED))
+
+    faulthandler.enable(2)  # for a crash outside of Python, as on an image file truncated while it is read
     if stoppable:
-        SignalThread(_leave)
+        SignalThread(leave)
     _record(STARTED)
     try:
         code = main()
@@ -228,13 +222,6 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
         if leaving.code is None or isinstance(leaving.code, int):
             record_exit(leaving.code or 0)
         raise
-
-
-def _leave(number: int) -> None:
-    """End this process, and first its workers, which would complain that their parent has gone."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    os._exit(record_exit(EXIT_PREEMPTED))
 
 
 def _record(word: str) -> None:
@@ -262,7 +249,7 @@ class ExitRecord(NamedTuple):
 
 
 class ExitFile:
-    """File in memory, with the supervisor's life, in which this host's ranks record their starts and exit codes.
+    """The supervisor's file in memory, in which this host's ranks record their starts and exit codes.
 
     Its first line has the variables in ``private``, which no command line may show.
     """
@@ -275,7 +262,7 @@ class ExitFile:
         """Value of :data:`EXIT_FILE_VARIABLE`."""
 
     def read(self) -> ExitRecord:
-        """Return what the ranks have recorded."""
+        """Return the records of the ranks."""
         self._file.seek(0)
         lines = [line.split() for line in self._file.read().decode().splitlines()[1:]]
         ended = [(rank, int(word)) for rank, word in lines if word not in (STARTED, TRAINING)]

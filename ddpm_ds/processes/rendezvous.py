@@ -1,8 +1,8 @@
 """Rendezvous of all ranks before they have a process group, and the key-value store on rank 0 by which they meet.
 
-Building a process group needs every rank, and would wait for ever for one that has exited or trains something else. So
-each rank first writes its plans to a key-value store on rank 0, which answers with all plans, equal ones once, or with
-the reason why the run can't start. Then all exit for the same reason, or all continue.
+Building a process group would wait for ever for a rank that has exited or trains something else. So each rank first
+writes its plans to a key-value store on rank 0, which answers with all plans, equal ones once, or with the reason why
+the run can't start. Then all exit for the same reason, or all continue.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
@@ -23,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -39,14 +39,14 @@ BEAT_SECONDS, SILENCE_SECONDS = 2.0, 60.0
 """Time between beats, and silence after which a rank counts as lost; imports can keep a process busy for long."""
 POLL_SECONDS, MOST_LOOKS = 0.01, 5000
 """Time between looks at the store, and most looks a second of all waiting ranks together."""
-TELL_SECONDS = 10.0
-"""Time for which a rank that can't take part tries to let the others know."""
+REFUSING_SECONDS = 10.0
+"""Time for which a rank that can't take part tries to report it."""
 REFUSAL, OVER = "refusal", "over"
 """Keys: why a rank can't take part; the rendezvous has ended, so a rank that comes later belongs to another run."""
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store at a port of rank 0's host, served by rank 0 or by torchrun; port 0 means a free port of rank 0.
+    """Return the store at a port of rank 0's host, which rank 0 or torchrun serves; port 0 means a free one.
 
     Raises dist.DistError if the port is taken, or the store can't be reached.
     """
@@ -59,14 +59,11 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at an address of ``host``; None if none is this machine's, or if the port is taken.
-
-    A name that means loopback on its own host, as Debian sets it up, means another address elsewhere.
-    """
+    """Return a socket that listens at an address of ``host``; None if none is this machine's, or the port is taken."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         number = str(address[0]).partition("%")[0]
         if number != host and ipaddress.ip_address(number).is_loopback and on_several_hosts():
-            continue
+            continue  # elsewhere the host's name means another address
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,7 +79,7 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 class SealedStore(dist.Store):
-    """Store whose values are sealed with the run's secret, for their key; one without a valid seal is read as empty."""
+    """Store that seals each value and its key with the run's secret; a value without a valid seal is read as empty."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -137,7 +134,15 @@ class Rendezvous:
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="rendezvous", daemon=True)
+
+        def beat(store: dist.Store) -> None:
+            with contextlib.suppress(dist.DistError):  # rank 0 has gone
+                for count in itertools.count():
+                    store.set(f"beat/{self.rank}", str(count))
+                    if self._closed.wait(BEAT_SECONDS):
+                        return
+
+        self._beating = threading.Thread(target=beat, args=(self._store,), name="rendezvous", daemon=True)
         if self._store is not None:
             self._beating.start()
 
@@ -152,13 +157,13 @@ class Rendezvous:
         """Return a rank's host as the subject of a sentence: ``host b (rank 2)``."""
         return f"host {self.hosts[rank]} (rank {rank})"
 
-    def agree(self, topic: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    def agree(self, topic: str, facts: Mapping[str, object]) -> list[dict[str, Any]]:
         """Share ``facts`` (JSON values) about a topic with all ranks, once; return the facts of all, by rank.
 
         Raises HostError if another rank can't take part, PeerLostError if one did not join, or is lost.
         """
         if self._store is None:
-            return [facts]
+            return [dict(facts)]
         try:
             self._store.set(f"{topic}/{self.rank}", json.dumps({"host": host_name(), "facts": facts}))
             if self.rank == 0:
@@ -204,13 +209,13 @@ class Rendezvous:
             faults = [f"rank {self.rank} (host {host_name()}): {fault}" for fault in str(error).splitlines()]
             self._store.compare_set(REFUSAL, "", json.dumps(faults))
             self._store.set(f"left/{self.rank}", "")
-            others, until = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + TELL_SECONDS
+            others, until = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + REFUSING_SECONDS
             while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         self.close()
 
     def close(self) -> None:
-        """End the rendezvous once the process group exists, or before this rank exits: a beat would abort that."""
+        """End the rendezvous once the process group exists, or before this rank exits."""
         self._closed.set()
         if self._store is not None:
             if self.rank == 0:
@@ -219,7 +224,7 @@ class Rendezvous:
             self._beating.join(BEAT_SECONDS)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Let the others know of a user's error that ends this rank inside this context."""
         try:
             yield
@@ -253,19 +258,11 @@ class Rendezvous:
             if silent:
                 raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
 
-    def _beat(self) -> None:
-        assert self._store is not None
-        with contextlib.suppress(dist.DistError):  # rank 0 has gone
-            for count in itertools.count():
-                self._store.set(f"beat/{self.rank}", str(count))
-                if self._closed.wait(BEAT_SECONDS):
-                    return
-
 
 def refuse_alone(error: UserError) -> None:
-    """Tell the other ranks about an error before this one has joined their rendezvous."""
+    """Report an error to the other ranks before this one has joined their rendezvous."""
     with contextlib.suppress(UserError, PeerLostError):
-        Rendezvous(TELL_SECONDS).refuse(error)
+        Rendezvous(REFUSING_SECONDS).refuse(error)
 
 
 def _store(rank: int, seconds: float) -> dist.Store:

@@ -1,13 +1,12 @@
 """Requests to a training run from outside: to save, or to save and stop.
 
-    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once, and so does
-                                             any before the first step has ended
+    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second one, or one before the first step
+                                             has ended, leaves at once
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
     checkpoint.every_minutes                 rank 0's clock
     a launcher that is gone                  save, leave: nobody would end this rank or read its output
 
-Ranks must do the same at the same step, so requests are combined once a step; the result is read a step later, when it
-has long arrived.
+Requests are combined once a step, and read a step later, so that all ranks do the same at the same step.
 """
 
 import os
@@ -49,13 +48,14 @@ class Requests:
 
     def listen(self) -> None:
         """Let signals ask to stop from now on, once there is something to save; before, they end the process."""
-        self._signals = SignalThread(self._receive)
-        record_training()
 
-    def _receive(self, number: int) -> None:
-        if self._signalled_at is not None and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
-            os._exit(record_exit(128 + number))
-        self._signalled_at = time.monotonic()
+        def receive(number: int) -> None:
+            if self._signalled_at is not None and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
+                os._exit(record_exit(128 + number))
+            self._signalled_at = time.monotonic()
+
+        self._signals = SignalThread(receive)
+        record_training()
 
     def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop."""
@@ -25,11 +24,11 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C has ended."""
 
 
-Handler = Callable[[int, FrameType | None], Any] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def handle(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Let signals that this process does not ignore call ``handler``; return what handled each of them before."""
+    """Let signals that this process does not ignore call ``handler``; return their handlers before."""
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heeded}
 
@@ -83,7 +82,7 @@ class SignalThread:
 
 
 @contextlib.contextmanager
-def heard_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
+def received_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
     """Yield the list of received stop signals; afterwards they are handled as before, or with ``leaving`` ignored."""
     received: list[signal.Signals] = []
     received_at = -math.inf

@@ -1,10 +1,9 @@
-"""Start of a run's ranks, as children of this process or by DeepSpeed's launcher on several hosts; orderly stops, exit
-codes, leftover processes and restarts. Does not import torch.
+"""Supervisor of a run's ranks, which are children of this process, or of DeepSpeed's launcher on several hosts: orderly
+stops, exit codes, leftover processes and restarts. Does not import torch.
 
-Ranks of this host are signalled, so that they finish their step and save: all follow a request to one. When one has
-failed, others that train notice it; a signal would ask them to save. Ranks on other hosts exit when they have lost the
-others or their launcher. DeepSpeed's launcher alone would kill the ranks 30 s after SIGTERM, would exit with 0 if part
-of it is killed, and never restarts.
+Ranks of this host are signalled to finish their step and save; all ranks follow a request to one. When one has failed,
+others that train notice it by themselves. DeepSpeed's launcher alone would kill the ranks 30 s after SIGTERM, would
+exit with 0 if part of it is killed, and never restarts.
 """
 
 import argparse
@@ -27,10 +26,10 @@ import psutil
 
 from ddpm_ds.command_line import without
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.files import expanded, read_bytes
+from ddpm_ds.files import expanded
 from ddpm_ds.processes import hosts
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
-from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.processes.signals import received_signals
 from ddpm_ds.secret import is_secret, write_private
 
 DEFAULT_PORT = 29500
@@ -61,9 +60,7 @@ def gpus() -> int:
 
 
 class Processes:
-    """Processes of one program, each with its environment, no input, and a session that a terminal's Ctrl-C does not
-    reach; ``output`` are options of :class:`subprocess.Popen`.
-    """
+    """Processes of one program, out of reach of a terminal's Ctrl-C; ``output`` are options of ``subprocess.Popen``."""
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], **output: Any) -> None:
         quiet = {"stdin": subprocess.DEVNULL, "start_new_session": True, **output}
@@ -94,9 +91,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a run are: ``processes`` of this host, which may be one of ``nodes`` on each of which the same
-    command is typed, or of the hosts of a hostfile.
-    """
+    """Place of a run's ranks: this host, one of ``nodes`` on which the same command is typed, or a hostfile's hosts."""
 
     processes: int = 1
     node_rank: int = 0
@@ -116,13 +111,9 @@ class Place:
         world |= {"WORLD_SIZE": self.nodes * self.processes, "CROSS_RANK": self.node_rank, "CROSS_SIZE": self.nodes}
         if self.nodes == 1:
             world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
-        ranks = [{"RANK": self.first_rank + local, "LOCAL_RANK": local} for local in range(self.processes)]
+        first = self.node_rank * self.processes
+        ranks = [{"RANK": first + local, "LOCAL_RANK": local} for local in range(self.processes)]
         return [{**environment, **{name: str(value) for name, value in (world | rank).items()}} for rank in ranks]
-
-    @property
-    def first_rank(self) -> int:
-        """First rank of this host."""
-        return self.node_rank * self.processes
 
     def hosts(self) -> dict[str, int]:
         """Return the hosts with their numbers of ranks, in the order of the ranks; raises SpecError."""
@@ -145,8 +136,8 @@ class Place:
 
     def deepspeed(self, program: Sequence[str]) -> list[str]:
         """Return the words after ``deepspeed`` that start a program, ``-m MODULE`` or a script, on the hosts."""
-        own = ["--hostfile", str(self.hostfile), "--master_port", str(self.port or DEFAULT_PORT)]
-        return [*own, *(["--module", *program[1:]] if program[0] == "-m" else program)]
+        words = ["--module", *program[1:]] if program[0] == "-m" else program
+        return ["--hostfile", str(self.hostfile), "--master_port", str(self.port or DEFAULT_PORT), *words]
 
 
 class Outcome(NamedTuple):
@@ -168,16 +159,14 @@ def supervise(
     """Start the ranks of a training program, again if that helps; return how the last start ended.
 
     ``program`` is ``-m MODULE`` or a script, with its options. Each start reads the hostfile again, and each restart of
-    its hosts uses another port, so that no straggler can join. Without a hostfile several hosts start again on their
-    own, at the same port. Runs in the main thread, as the last work of a process: afterwards stop signals are ignored.
-
-    Raises SpecError if ``program`` has no --run-dir, and as :meth:`Place.check`.
+    its hosts uses another port, so that no straggler can join. Runs in the main thread, as the last work of a process:
+    afterwards stop signals are ignored. Raises SpecError without a --run-dir, and as :meth:`Place.check`.
     """
     if not (run_dir := _option(program, "--run-dir")):
         raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
     latest = expanded(run_dir) / "checkpoints" / "latest"
     restarts = starts = 0
-    with heard_signals(leaving=True) as received:
+    with received_signals(leaving=True) as received:
         while True:
             before = _written(latest)
             place.check()
@@ -207,11 +196,8 @@ def supervise(
 def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
     """Return the exit code of a start that has not finished the run: the ranks' or else the meaning of ``first``.
 
-    Args:
-        first: exit code of the rank that failed first, negative for a signal; or of DeepSpeed's launcher, whose 0
-            proves nothing, since it also exits with 0 if its children were killed.
-        stopping: whether the ranks were asked to stop.
-        orphaned: whether ranks were still alive after the launcher had ended.
+    That is the code of the rank that failed first, negative for a signal; or of DeepSpeed's launcher, which also exits
+    with 0 if its children were killed. ``stopping``: ranks were asked to stop; ``orphaned``: some outlived it.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
@@ -231,11 +217,10 @@ def _option(command: Sequence[str], name: str) -> str | None:
     return cast(str | None, parser.parse_known_args(command)[0].value)
 
 
-def _written(path: Path) -> tuple[bytes, int]:
-    try:  # the time, since a checkpoint may be written again
-        return read_bytes(path), path.stat().st_mtime_ns
-    except OSError:
-        return b"", 0
+def _written(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 @dataclass
@@ -270,9 +255,7 @@ class _Start:
         return Outcome(code, killed=failed is not None and failed[1] == -signal.SIGKILL and not self.received)
 
     def _launcher(self, cleanup: contextlib.ExitStack) -> Processes:
-        """Start DeepSpeed's launcher without secrets, since it sends variables to every host on command lines, and
-        prints some; this host's ranks read them from the exit file.
-        """
+        """Start DeepSpeed's launcher without secrets, which it would print; this host's ranks get them otherwise."""
         found = hosts.find_environment()
         taken = {name: os.environ[name] for name in os.environ if name.startswith(hosts.OF_DEEPSPEED) or "NCCL" in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
@@ -334,7 +317,7 @@ class _Start:
         if self._processes.failed is None:
             return math.inf
         local, code = self._processes.failed
-        rank = self.place.first_rank + local
+        rank = self.place.node_rank * self.place.processes + local
         if code < 0:  # it can't have printed a line itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
         if not record.training:  # they have nothing to save, and would not notice for long
@@ -345,8 +328,7 @@ class _Start:
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any; they end their own children."""
-        ranks = self._alive_ranks()
-        if ranks:
+        if ranks := self._alive_ranks():
             self.log(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
             _send(signal.SIGTERM, ranks)
         return bool(ranks)

@@ -1,9 +1,8 @@
 """Watchdog that notices a dead or hanging rank, names it, and ends this one, whose collective would wait for ever.
 
-Every rank has two threads besides its main one. The heartbeat talks to a key-value store on rank 0 twice a second and
-reports the rank's progress and place in the code. The judge uses its own clock and never the store, which may not
-answer. Rank 0 reads all reports and judges the ranks; the others read rank 0's report and its verdict alone, so that a
-beat costs few values, and name rank 0 when its report grows old.
+Every rank has two threads besides its main one. The heartbeat reports the rank's progress and place in the code to a
+key-value store on rank 0. The judge uses its own clock and never the store, which may not answer. Rank 0 judges all
+ranks by their reports; the others read rank 0's report and verdict alone, and name rank 0 when its report grows old.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
@@ -13,14 +12,11 @@ beat costs few values, and name rank 0 when its report grows old.
 When a run hangs, one rank does not proceed and all others wait. The states of main thread and device show which:
 
     main thread in a call of torch.distributed or waiting for a message   waits for another rank
-    its device has unfinished work                                        waits: under NCCL the message is in that work,
-                                                                          and the main thread is wherever it needs the
-                                                                          device
+    its device has unfinished work                                        waits: under NCCL the message is in that work
     neither                                                               should proceed by itself, but does not
 
-Work on a device can't depend on later work, or the program would deadlock without any fault. So the device of the
-hanging rank becomes idle, while all others wait, for it or for each other. A device that hangs in a computation looks
-like one that waits: then all ranks wait, and none is blamed.
+The device of the hanging rank becomes idle, while all others wait, for it or for each other. A device that hangs in a
+computation looks like one that waits: then all ranks wait, and none is blamed.
 """
 
 from __future__ import annotations
@@ -56,8 +52,8 @@ COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 ANSWER_SECONDS = 0.2
 """Time limit for a device's answer whether it has unfinished work."""
 KEY, VERDICT = "alive/{}", "verdict"
-WAIT_FOR_CULPRIT_SECONDS = 5.0
-"""Time for which a rank whose collective failed looks for the lost rank."""
+WAIT_FOR_CULPRIT_SECONDS, CULPRIT_SECONDS = 5.0, 2.5
+"""Time for which a rank whose collective failed looks for the lost rank, and silence that makes a rank the lost one."""
 TOGETHER_BEATS = 3
 """Maximum beats between the last signs of ranks that are lost at once: their beat, ours, and delays."""
 
@@ -118,17 +114,17 @@ class DeviceWork:
         return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
 
     def is_unfinished(self) -> bool:
+        def ask() -> None:
+            try:
+                self._done = self._is_done()
+            except RuntimeError:  # the device has failed and does nothing more
+                self._done = True
+
         if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, name="device", daemon=True)
+            self._asking = threading.Thread(target=ask, name="device", daemon=True)
             self._asking.start()
         self._asking.join(ANSWER_SECONDS)
         return self._asking.is_alive() or not self._done
-
-    def _ask(self) -> None:
-        try:
-            self._done = self._is_done()
-        except RuntimeError:  # the device has failed and does nothing more
-            self._done = True
 
 
 class Heartbeat(threading.Thread):
@@ -158,8 +154,15 @@ class Heartbeat(threading.Thread):
         steps_before = -1
         while not self._leaving.is_set():
             stuck, steps_before = self.steps == steps_before, self.steps
-            state = ("asking", "-") if self.asks else ("paused", "-") if self.pauses else self._look(stuck)
-            if not self._exchange(*state):
+            state, place = "asking" if self.asks else "paused" if self.pauses else "running", "-"
+            frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
+            if state == "running" and frame is not None:
+                waits = waits_for_a_rank(frame) or (self.work is not None and self.work.is_unfinished())
+                while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
+                    frame = frame.f_back
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+                state = "waiting" if waits else "running"
+            if not self._exchange(state, place):
                 return
             self._leaving.wait(BEAT_SECONDS)
         until = time.monotonic() + LAST_WORDS_SECONDS
@@ -167,15 +170,6 @@ class Heartbeat(threading.Thread):
             if all(peer.state == "left" for peer in self.peers.values()):
                 return
             time.sleep(BEAT_SECONDS / 2)
-
-    def _look(self, stuck: bool) -> tuple[str, str]:
-        """Return whether this rank proceeds by itself or waits, and where if its main thread is stuck."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
-        if frame is None:
-            return "running", "-"
-        place = _place(frame)
-        waits = waits_for_a_rank(frame) or (self.work is not None and self.work.is_unfinished())
-        return "waiting" if waits else "running", place
 
     def _exchange(self, state: str, place: str) -> bool:
         """Write this rank's message and read its peers'; return False if the store is gone."""
@@ -198,13 +192,6 @@ class Heartbeat(threading.Thread):
         return True
 
 
-def _place(frame: FrameType) -> str:
-    """Return where a thread with this innermost frame is, outside of Python's own library."""
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
 def waits_for_a_rank(frame: FrameType) -> bool:
     """Return whether the thread with this innermost Python frame waits in a collective or for a message."""
     if "wait" in frame.f_code.co_names:  # a message's is not Python code, so its caller is innermost; a thread's is
@@ -212,16 +199,10 @@ def waits_for_a_rank(frame: FrameType) -> bool:
     return any(at.f_globals.get("__name__", "").startswith(COMMUNICATION) for at, _ in traceback.walk_stack(frame))
 
 
-def _culprit_seconds() -> float:
-    """Return the silence that makes a rank the culprit of a failed collective."""
-    return max(WAIT_FOR_CULPRIT_SECONDS / 2, 4 * BEAT_SECONDS)
-
-
 class Watchdog:
     """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices a hang.
 
-    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: the others would
-    wait for the one rank that has read a bad file.
+    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code.
 
     Args:
         names: all ranks' names for users, such as "rank 2 (stage 1)".
@@ -230,7 +211,7 @@ class Watchdog:
         hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
         work: work of this rank's device; None for a CPU.
         log: gets one line before the end; may block.
-        leave: ends the process with an exit code, since a thread that waits in a collective can't be interrupted.
+        leave: ends the process with an exit code; a thread that waits in a collective can't be interrupted.
     """
 
     def __init__(
@@ -308,7 +289,14 @@ class Watchdog:
             raise
         except BaseException as error:
             may_be_lost = len(self.names) > 1 and isinstance(error, RuntimeError) and not is_out_of_memory(error)
-            finding = self._missing() if may_be_lost else None
+            finding = None
+            if may_be_lost:
+                self._asked = self._heartbeat.asks = True
+                beats = TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0
+                until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + beats
+                while (finding := self._lost()) is None and time.monotonic() < until:
+                    time.sleep(JUDGE_SECONDS)
+                finding = self._heartbeat.proposal = finding or self._silent(CULPRIT_SECONDS)
             if finding is None:
                 self.stop(failure=type(error).__name__)
                 raise
@@ -318,14 +306,6 @@ class Watchdog:
             gone = ", ".join(self.names[rank] for rank in finding.ranks)
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
-
-    def _missing(self) -> Judgement | None:
-        self._asked = self._heartbeat.asks = True
-        until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + (TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0)
-        while (finding := self._lost()) is None and time.monotonic() < until:
-            time.sleep(JUDGE_SECONDS)
-        self._heartbeat.proposal = finding or self._silent(_culprit_seconds())
-        return self._heartbeat.proposal
 
     def _judge(self) -> None:
         """Judge by a clock that stops while this process is suspended or starved."""
@@ -348,7 +328,7 @@ class Watchdog:
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
         asked = any(peer.state == "asking" for peer in heartbeat.peers.values())
-        seconds = min(self._dead_seconds, _culprit_seconds()) if asked else self._dead_seconds
+        seconds = min(self._dead_seconds, CULPRIT_SECONDS) if asked else self._dead_seconds
         return self._silent(seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:

@@ -84,11 +84,11 @@ class Layout:
         return self.replicas * self.micro_batches * self.micro_batch_images
 
     @property
-    def most_held(self) -> int:
-        """Most micro-batches that a rank of a planned pipeline holds, usually two for each stage, as in DualPipeV.
+    def most_kept(self) -> int:
+        """Most micro-batches that a rank of a planned pipeline keeps, usually two for each stage, as in DualPipeV.
 
         If ZeRO-2 reduces gradients over replicas after each pass of weight gradients, passes take more of them at once.
-        A single stage usually holds one; if it holds several, it computes their weight gradients together.
+        A single stage usually keeps one; if it keeps several, it computes their weight gradients together.
         """
         if self.in_flight != "auto":
             return self.in_flight

@@ -57,8 +57,7 @@ def grid(
 ) -> Image.Image:
     """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible or in so many ``columns``.
 
-    The title's lines are above, and the labels, one for each image or none at all, below their images; the lines of
-    the ``footer`` are at the bottom.
+    The title is above, labels (one for each image, or none) are below their images, the ``footer`` is at the bottom.
     """
     if columns is None:
         columns = min(len(images), math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3])))
@@ -69,7 +68,10 @@ def grid(
     blank = torch.full((rows * columns - len(images), channels, height, width), GREY, dtype=torch.uint8)
     title_size = max(1, columns * width // 30)
     title_font = ImageFont.load_default(title_size)
-    font = _label_font(labels, min(title_size, height // 6), width)
+    words, size = {" ".join(label.split()) for label in labels}, min(title_size, height // 6)
+    while size > SMALLEST_LABEL_PIXELS and any(ImageFont.load_default(size).getlength(word) > width for word in words):
+        size -= 1  # until all labels fit
+    font = ImageFont.load_default(max(size, SMALLEST_LABEL_PIXELS))
     label_height = _line_height(font) if labels else 0
     cells = F.pad(torch.cat([images, blank]), (0, GUTTER_PIXELS, 0, GUTTER_PIXELS + label_height), value=GREY)
     _, _, h, w = cells.shape  # size of a cell, with the gutters to its right and below
@@ -90,14 +92,6 @@ def grid(
         middle = GUTTER_PIXELS + column * w + width // 2
         pen.text((middle, top + row * h + height), short[label], fill="black", font=font, anchor="ma")
     return drawn
-
-
-def _label_font(labels: Sequence[str], size: int, width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return the largest font up to ``size`` in which all labels fit into ``width``, or the smallest."""
-    words = {" ".join(label.split()) for label in labels}
-    while size > SMALLEST_LABEL_PIXELS and any(ImageFont.load_default(size).getlength(word) > width for word in words):
-        size -= 1
-    return ImageFont.load_default(max(size, SMALLEST_LABEL_PIXELS))
 
 
 def _line_height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
@@ -173,7 +167,15 @@ class Drawn:
         members = self.images[: rows * self.members].unflatten(0, (rows, self.members)).float()  # (rows, K, C, H, W)
         columns: dict[str, Tensor] = {}
         if self.given is not None:
-            columns["input"] = self._given(self.given[:rows].cpu(), name, ranges)
+            given = self.given[:rows].cpu()
+            if self.are_fields or given.shape[1] not in (1, 3):  # of fields this channel, else the first
+                number = self.given_channels.index(name) if name in self.given_channels else 0
+                low, high = float(given[:, number].min()), float(given[:, number].max())
+                called = "".join(f" {each}" for each in self.given_channels[number : number + 1])
+                ranges.append(f"input{called}: {low:.4g} to {high:.4g}")
+                columns["input"] = coloured(given[:, number], low, high)
+            else:
+                columns["input"] = _rgb(given)
         for number in range(min(self.members, MOST_MEMBERS)):
             title_of = f"member {number + 1}" if self.members > 1 else "drawn"
             columns[title_of] = self._bytes(members[:, number], channel, between)
@@ -195,16 +197,6 @@ class Drawn:
 
     def _bytes(self, images: Tensor, channel: int, between: tuple[float, float]) -> Tensor:
         return coloured(images[:, channel], *between) if self.are_fields else _rgb(images)
-
-    def _given(self, given: Tensor, name: str, ranges: list[str]) -> Tensor:
-        """Return what was given as colours: of fields the channel of this ``name``, else the first; add its range."""
-        if not self.are_fields and given.shape[1] in (1, 3):
-            return _rgb(given)
-        number = self.given_channels.index(name) if name in self.given_channels else 0
-        low, high = float(given[:, number].min()), float(given[:, number].max())
-        called = "".join(f" {each}" for each in self.given_channels[number : number + 1])
-        ranges.append(f"input{called}: {low:.4g} to {high:.4g}")
-        return coloured(given[:, number], low, high)
 
 
 def _rgb(images: Tensor) -> Tensor:

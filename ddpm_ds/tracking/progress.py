@@ -33,10 +33,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressLine:
-    """Progress of a run: a bar that is rewritten in place on a terminal, lines elsewhere; for any thread.
-
-    A thread keeps it moving, so that a run which is at work never looks like one that hangs.
-    """
+    """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. It moves even if the run is busy."""
 
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -55,11 +52,16 @@ class ProgressLine:
         if self._stream.isatty():
             self._bar = tqdm(total=total_images, file=self._stream, bar_format=BEFORE, nrows=24)
         self._closed = threading.Event()
-        threading.Thread(target=self._keep_ticking, daemon=True).start()
+
+        def keep_ticking() -> None:
+            while not self._closed.wait(TICK_SECONDS):
+                self.tick()
+
+        threading.Thread(target=keep_ticking, daemon=True).start()
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show what the run is doing inside this context, and for how long: ``building the pipeline``."""
+        """Show an activity of the run and its duration inside this context: ``building the pipeline``."""
         outer = self._activity
         self._enter((what, self._clock()))
         try:
@@ -122,13 +124,12 @@ class ProgressLine:
             if not self._closed.is_set() and (self._bar is not None or now - self._wrote >= quiet):
                 self._show()
 
-    def _keep_ticking(self) -> None:
-        while not self._closed.wait(TICK_SECONDS):
-            self.tick()
-
     def _show(self) -> None:
         if self._bar is None:
-            if line := "  ".join(filter(None, (self._line(), self._doing()))):
+            seen = self._images
+            parts = [] if seen is None else [f"{seen:,}/{self._total:,} images ({seen / self._total:.0%})"]
+            parts += [] if seen is None else self._numbers()
+            if line := "  ".join(filter(None, (*parts, self._doing()))):
                 self._write(line)
             return
         with contextlib.suppress(OSError):  # the terminal has gone; the run ends in order all the same
@@ -153,12 +154,6 @@ class ProgressLine:
             parts += [f"{rate:,.4g} images/s", f"{duration(max(self._total - (self._images or 0), 0) / rate)} left"]
         return parts if self._scale is None else [*parts, f"loss scale {self._scale:g}"]
 
-    def _line(self) -> str:
-        if self._images is None:
-            return ""
-        share = f"{self._images:,}/{self._total:,} images ({self._images / self._total:.0%})"
-        return "  ".join((share, *self._numbers()))
-
     def _write(self, line: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more
             tqdm.write(line, file=self._stream)
@@ -179,8 +174,8 @@ def summary(
 ) -> str:
     """Return the summary at the end of a run, in a few lines.
 
-    ``loss`` is the mean over the last log interval, ``images_per_second`` that of
-    :func:`~ddpm_ds.tracking.run_folder.mean_of_points`; times and shares are those of the verdict.
+    ``loss`` is the mean over the last log interval, ``images_per_second`` the mean of the run
+    (:func:`~ddpm_ds.tracking.run_folder.mean_of_points`).
     """
     shares = f"sampling and validation {pauses.sampling_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
     rows = {

@@ -4,18 +4,19 @@ import contextlib
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import class_names
-from ddpm_ds.errors import Preempted, fault_said
+from ddpm_ds.errors import Preempted, faults_logged
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.tracking.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import ANIMATION, DERIVED, POINTS, RATE, SAMPLES_KEY, RunFolder, flatten, labels
 from ddpm_ds.tracking.runs import VARIED_TAG
-from ddpm_ds.tracking.tracker import RunLink, Status, Tracker
+from ddpm_ds.tracking.tracker import RunLink, RunStart, Status, Tracker
 from ddpm_ds.version import __version__
 
 PARAMETERS = (
@@ -53,7 +54,7 @@ class Recorder:
             self.line.first_loss(loss)
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Show what the run is doing inside this context."""
+        """Show an activity of the run inside this context."""
         return self.line.doing(what) if self.line is not None else contextlib.nullcontext()
 
     def log(self, line: str) -> None:
@@ -137,7 +138,7 @@ class Recorder:
         if self.line is None or self.tracker is None or self.folder is None:
             return None
         path = self.folder.folder / ANIMATION
-        with fault_said(str(path), self.log):
+        with faults_logged(str(path), self.log):
             if len(files := self.folder.all_samples()) >= 2:  # all drawn from the same noise
                 write_animation(files, path)
                 self.tracker.artifact(path)
@@ -158,49 +159,35 @@ class Recorder:
 
 @contextlib.contextmanager
 def recorded(
-    run_dir: Path,
+    start: RunStart,
     line: ProgressLine,
     spec: RunSpec,
     *,
     files: Mapping[str, str | bytes],
-    settings: Mapping[str, object],
-    tags: Mapping[str, str],
-    dataset: Mapping[str, str],
     checkpoint: Path | None = None,
     changed: Sequence[str] = (),
     note: str | None = None,
-    parent: str | None = None,
     sender: subprocess.Popen[bytes] | None = None,
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
-    ``files`` are kept, by file name; ``settings`` may be nested. The run resumes from ``checkpoint``, with ``changed``
-    settings; ``note`` is the reason for a new run. All else is as in :meth:`Tracker.start`.
+    ``start`` has all settings as ``params``. ``files`` are kept, by file name. The run resumes from ``checkpoint``,
+    with ``changed`` settings; ``note`` is the reason for a new run; ``sender`` is as in :class:`Tracker`.
     """
+    run_dir = start.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(run_dir)
     for name, content in files.items():  # a full disk must not cut off the files of the start before
         replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
-    flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
+    flat, own = flatten(start.params), {**start.tags, **_origin(), **labels(run_dir, note, line.log)}
     params = parameters(flat, own)
     own |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # of this start, unlike params
     if checkpoint is not None:
         own["resume_count"] = str(folder.add_resume(checkpoint, changed))
-    tracker = Tracker.start(
-        spec.logging.experiment,
-        run_dir.name,
-        output_root=run_dir.parent,
-        run_dir=run_dir,
-        params=params,
-        tags=own,
-        artifacts=[run_dir / name for name in files],
-        dataset=dataset,
-        identity=folder.identity(),
-        parent=parent,
-        system_metrics=True,
-        log=line.log,
-        sender=sender,
-    )
+    start = replace(start, params=params, tags=own, identity=folder.identity(), system_metrics=True)
+    tracker = Tracker(start, line.log, sender)
+    for name in files:
+        tracker.artifact(run_dir / name)
     recorder = Recorder(line, tracker, folder, spec)
     try:
         yield recorder
@@ -210,7 +197,7 @@ def recorded(
 
 
 def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that become parameters: those that people and the run's sweep vary."""
+    """Return the settings that become parameters: those that people vary, and the run's sweep."""
     keys = (*PARAMETERS, *tags.get(VARIED_TAG, "").split())
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
 

@@ -4,7 +4,7 @@ Imports no torch.
 
 An event is a JSON object on a line, appended by rank 0, with the ``time`` in milliseconds:
 
-    {"start": {...}}                                which run: see ``Tracker.start``; again whenever it is resumed
+    {"start": {...}}                                which run: see ``RunStart``; again whenever it is resumed
     {"metrics": {name: value}, "step": int}         without a step: seconds since the run began
     {"artifact": path, "folder": name}
     {"image": path, "key": name, "step": int}
@@ -78,7 +78,7 @@ NOTE_TAG = "mlflow.note.content"
 Record = dict[str, Any]
 
 EVENTS = "events.jsonl"
-"""File of a training run's events; that of another kind of run is ``events-KIND-IDENTITY.jsonl``."""
+"""File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
 POINTS = (files.METRICS, files.EVALUATIONS, files.OBSERVATIONS)
 """Files of a run's points."""
 SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
@@ -94,7 +94,7 @@ def new_run_dir(name: str) -> Path:
 def make_run_dir(run_dir: Path) -> Path:
     """Make the folder of a run that is given none and return it; another run's name gets a number added."""
     path = run_dir
-    with disk_errors_said(run_dir):
+    with disk_errors_reported(run_dir):
         for number in itertools.count(2):
             try:
                 path.mkdir(parents=True)
@@ -121,7 +121,11 @@ def check_output(run_dir: Path, resume: str) -> None:
     for folder in (run_dir, checkpoints_of(run_dir)):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
-    if run_dir.exists() and not all(map(_is_begun, run_dir.iterdir())):
+    # as a start leaves it that is killed before it has written its spec
+    begun_ones = (LOCK, files.REHEARSAL, f".{files.REHEARSAL}.tmp", f".{files.SPEC}.tmp")
+    others = [path for path in run_dir.glob("*") if path.name not in (*begun_ones, checkpoints_of(run_dir).name)]
+    others += [path for path in checkpoints_of(run_dir).glob("*") if not path.name.startswith(PROBE)]
+    if others:
         if not (run_dir / files.SPEC).exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
@@ -136,15 +140,8 @@ def check_output(run_dir: Path, resume: str) -> None:
         ) from None
 
 
-def _is_begun(path: Path) -> bool:
-    """Return whether a start that was killed before it wrote its spec may have left ``path`` in a new folder."""
-    if path.name == checkpoints_of(path.parent).name:
-        return all(probe.name.startswith(PROBE) for probe in path.iterdir())
-    return path.name in (LOCK, files.REHEARSAL, f".{files.REHEARSAL}.tmp", f".{files.SPEC}.tmp")
-
-
 @contextmanager
-def disk_errors_said(run_dir: Path) -> Iterator[None]:
+def disk_errors_reported(run_dir: Path) -> Iterator[None]:
     """Turn the OSErrors of a full or read-only disk, or of a folder that has been replaced, into an OutputError."""
     try:
         yield
@@ -159,7 +156,7 @@ def disk_errors_said(run_dir: Path) -> Iterator[None]:
 
 def claim_folder(run_dir: Path) -> BinaryIO:
     """Make the run's folder and lock it while the returned file is open; OutputError if another process has it."""
-    with disk_errors_said(run_dir):
+    with disk_errors_reported(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         locked = lock(run_dir / LOCK)
     if locked is None:
@@ -314,7 +311,7 @@ class RunFolder:
 
     @property
     def evaluations(self) -> dict[str, list[float]]:
-        """Columns of the locked-out losses."""
+        """Columns of the held-out losses."""
         return self.columns(files.EVALUATIONS)
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
@@ -341,7 +338,7 @@ class RunFolder:
 
     @property
     def verdict(self) -> str | None:
-        """Text on where the time went and what to change; None before the end, or if no step was traced."""
+        """Text of the verdict; None before the end, or if no step was traced."""
         file = self.folder / files.VERDICT
         return file.read_text() if file.is_file() else None
 

@@ -1,6 +1,4 @@
-"""Runs by their folders, and what is added to them in MLflow after training. Imports no torch, and MLflow only when
-needed.
-"""
+"""Runs by their folders, and additions to them in MLflow. Imports no torch, and MLflow only when needed."""
 
 from __future__ import annotations
 
@@ -36,11 +34,7 @@ class ExperimentError(UserError):
 
 
 def open_run(run: GivenPath) -> RunFolder:
-    """Return the run in a folder.
-
-    Raises:
-        ExperimentError: there is none.
-    """
+    """Return the run in a folder; raises ExperimentError if there is none."""
     folder = expanded(run)
     if not os.path.isfile(folder / SPEC):  # False also for a name that is too long for a path
         raise ExperimentError(f"{folder} is not the folder of a run; name one that has a {SPEC}")
@@ -59,7 +53,7 @@ class RecordedRun:
 
     @property
     def note(self) -> str:
-        """Text on why the run was made and what was learned; empty if there is none."""
+        """Reason for the run and its lessons, by its user; empty if there is none."""
         return self.tags.get(NOTE_TAG, "")
 
     def add_note(self, text: str) -> None:
@@ -86,11 +80,7 @@ class RecordedRun:
 
 
 def find_run(folder: Path) -> RecordedRun:
-    """Find the run of a folder in ``MLFLOW_TRACKING_URI``, else in the store beside the folder.
-
-    Raises:
-        ExperimentError: there is none, or MLflow does not answer.
-    """
+    """Find the run of a folder in ``MLFLOW_TRACKING_URI``, else in the store beside it; raises ExperimentError."""
     if (identity := identity_of(folder)) is None:
         raise ExperimentError(f"{folder} has no {IDENTITY} of a run in MLflow; name the folder of a run")
     uri = resolve_uri(folder.resolve().parent)
@@ -106,11 +96,7 @@ def find_run(folder: Path) -> RecordedRun:
 
 @contextlib.contextmanager
 def _client_of(uri: str) -> Iterator[MlflowClient]:
-    """Yield MLflow's client; its errors become one line.
-
-    Raises:
-        ExperimentError: there is no such store, or it does not answer.
-    """
+    """Yield MLflow's client; raises ExperimentError if there is no such store, or it does not answer."""
     if fault := uri_fault(uri):
         raise ExperimentError(fault)
     if (database := sqlite_file(uri)) is not None and not database.is_file():

@@ -15,8 +15,8 @@ network, GPUs - by MLflow's classes and names:
     host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
     host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ MLflow
 
-So other hosts need neither a connection to the tracking server nor its password, and an SQLite file, which must not be
-written by several hosts, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
+So other hosts need neither the tracking server nor its password, and an SQLite file, which several hosts must not
+write, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from ddpm_ds.tracking.tracker import INTERVAL, start_child
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import Run
 
 Log = Callable[[str, str], None]
 """Shows a line, which is second, once for each topic, which is first."""
@@ -96,10 +96,7 @@ DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 
 @contextmanager
 def system_metrics(run_dir: Path) -> Iterator[None]:
-    """Have a child collect the system metrics of this host during training; entered on every rank.
-
-    Only the first rank of a host starts one, and rank 0 none, whose sender does the same.
-    """
+    """Let the first rank of each host have a child that collects its system metrics; rank 0's sender does the same."""
     child, rank = None, os.environ.get("RANK", "0")
     if rank != "0" and os.environ["LOCAL_RANK"] == "0":
         child = start_child(run_dir.resolve(), rank, pipes=subprocess.DEVNULL)
@@ -131,10 +128,8 @@ def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, lo
                 break
         prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
         psutil.cpu_percent()  # the first call only starts the counter
-        file, monitors = (
-            EventFile(path, lambda line: log("disk", line)),
-            [CPUMonitor(), DiskMonitor(), NetworkMonitor()],
-        )
+        file = EventFile(path, lambda line: log("disk", line))
+        monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
         with suppress(Exception):  # no GPU, or no driver of the right version
             monitors.append(GPUMonitor())
         with locked or nullcontext():
@@ -169,11 +164,21 @@ class MlflowRun:
             return self._open(resumes="time" in batch[0])
         client, run = self._client, self._run.info.run_id
         if batch[0].keys() & {"artifact", "image", "text"}:
-            self._check_files()
+            where = urlsplit(self._run.info.artifact_uri)
+            folders = Path(where.path).parents[1:3]  # of the experiment, and of all
+            local = where.scheme in ("", "file") and resolve_uri(self._start["output_root"]).startswith("http")
+            if local and not any(os.access(folder, os.W_OK) for folder in folders):
+                raise FileNotFoundError(
+                    f"the server keeps files in {folders[0]}, a folder that is not on this host; start it with "
+                    "--artifacts-destination, not --default-artifact-root, and name a new experiment: "
+                    "logging.experiment"
+                )
         match batch[0]:
             case {"metrics": _}:
-                points = [(point, item) for point in batch for item in point["metrics"].items()]
-                metrics = [Metric(name, value, point["time"], self._step(point)) for point, (name, value) in points]
+                metrics, begin = [], self._run.info.start_time
+                for point in batch:  # seconds since the run began also rise when it is resumed
+                    step = point["step"] if "step" in point else (point["time"] - begin) // 1000
+                    metrics += [Metric(name, at, point["time"], int(step)) for name, at in point["metrics"].items()]
                 client.log_batch(run, metrics=metrics, synchronous=True)
             case {"artifact": path, "folder": folder}:
                 client.log_artifact(run, path, folder or None)
@@ -194,13 +199,9 @@ class MlflowRun:
                     self._log("orphan", line)
                 client.set_terminated(run, status, at)
 
-    def _step(self, point: Record) -> int:
-        """Return the record's step; else the seconds since the run began, which continue to rise when it is resumed."""
-        return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
-
     def _open(self, resumes: bool) -> None:
         """Find or make the run of the start record; one that has ended is set to running if it ``resumes``."""
-        from mlflow.entities import Param, RunTag
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
         start, uri = self._start, resolve_uri(self._start["output_root"])
         with opened_store(Path(start["output_root"])) as client:
@@ -225,8 +226,10 @@ class MlflowRun:
             edited = {NOTE_TAG} & found.data.tags.keys()  # perhaps
             new_tags = [RunTag(*tag) for tag in start["tags"].items() if tag[0] not in edited]
             client.log_batch(run_id, params=params, tags=new_tags, synchronous=True)
-            if start.get("dataset"):
-                client.log_inputs(run_id, [_dataset_input(**start["dataset"])])
+            if data := start.get("dataset"):  # MLflow shows the whole digest beside the location
+                where = json.dumps({"uri": data["source"], "sha256": data["digest"]})
+                dataset = Dataset(data["name"], data["digest"][:DIGEST_CHARACTERS], "local", where)
+                client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
         self._reply({"run": {"run_id": run_id, "experiment_id": experiment_id}})
         self._join_parent()
 
@@ -239,30 +242,9 @@ class MlflowRun:
             self._client.set_tag(self._run.info.run_id, PARENT_TAG, parent.info.run_id)
         return parent is not None
 
-    def _check_files(self) -> None:
-        """Raise FileNotFoundError if a server keeps files in a folder of its own, which this host does not have."""
-        where = urlsplit(self._run.info.artifact_uri)
-        folders = Path(where.path).parents[1:3]  # of the experiment, and of all
-        if not resolve_uri(self._start["output_root"]).startswith("http") or where.scheme not in ("", "file"):
-            return
-        if not any(os.access(folder, os.W_OK) for folder in folders):
-            raise FileNotFoundError(
-                f"the server keeps files in {folders[0]}, a folder that is not on this host; start it with "
-                "--artifacts-destination, not --default-artifact-root, and name a new experiment: logging.experiment"
-            )
-
     def _find(self, experiment_id: str, identity: str) -> Run | None:
         found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{identity}'", max_results=1)
         return found[0] if found else None
-
-
-def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
-    """Return a run's training images for MLflow, which shows the whole digest beside their location."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    where = json.dumps({"uri": source, "sha256": digest})
-    dataset = Dataset(name, digest[:DIGEST_CHARACTERS], "local", where)
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
 
 
 @contextmanager
@@ -288,10 +270,7 @@ def opened_store(output_root: Path) -> Iterator[MlflowClient]:
 
 
 class Feed:
-    """Sends an event file to MLflow, and the system metrics of the run's hosts.
-
-    ``reply`` receives the ids of the run in MLflow.
-    """
+    """Sends an event file to MLflow, and the hosts' system metrics; ``reply`` receives the run's ids in MLflow."""
 
     def __init__(self, events: Path, start: Record, log: Log, reply: Callable[[Record], None]) -> None:
         self.place, self._events, self._cursor, self._log = place_of(start), events, Cursor(events), log
@@ -437,7 +416,7 @@ class Child:
 
 
 def send_later(run_dir: Path) -> bool:
-    """Send what MLflow does not have of the runs in a folder, a line for each file; return whether it has all.
+    """Send the records that MLflow lacks of the runs in a folder, a line for each file; return whether it has all.
 
     Raises:
         UserError: there is no run in the folder, or MLflow takes no such tracking URI.

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,45 @@ DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is dow
 USER_TAG = "mlflow.user"
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Start of a run; a second start of an ``identity`` resumes its run, which keeps its params."""
+
+    experiment: str
+    run_dir: Path
+    """Folder with the events, beside ``mlflow.db`` and ``mlartifacts`` unless ``MLFLOW_TRACKING_URI`` names a store."""
+    params: Mapping[str, object]
+    """Parameters, which may be nested."""
+    tags: Mapping[str, str]
+    """Tags, set at every start."""
+    name: str = ""
+    """Name of the run; empty: the folder's."""
+    dataset: Mapping[str, str] | None = None
+    """``name`` of the training images, ``digest`` of their content and their ``source``."""
+    identity: str | None = None
+    parent: str | None = None
+    """Identity of the parent run."""
+    system_metrics: bool = False
+    """Whether all hosts read them, unless the environment forbids it."""
+
+    def record(self) -> Record:
+        """Return the content of the event."""
+        off = not self.system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
+        return {
+            "id": self.identity or uuid.uuid4().hex,
+            "time": now_ms(),
+            "experiment": self.experiment,
+            "run_name": self.name or self.run_dir.name,
+            "output_root": str(self.run_dir.parent.resolve()),
+            "run_dir": str(self.run_dir.resolve()),
+            "params": flatten(self.params),
+            "tags": {USER_TAG: user_name(), **self.tags},
+            "dataset": self.dataset,
+            "parent": self.parent,
+            "system_metrics": None if off else os.environ.get(INTERVAL, "10"),
+        }
 
 
 @dataclass(frozen=True)
@@ -90,62 +129,24 @@ def start_child(*arguments: object, pipes: int = subprocess.PIPE) -> subprocess.
 
 
 class Tracker:
-    """One MLflow run, written from rank 0. No method but :meth:`finish` waits for anything."""
+    """One MLflow run, begun and written from rank 0. No method but :meth:`finish` waits for anything.
 
-    @classmethod
-    def start(
-        cls,
-        experiment: str,
-        run_name: str,
-        *,
-        output_root: Path,
-        run_dir: Path,
-        params: Mapping[str, object],
-        tags: Mapping[str, str],
-        artifacts: Iterable[Path] = (),
-        dataset: Mapping[str, str] | None = None,
-        identity: str | None = None,
-        parent: str | None = None,
-        system_metrics: bool = False,
+    ``log`` shows a line, from another thread. ``sender`` is a child that was started ahead (:func:`start_child`).
+    """
+
+    def __init__(
+        self,
+        start: RunStart,
         log: Callable[[str], None] = print_to_stderr,
         sender: subprocess.Popen[bytes] | None = None,
-    ) -> Tracker:
-        """Begin a run, or resume the one of this ``identity``, whose params are left as they are.
-
-        ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
-        tracker; ``run_dir`` has the file of events. ``params`` may be nested, ``tags`` are set at every start,
-        ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest`` of their
-        content and their ``source``. ``parent`` is the identity of the parent run. ``system_metrics`` are read on all
-        hosts, as the environment demands. ``log`` shows a line, from another thread. ``sender`` is a child that was
-        started ahead (:func:`start_child`).
-        """
-        off = not system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
-        start = {
-            "id": identity or uuid.uuid4().hex,
-            "time": now_ms(),
-            "experiment": experiment,
-            "run_name": run_name,
-            "output_root": str(output_root.resolve()),
-            "run_dir": str(run_dir.resolve()),
-            "params": flatten(params),
-            "tags": {USER_TAG: user_name(), **tags},
-            "dataset": dataset,
-            "parent": parent,
-            "system_metrics": None if off else os.environ.get(INTERVAL, "10"),
-        }
-        tracker = cls(start, log, sender)
-        for path in artifacts:
-            tracker.artifact(path)
-        return tracker
-
-    def __init__(self, start: Record, log: Callable[[str], None], sender: subprocess.Popen[bytes] | None) -> None:
-        self._start, self._log = start, log
-        kind = start["tags"].get(KIND_TAG)
-        name = EVENTS if kind is None else f"events-{kind}-{start['id']}.jsonl"
-        self._events = EventFile(Path(start["run_dir"]) / name, log)
+    ) -> None:
+        self._start, self._log = start.record(), log
+        kind = start.tags.get(KIND_TAG)
+        name = EVENTS if kind is None else f"events-{kind}-{self._start['id']}.jsonl"
+        self._events = EventFile(Path(self._start["run_dir"]) / name, log)
         self._lock, self._closed = threading.Lock(), False
         end_killed(self._events.path, log)  # the start before, which may have been another run
-        self._begun = self._events.append({"start": start})
+        self._begun = self._events.append({"start": self._start})
         self._run: dict[str, str] = {}
         self._sent, self._down = 0, False  # by the child's last reply
         self._link: RunLink | None = None
@@ -179,7 +180,7 @@ class Tracker:
         self._put({"artifact": str(path.resolve()), "folder": folder})
 
     def image(self, path: Path, key: str, step: int) -> None:
-        """Log a picture at an optimizer step; those of one ``key`` get a slider over steps."""
+        """Log a picture at an optimizer step; pictures of one ``key`` get a slider over steps."""
         self._put({"image": str(path.resolve()), "key": key, "step": step})
 
     def text(self, text: str, name: str) -> None:
@@ -197,7 +198,10 @@ class Tracker:
             finished, done, since = self._put({"finish": status}), None, time.monotonic()
             while self._listener.is_alive():
                 finished = finished or self._put({"finish": status})  # again if the disk is full
-                if (done_now := (self._sent, self._child_cpu_seconds())) != done:
+                seconds = 0  # of the processor, used by the child; on a busy machine MLflow takes long to start
+                with suppress(psutil.Error):
+                    seconds = int(psutil.Process(self._process.pid).cpu_times().user)
+                if (done_now := (self._sent, seconds)) != done:
                     done, since = done_now, time.monotonic()
                 if time.monotonic() > since + (min(timeout_seconds, DOWN_SECONDS) if self._down else timeout_seconds):
                     break
@@ -214,13 +218,6 @@ class Tracker:
             page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
             self._link = RunLink(run_id, public_address(uri), *page_of(uri, page))
         return self._link
-
-    def _child_cpu_seconds(self) -> int:
-        """Return the whole CPU seconds that the child has used; on a busy machine MLflow takes long to start."""
-        try:
-            return int(psutil.Process(self._process.pid).cpu_times().user)
-        except psutil.Error:
-            return 0
 
     def _put(self, record: Record) -> bool:
         """Append a record, after the start if the disk has not taken that yet; return whether it took it."""

@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import MicroBatch, failures_said
+from ddpm_ds.data.loader import MicroBatch, failures_reported
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -35,6 +35,7 @@ from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.observe.observer import Observer, Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.deepspeed_insides import named_builds
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
@@ -46,8 +47,9 @@ from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
-from ddpm_ds.tracking.run_folder import disk_errors_said
+from ddpm_ds.tracking.run_folder import disk_errors_reported
 from ddpm_ds.tracking.sender import system_metrics
+from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of, replica_batches
@@ -253,7 +255,7 @@ def run_training(
     encoders = encoders_of(plan.spec, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
     other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
-    with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), for_good():
+    with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), named_builds(doing), for_good():
         engine = build_engine(
             plan.layers,
             plan.bounds,
@@ -261,11 +263,10 @@ def run_training(
             Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
             seed=plan.spec.train.seed,
             programs=plan.programs,
-            rate=rate_of(plan.spec),
             others=[layers_for(plan.spec, size, plan.ds.layout.tensor) for size in other_sizes],
             verbose=asked.verbose,
-            doing=doing,
         )
+        engine.rate = rate_of(plan.spec)
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
             numbers = [engine.module.size_number(each.size) for each in store.caches]
@@ -274,10 +275,10 @@ def run_training(
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
         recording = _recorded(prepared, asked, progress, files, sender)
-    with disk_errors_said(prepared.claim.run_dir), recording as recorder:
-        engine.graph.say = recorder.log
+    with disk_errors_reported(prepared.claim.run_dir), recording as recorder:
+        engine.graph.log = recorder.log
         if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
-            engine.graph.say_why_eager()
+            engine.graph.log_why_eager()
         if encoders is not None:
             each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
             ranks = ", ".join(map(str, encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)))
@@ -312,18 +313,22 @@ def _recorded(
     if plan.programs is not None:
         kept[PROGRAMS] = written(plan.programs)
     images = Path(store.meta.folder).name if store.meta.folder else store.meta.source
-    return recorded(
+    start = RunStart(
+        plan.spec.logging.experiment,
         prepared.claim.run_dir,
+        params={**spec, "ds_config": config, "derived": derived},
+        tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
+        dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
+        parent=asked.parent_run,
+    )
+    return recorded(
+        start,
         line,
         plan.spec,
         files=kept,
-        settings={**spec, "ds_config": config, "derived": derived},
-        tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
-        dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
         checkpoint=prepared.checkpoint.path if prepared.checkpoint else None,
         changed=prepared.changed,
         note=asked.note,
-        parent=asked.parent_run,
         sender=sender,
     )
 
@@ -429,7 +434,7 @@ def _train(
     )
     try:
         sending = system_metrics(run_dir)
-        with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
+        with watchdog.blamed(), disk_errors_reported(run_dir), sending, failures_reported():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

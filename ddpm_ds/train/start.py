@@ -34,7 +34,7 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import disk_errors_said, flatten
+from ddpm_ds.tracking.run_folder import disk_errors_reported, flatten
 from ddpm_ds.train.resume import (
     Claim,
     InitialWeights,
@@ -120,7 +120,7 @@ def started(
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     with doing("waiting for all processes"):
         rendezvous = Rendezvous(asked.start_seconds)
-    with rendezvous.telling(), disk_errors_said(run_dir), doing("checking the run's files and images"):
+    with rendezvous.reporting(), disk_errors_reported(run_dir), doing("checking the run's files and images"):
         prepared = _prepared(plan, run_dir, device, asked, rendezvous, progress)
     with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
         rendezvous.close()

@@ -45,7 +45,7 @@ WIDTH, TOKENS = 64, 8
 
 
 def draw(caption: str, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw one picture (16, 16, 3) of what a caption says, at a random place and of a random size."""
+    """Draw one picture (16, 16, 3) for a caption, at a random place and in a random size."""
     _, colour, shape = caption.split()
     half = generator.uniform(SMALLEST, LARGEST)
     across, down = generator.uniform(half, SIDE - half, size=2)
@@ -58,7 +58,7 @@ def draw(caption: str, generator: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def captions() -> list[str]:
-    """Return what pictures are called, each colour of each shape."""
+    """Return the captions: each colour of each shape."""
     return [f"a {colour} {shape}" for colour, shape in itertools.product(COLOURS, SHAPES)]
 
 
@@ -117,8 +117,23 @@ def write_tokenizer(folder: Path, words: Iterable[str], tokens: int = 77) -> dic
     """Write a ``CLIPTokenizer`` that has one token for each of ``words``, and tokens of letters for others; return its
     vocabulary.
     """
-    merges = _merges(sorted({word.lower() for word in words}))
-    letters = _letters()
+
+    def merged(one: list[str], pair: tuple[str, str]) -> list[str]:
+        found: list[str] = []
+        for symbol in one:
+            if found and (found[-1], symbol) == pair:
+                found[-1] += symbol
+            else:
+                found.append(symbol)
+        return found
+
+    parts, merges = [[*word[:-1], word[-1] + LAST] for word in sorted({word.lower() for word in words})], []
+    while pairs := Counter(pair for one in parts for pair in itertools.pairwise(one)):  # byte-pair encoding
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        parts = [merged(one, best) for one in parts]
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
     symbols = [*letters, *(letter + LAST for letter in letters), *("".join(pair) for pair in merges), START, END]
     vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokens, "pad_token": END}
@@ -128,34 +143,6 @@ def write_tokenizer(folder: Path, words: Iterable[str], tokens: int = 77) -> dic
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return vocabulary
-
-
-def _letters() -> list[str]:
-    """Return the symbols of the 256 bytes: printable ones are themselves, the others follow after 255."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _merges(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of symbols that are merged, in order, until each word is one symbol (byte-pair encoding)."""
-    parts = [[*word[:-1], word[-1] + LAST] for word in words]
-    merges = []
-    while pairs := Counter(pair for symbols in parts for pair in itertools.pairwise(symbols)):
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merges.append(best)
-        parts = [_merged(symbols, best) for symbols in parts]
-    return merges
-
-
-def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
-    found: list[str] = []
-    for symbol in symbols:
-        if found and (found[-1], symbol) == pair:
-            found[-1] += symbol
-        else:
-            found.append(symbol)
-    return found
 
 
 def main(words: Sequence[str] | None = None) -> None:

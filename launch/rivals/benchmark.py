@@ -34,6 +34,8 @@ from rivals.measure import HostCost, Spread
 from rivals.pipelining import TorchPipeline
 from rivals.rows import Row, Setting
 
+Facts = dict[str, Any]
+"""JSON values by name, of the whole report or of a row."""
 SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
 """Schedules of this project's rows, by the rows' names."""
 
@@ -78,7 +80,7 @@ def run(
             file.write((json.dumps({**facts, "rows": found}, indent=2, default=asdict) + "\n").encode())
 
 
-def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespace) -> list[Facts]:
     device, images, steps = setting.device, setting.plan.ds.layout.batch_images, options.steps_per_round
     built: list[Row] = []
     losses, peaks = [], []
@@ -124,9 +126,7 @@ def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespac
     return found
 
 
-def about(
-    setting: Setting, packages: Sequence[str], options: argparse.Namespace, not_run: Mapping[str, str]
-) -> dict[str, Any]:
+def about(setting: Setting, packages: Sequence[str], options: argparse.Namespace, not_run: Mapping[str, str]) -> Facts:
     """Return the facts that a reader needs to judge and repeat the numbers."""
     plan, layout = setting.plan, setting.plan.ds.layout
     words = [word for word in sys.argv if not word.startswith(("--local_rank", "--local-rank"))]
@@ -148,7 +148,7 @@ def about(
     }
 
 
-def table(facts: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
+def table(facts: Facts, found: Sequence[Facts]) -> str:
     """Return the report as text; a column that no row has anything in is left out."""
     lines = []
     for row in found:

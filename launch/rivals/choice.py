@@ -43,7 +43,7 @@ READ_TEXT = ("1f1b", "eager", "folded", "planned", "stock")
 
 
 def choose(asked: Sequence[str], plan: RunPlan) -> tuple[list[str], dict[str, str]]:
-    """Return the rows that run, and those that can't with the reasons.
+    """Return the rows that run, and the reasons why others can't.
 
     Raises:
         LayoutError: none can.

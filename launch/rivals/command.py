@@ -60,7 +60,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=f"rows\n{meanings}{EXAMPLES}",
     )
     add_run_options(parser)
-
     parser.add_argument("--rows", metavar="ROW,...", help="which rows (default: all that can run)")
     for option, default, explanation in NUMBERS:
         parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{explanation} ({default})")
@@ -81,29 +80,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_environment()
         options = parse(arguments)
         check_outputs(options, "json")
-        _benchmark(options)
+        plan = plan_run(
+            options.spec,
+            options.overrides,
+            options.deepspeed_config,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            stages=options.pipeline_stages,
+            device=options.device,
+        )
+        asked = options.rows or [name for name in ROWS if name not in NAMED]
+        names, not_run = choose([name for name in ROWS if name in asked], plan)
+        from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+        from ddpm_ds.pipeline import import_deepspeed
+
+        device = choose_device(options.device, plan.ds.layout.stages)
+        import_deepspeed()
+        from rivals.benchmark import run
+
+        run(plan, device, names, not_run, options)
     except (UserError, BadNumbersError) as error:
         print_once(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
-
-
-def _benchmark(options: argparse.Namespace) -> None:
-    plan = plan_run(
-        options.spec,
-        options.overrides,
-        options.deepspeed_config,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        stages=options.pipeline_stages,
-        device=options.device,
-    )
-    asked = options.rows or [name for name in ROWS if name not in NAMED]
-    names, not_run = choose([name for name in ROWS if name in asked], plan)
-    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
-    from ddpm_ds.pipeline import import_deepspeed
-
-    device = choose_device(options.device, plan.ds.layout.stages)
-    import_deepspeed()
-    from rivals.benchmark import run
-
-    run(plan, device, names, not_run, options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -27,8 +26,8 @@ from rivals.choice import bounds_of
 from rivals.rows import Setting
 
 
-def layout_of(grid: Any | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which DeepSpeed's layout of the processes, of which it has but one, is ``grid``."""
+def layout_of(grid: object) -> contextlib.AbstractContextManager[object]:
+    """Return a context with ``grid`` as DeepSpeed's only layout of the processes."""
     return mock.patch.object(groups, "mpu", grid)
 
 
@@ -82,7 +81,7 @@ class TupleLayer(nn.Module):
 class CutModule(PipelineModule):
     """Pipeline cut at ``bounds``."""
 
-    def __init__(self, bounds: Sequence[int], **options: Any) -> None:
+    def __init__(self, bounds: Sequence[int], **options: object) -> None:
         self._bounds = bounds
         super().__init__(**options)
 

@@ -1,4 +1,4 @@
-"""Measurements of rows: equal results, times in turn, bytes sent, what a step costs the host."""
+"""Measurements of rows: equal results, times in turn, bytes sent, the host's costs of a step."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed
         step = next((step for step, value in enumerate(differences) if not value <= allowed), None)  # or NaN
         if step is not None:
             raise BadNumbersError(
-                f"loss {own[step]:.6g} in step {step} of {row.name}, where {first} has {others[step]:.6g}: they "
-                f"don't train the same, so nothing is timed; where fp16 skipped a step, try a lower "
-                f"fp16.initial_scale_power"
+                f"loss {own[step]:.6g} in step {step} of {row.name}, where {first} has {others[step]:.6g}: they don't "
+                "train the same, so nothing is timed; where fp16 skipped a step, try a lower fp16.initial_scale_power"
             )
         largest.append(max(differences) if row.comparable else None)
     return largest
@@ -94,7 +93,7 @@ def time_rounds(
 
 
 class SentBytes(TorchDispatchMode):
-    """While entered, counts what this process sends, at the operators of ``torch.distributed``."""
+    """While entered, counts the bytes that this process sends, at the operators of ``torch.distributed``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,26 +102,22 @@ class SentBytes(TorchDispatchMode):
         self.collective_bytes = 0.0
         """Bytes of this process's share of collectives, by :data:`RING_SHARE`."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema, args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, schema: Any, arguments: Sequence[Any]) -> None:
-        name = schema.name.removeprefix("c10d::")
-        if name == "send":
-            self.message_bytes += _bytes(arguments[0])
-        elif name not in SILENT:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        name = func._schema.name.removeprefix("c10d::")
+        if func.namespace == "c10d" and name == "send":
+            self.message_bytes += _bytes(args[0])
+        elif func.namespace == "c10d" and name not in SILENT:
             if name not in RING_SHARE:
-                raise NotImplementedError(f"what {schema.name} sends is not known here; add it to RING_SHARE")
-            position = [argument.name for argument in schema.arguments].index("process_group")
-            processes = dist.ProcessGroup.unbox(arguments[position]).size()
-            self.collective_bytes += RING_SHARE[name](_bytes(arguments[0]), _bytes(arguments[1]), processes)
+                raise NotImplementedError(f"the bytes of {func._schema.name} are not known; add it to RING_SHARE")
+            position = [argument.name for argument in func._schema.arguments].index("process_group")
+            processes = dist.ProcessGroup.unbox(args[position]).size()
+            self.collective_bytes += RING_SHARE[name](_bytes(args[0]), _bytes(args[1]), processes)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
 class HostCost:
-    """What a step costs the host: exact counts, which on a CPU depend on its vector instructions."""
+    """Costs of a step on the host: exact counts, which on a CPU depend on its vector instructions."""
 
     operators: int = 0
     """Operators that reach PyTorch's dispatcher."""
@@ -137,7 +132,7 @@ class HostCost:
 
     @classmethod
     def of(cls, step: Callable[[], object]) -> HostCost:
-        """Count what a warm step does; it is taken twice."""
+        """Count the costs of a warm step, which is taken twice."""
         cost = cls()
         with CountedOperators(cost):
             step()
@@ -154,7 +149,7 @@ class CountedOperators(TorchDispatchMode):
         super().__init__()
         self._cost = cost
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = func.overloadpacket.__name__
         self._cost.operators += 1
         self._cost.launches += not func.is_view and name not in ALLOCATIONS
@@ -179,7 +174,7 @@ def in_optimizer() -> bool:
     return False
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: object) -> int:
     """Return the bytes of every tensor in a list of any depth."""
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
 

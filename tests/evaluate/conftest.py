@@ -14,10 +14,10 @@ from torch import Tensor
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.evaluate import sampling, scores
+from ddpm_ds.evaluate import outputs, sampling, scores
 from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception
 from ddpm_ds.evaluate.sampling import draw
-from ddpm_ds.tracking.tracker import RunLink, Tracker
+from ddpm_ds.tracking.tracker import RunLink, RunStart
 from tests.evaluate.planted import UNLABELLED, plant
 from tests.hub_server import HubServer, hub_served
 
@@ -93,8 +93,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeTracker:
     """Takes what would go to MLflow."""
 
-    def __init__(self, kind: str, options: dict[str, Any]) -> None:
-        self.kind, self.run_dir, self.params = kind, options["run_dir"], options["params"]
+    def __init__(self, start: RunStart) -> None:
+        self.kind, self.run_dir, self.params = start.tags["kind"], start.run_dir, start.params
         self.logged: dict[str, float] = {}
         self.artifacts: list[tuple[str, str]] = []
         self.status = ""
@@ -116,11 +116,11 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTracker]:
     """The children that are recorded from now on, which MLflow does not get."""
     made: list[FakeTracker] = []
 
-    def start(experiment: str, name: str, **options: Any) -> FakeTracker:
-        made.append(FakeTracker(options["tags"]["kind"], options))
+    def begin(start: RunStart) -> FakeTracker:
+        made.append(FakeTracker(start))
         return made[-1]
 
-    monkeypatch.setattr(Tracker, "start", start)
+    monkeypatch.setattr(outputs, "Tracker", begin)
     return made
 
 

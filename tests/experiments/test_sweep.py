@@ -242,7 +242,7 @@ def test_nothing_is_started_unless_every_trial_can_be(
     assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
     assert "can't be written" in capsys.readouterr().err
     (tmp_path / "runs").unlink()
-    monkeypatch.setattr(Tracker, "start", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    monkeypatch.setattr(Tracker, "__init__", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
     assert "can't be written (No space left on device)" in capsys.readouterr().err
 

@@ -105,7 +105,7 @@ def test_a_run_outlives_a_dropped_ssh_and_a_host_that_falls_silent_and_dies(
     ]
     run = one.start(["ddpm-ds", "run", "--max-restarts", "2", "--hostfile", str(hostfile), *script], ENVIRONMENT, said)
 
-    until = functools.partial(wait_for, said=lambda: said.read_text()[-6000:])
+    until = functools.partial(wait_for, output=lambda: said.read_text()[-6000:])
 
     def lines(pattern: str) -> list[str]:
         return re.findall(pattern, said.read_text())

@@ -18,9 +18,8 @@ from PIL import Image
 from ddpm_ds.observe.kernels import GROUPS
 from ddpm_ds.pipeline.schedule import neighbours, program
 from ddpm_ds.schema.layout import Schedule
-from tests.launching import run_ranks, write_json
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS
-from tests.pipeline.ladder_worker import Case
+from tests.pipeline.ladder_worker import Case, run_cases
 
 pytestmark = pytest.mark.launch
 
@@ -60,10 +59,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
         {"name": name, "case": asdict(case), "course": course, "loader_seconds": LOADER_SECONDS * (name == "folded")}
         for name, (case, course) in CASES.items()
     ]
-    worker, file = Path(__file__).with_name("observed_worker.py"), write_json(folder / "cases.json", entries)
-    done = run_ranks(2, worker, str(file), str(folder), XDG_CACHE_HOME=str(folder))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    worker = Path(__file__).with_name("observed_worker.py")
+    reports = run_cases(2, worker, entries, folder, XDG_CACHE_HOME=str(folder))
     return Observed(folder, [dict(zip(CASES, report, strict=True)) for report in reports])
 
 

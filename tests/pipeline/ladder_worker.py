@@ -45,7 +45,7 @@ from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.placement import run_exchange
-from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
+from ddpm_ds.pipeline.schedule import Instruction, Program, most_kept, weight_passes
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit
@@ -458,7 +458,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "names": list(expected.gradients),
                 "contexts": [max(contexts, default=0), *contexts[-1:]],
                 "farthest": farthest,
-                "most_held": most_held(engine.programs[engine.stage_id]),
+                "most_kept": most_kept(engine.programs[engine.stage_id]),
                 "errors": {name: error_of(engine, name, seen[name], expected.gradients[name]) for name in seen},
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,

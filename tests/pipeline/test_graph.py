@@ -174,7 +174,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     engine.rate = lambda before, batch: 1e-3 / (1 + before)
     lines: list[str] = []
     engine.graph = StepGraph(engine, recorded) if on_cuda or not recorded else RecordedGraph(engine)
-    engine.graph.say = lines.append
+    engine.graph.log = lines.append
     objective, given = engine.objective, []
     for step in range(STEPS if case.process != "buckets" else SIZED_STEPS):
         # What an objective does is recorded, so a step that does something else is sent by the hosts, and is eager.

@@ -228,8 +228,8 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
         if case.compile and not graphs[0]:
             found.append(f"rank {rank} compiled nothing")
         for record in records:
-            if record["contexts"][0] > record["most_held"] or record["contexts"][-1]:
-                found.append(f"rank {rank} holds text of {record['contexts']} micro-batches, not {record['most_held']}")
+            if record["contexts"][0] > record["most_kept"] or record["contexts"][-1]:
+                found.append(f"rank {rank} holds text of {record['contexts']} micro-batches, not {record['most_kept']}")
         if not records[0]["farthest"] <= GRADIENT_TOLERANCE[case.precision]:
             found.append(f"rank {rank} has predictions that are off by {records[0]['farthest']:.1e}")
         if case.fixed_scale and (scales := {record["loss_scale"] for record in records}) != {case.fixed_scale}:

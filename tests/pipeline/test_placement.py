@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,11 +100,9 @@ def test_the_bytes_that_cross_hosts_are_those_of_every_message(
         return
     bounds = partition(LAYERS, stages, "flops", schedule)
     grid = Grid(stages, replicas, across, hosts_of(*counts))
-    shared = SHARINGS[(stages + replicas) % len(SHARINGS)]
+    shared = replace(SHARINGS[(stages + replicas) % len(SHARINGS)], replicas=replicas)
     micro_batches, micro = 2 * stages, 3
-    sent = exchange(
-        LAYERS, bounds, schedule, replicas=replicas, images=micro * micro_batches, precision="fp32", shared=shared
-    )
+    sent = exchange(LAYERS, bounds, schedule, images=micro * micro_batches, precision="fp32", shared=shared)
     found = traffic(grid, sent)
     crossing: dict[str, float] = defaultdict(float)
     by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
@@ -129,9 +128,9 @@ def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_a
 
     def gradients(shared: Sharing, reductions: list[list[float]] | None = None) -> tuple[float, ...]:
         how: dict[str, Any] = {"images": 8, "precision": "fp32", "shared": shared, "reductions": reductions}
-        return exchange(LAYERS, bounds, "planned", replicas=2, **how).gradients
+        return exchange(LAYERS, bounds, "planned", **how).gradients
 
-    each, once = Sharing(8, 2, 4, 4), Sharing(1, 2, 4, 4)
+    each, once = Sharing(8, 2, 4, 4, replicas=2), Sharing(1, 2, 4, 4, replicas=2)
     (down, up), _ = ([LAYERS[start:stop] for start, stop in segments(bounds, "planned", rank)] for rank in range(2))
     weights = sum(3 * layer.weights for layer in down) + sum(1.5 * layer.weights for layer in up)
     vectors = sum(layer.parameters - layer.weights for layer in (*down, *up))

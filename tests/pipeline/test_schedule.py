@@ -10,8 +10,8 @@ from ddpm_ds.pipeline.schedule import (
     Program,
     accumulated,
     check_programs,
-    most_held,
     most_in_flight,
+    most_kept,
     program,
     weight_passes,
     written,
@@ -105,7 +105,7 @@ def test_a_single_stage_computes_weight_gradients_of_some_micro_batches_together
     own = accumulated(5, 2)
     check_programs([own], "1f1b", 5)
     assert written([own]) == "rank 0: f0 i0 f1 i1 w0,1 f2 i2 f3 i3 w2,3 f4 i4 w4\n"
-    assert (most_held(own), weight_passes([own], "1f1b")) == (2, ((3,),))
+    assert (most_kept(own), weight_passes([own], "1f1b")) == (2, ((3,),))
 
 
 def changed(own: Program, *changes: tuple[int, list[Instruction]]) -> Program:

@@ -55,7 +55,7 @@ def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
     job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
     layout, hosts = Layout(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
     bounds = partition(job.layers, 2, "flops", schedule)
-    half = typical_programs(schedule, 2, 2, most_held=2)  # twice as many micro-batches have twice as many passes
+    half = typical_programs(schedule, 2, 2, most_kept=2)  # twice as many micro-batches have twice as many passes
     passes = [[2 * count for count in own] for own in weight_passes(half, schedule)]
     config = ds_config(job, layout, bounds)
     ds = laid_out(config, job.spec, world_size=4, stages=None, path="ds.json")

@@ -72,7 +72,7 @@ def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monk
     not quite the same order."""
     monkeypatch.setattr(predict, "SIMULATED", 1)
     predictor = small_predictor(4, small_job(tiny_spec(train={"batch_images": 64})), **SLOW_LINKS)
-    many = [one for one in candidates(predictor) if one.stages > 1 and one.micro_batches > 4 * one.most_held]
+    many = [one for one in candidates(predictor) if one.stages > 1 and one.micro_batches > 4 * one.most_kept]
     assert {(one.schedule, one.in_flight) for one in many} == {(name, "auto") for name in ("1f1b", "planned")} | {
         ("planned", stages) for stages in (2, 4)
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,18 @@ from torch.profiler import ProfilerActivity, profile
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.diffusion.condition import Encoded
-from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
+from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.predict.layouts import ds_config
 from ddpm_ds.predict.predictor import Predictor
-from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from ddpm_ds.unet.shards import split_layers
 from tests.ds_json import laid_out
-from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
+from tests.launching import tiny_spec, tiny_text_spec
+from tests.pipeline.ladder_worker import report_cases, run_cases
 from tests.predict.small import EIGHT_BIT, FUSED, small_job, small_predictor
 
 SPEC = tiny_spec(
@@ -100,15 +98,12 @@ def test_predicted_memory_is_what_ranks_hold(
 def compared(spec: RunSpec, ranks: int, cases: list[tuple[dict[str, Any], Layout]], folder: Path) -> dict[str, float]:
     """Predicted bytes of each case and rank in bytes that are held."""
     predictors: list[Predictor] = []
-    configs = []
+    values = []
     for precision, layout in cases:
         job = small_job(spec, on_cpu=True, **precision, zero_optimization={"stage": 1, "reduce_bucket_size": 50_000})
         predictors.append(small_predictor(ranks, job, kind="cpu"))
-        configs.append(ds_config(job, layout, predictors[-1].bounds(layout)))
-    file = write_json(folder / "cases.json", {"spec": spec.model_dump_json(), "configs": configs})
-    done = run_ranks(ranks, Path(__file__), str(file), str(folder))
-    assert done.returncode == 0, done.stderr
-    counted = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        values.append([spec.model_dump(mode="json"), ds_config(job, layout, predictors[-1].bounds(layout))])
+    counted = run_cases(ranks, Path(__file__), values, folder)
     return {
         f"{precision} {layout} rank {rank}": predictor.predict(layout).memory[rank % layout.stages].total
         / counted[rank][number]
@@ -169,16 +164,5 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     return peak
 
 
-def hold(cases: Path, reports: Path) -> None:
-    """Be one rank: train the cases, and write ``rank{r}.json`` with the peak of each."""
-    use_host_accelerator()
-    values = json.loads(cases.read_text())
-    spec = RunSpec.model_validate_json(values["spec"])
-    set_environment()
-    with process_group():
-        peaks = [peak_bytes(spec, config) for config in values["configs"]]
-        (reports / f"rank{dist.get_rank()}.json").write_text(json.dumps(peaks))
-
-
 if __name__ == "__main__":
-    hold(*(Path(argument) for argument in sys.argv[-2:]))
+    report_cases(lambda case: peak_bytes(RunSpec.model_validate_json(json.dumps(case[0])), case[1]))

@@ -80,14 +80,14 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
     planned = [layout for layout in found if layout.schedule == "planned"]
     assert all(one.stages > 1 for one in planned) and {one.schedule for one in found} == {"1f1b", "planned"}
     fewer = [one for one in planned if one.in_flight != "auto"]
-    assert fewer and all(one.in_flight == one.stages == one.most_held < one.micro_batches for one in fewer)
+    assert fewer and all(one.in_flight == one.stages == one.most_kept < one.micro_batches for one in fewer)
     assert {replace(one, in_flight="auto", checkpoint_interval=0) for one in fewer} < set(planned)
 
 
 def test_two_micro_batches_are_kept_for_each_stage_and_three_where_zero_2_reduces_after_each_pass() -> None:
     usual = Layout(4, 2, "planned", 1, 16, 0, 1, False)
     others = (replace(usual, zero_stage=2), replace(usual, zero_stage=2, replicas=1), replace(usual, in_flight=5))
-    assert [one.most_held for one in (usual, *others)] == [8, 12, 8, 5]
+    assert [one.most_kept for one in (usual, *others)] == [8, 12, 8, 5]
     assert "16 micro-batches of 1, 5 in flight, ZeRO-1" in others[-1].words() and "flight" not in usual.words()
 
 

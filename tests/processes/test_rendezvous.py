@@ -117,7 +117,7 @@ def take_part(rank: int, part: Part, seconds: float = 30.0) -> object:
         with _environment:
             os.environ["RANK"] = str(rank)
             together = Rendezvous(seconds)
-        with together.telling():
+        with together.reporting():
             return part(together)
     except Exception as error:
         return error

@@ -123,7 +123,7 @@ def test_a_second_signal_ends_at_once_even_where_the_first_was_not_handled(tmp_p
     try:
         wait_for(
             lambda: said.exists() and said.read_text() == "listening\n",
-            said=said.read_text,
+            output=said.read_text,
             running=lambda: process.poll() is None,
         )
         process.send_signal(signal.SIGTERM)

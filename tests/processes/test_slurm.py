@@ -73,7 +73,7 @@ class Job:
         return script.returncode, self.log.read_text().splitlines()
 
     def until(self, line: str) -> None:
-        wait_for(lambda: line in self.log.read_text(), said=self.log.read_text)
+        wait_for(lambda: line in self.log.read_text(), output=self.log.read_text)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ddpm_ds.processes import signals as processes_signals
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord, free_port, record_exit, recorded
-from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, received_signals
 from ddpm_ds.processes.supervisor import DEFAULT_PORT, Outcome, Place, exit_code, supervise
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
@@ -134,7 +134,7 @@ def supervised(
         said.append(line)
         then(line)
 
-    with heard_signals():  # a supervisor leaves signals ignored; this process goes on
+    with received_signals():  # a supervisor leaves signals ignored; this process goes on
         ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
         return ended.code, said
 

@@ -226,7 +226,7 @@ def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch:
 def test_a_collective_that_raised_is_explained_to_all_by_the_missing_rank(
     asks: int, watch: Watched, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "WAIT_FOR_CULPRIT_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "CULPRIT_SECONDS", 1.0)
     both = watch(0, 3), watch(1, 3)
     gone = rf"^{re.escape(NAMES[2])} is gone \(closed\); the run"
     with pytest.raises(PeerLostError, match=gone), both[asks].blamed():

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ddpm_ds.tracking.run_folder import IDENTITY, START_TAG
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 
 
 class Store:
@@ -29,8 +29,13 @@ class Store:
 
 
 def start(root: Path, **changes: Any) -> Tracker:
-    options: dict[str, Any] = {"params": {}, "tags": {}, "output_root": root, "run_dir": root / "run"} | changes
-    return Tracker.start("experiment", "name", **options)
+    given = {name: changes.pop(name) for name in ("log", "sender") if name in changes}
+    artifacts = changes.pop("artifacts", ())
+    options: dict[str, Any] = {"params": {}, "tags": {}, "run_dir": root / "run"} | changes
+    tracker = Tracker(RunStart("experiment", name="name", **options), **given)
+    for path in artifacts:
+        tracker.artifact(path)
+    return tracker
 
 
 def read_run(root: Path) -> Run:

@@ -35,9 +35,9 @@ from ddpm_ds.tracking.run_folder import (
     check_output,
     checkpoints_of,
     claim_folder,
-    disk_errors_said,
+    disk_errors_reported,
 )
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
@@ -266,7 +266,7 @@ def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
 
 def begin(run_dir: Path, written: dict[str, str]) -> None:
     line = MagicMock(spec=ProgressLine)
-    recorded(run_dir, line, SPEC, files=written, settings={}, tags={}, dataset={}).__enter__()
+    recorded(RunStart("", run_dir, params={}, tags={}), line, SPEC, files=written).__enter__()
 
 
 class Killed(BaseException):
@@ -294,7 +294,7 @@ sys.addaudithook(KILL)
 def test_a_start_that_is_killed_after_any_file_leaves_a_folder_that_the_next_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tracker, "start", Mock(spec=Tracker))
+    monkeypatch.setattr("ddpm_ds.tracking.recorder.Tracker", Mock())
 
     def start(run_dir: Path) -> None:
         check_output(run_dir, "auto")
@@ -345,9 +345,9 @@ def test_a_start_on_a_full_disk_leaves_what_the_start_before_has_recorded(tmp_pa
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR])
 def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: int) -> None:
     line = r"^.*spec.yaml can't be written .*; make it writable, with room, and start"
-    with pytest.raises(OutputError, match=line), disk_errors_said(tmp_path):
+    with pytest.raises(OutputError, match=line), disk_errors_reported(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "spec.yaml"))
-    with pytest.raises(ConnectionResetError), disk_errors_said(tmp_path):
+    with pytest.raises(ConnectionResetError), disk_errors_reported(tmp_path):
         raise ConnectionResetError(errno.ECONNRESET, "not a disk's")
 
 

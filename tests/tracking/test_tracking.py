@@ -365,10 +365,10 @@ def test_an_address_without_a_scheme_is_refused_with_what_to_write(address: str)
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 
 root = Path(sys.argv[1])
-tracker = Tracker.start("experiment", "name", output_root=root, run_dir=root / "run", params={}, tags={})
+tracker = Tracker(RunStart("experiment", root / "run", params={}, tags={}))
 for step in range(100):
     tracker.metrics({"train/loss": float(step)}, step)
 loader = os.fork()  # holds every pipe open, as a loader process does

@@ -100,7 +100,7 @@ class Ranks:
         def running() -> bool:
             return all(process.poll() is None for process in self.processes)
 
-        wait_for(happened, running=running, said=lambda: self.said, pause=0.005)
+        wait_for(happened, running=running, output=lambda: self.said, pause=0.005)
 
     def until_images(self, images: int) -> None:
         """Wait until so many images are in the loss curve."""

@@ -72,7 +72,7 @@ class Supervised:
 
     def until(self, happened: Callable[[], bool], pause: float = 0.05) -> None:
         """Wait for something that happens before the run is over, looking every ``pause`` seconds."""
-        wait_for(happened, running=lambda: self.supervisor.poll() is None, said=lambda: self.said, pause=pause)
+        wait_for(happened, running=lambda: self.supervisor.poll() is None, output=lambda: self.said, pause=pause)
 
     def kill_one(self, writing: bool, randomness: random.Random) -> None:
         """Kill a rank of this start as it starts, or when it has trained and a checkpoint is being written."""

@@ -26,9 +26,9 @@ from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet.model import parameter_shapes
-from tests.launching import run_ranks, tiny_spec, write_json
+from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, layers_of, report_cases
+from tests.pipeline.ladder_worker import Case, layers_of, report_cases, run_cases
 from tests.train.ranks import the_same
 
 STEPS = 2
@@ -151,9 +151,7 @@ class Courses:
         """Courses of as many processes are run in one start of them."""
         for processes in (1, 2, 4):
             alike = [one for one in courses if Case(**one.case).resolved(8).layout.world_size == processes]
-            file = write_json(self._folder / "courses.json", [asdict(course) for course in alike])
-            done = run_ranks(processes, Path(__file__), str(file), str(self._folder))
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            run_cases(processes, Path(__file__), [asdict(course) for course in alike], self._folder)
 
     def middle(self, name: str, source: str) -> Reader:
         return Reader(checkpoints_of(self._folder / name / source) / MIDDLE)

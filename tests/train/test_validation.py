@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +21,9 @@ from ddpm_ds.train import validation
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, channel_names
 from ddpm_ds.train.validation import Previews, Validation
 from ddpm_ds.unet.model import UNet
-from tests.launching import run_ranks, tiny_spec, write_json
+from tests.launching import tiny_spec
 from tests.pipeline.batches import STATISTICS, global_batch
-from tests.pipeline.ladder_worker import Process, fields_spec, layers_of
+from tests.pipeline.ladder_worker import Process, fields_spec, layers_of, run_cases
 from tests.train.validation_worker import WATCHDOG, Look, engine_of, in_memory
 from tests.unet.variants import randomise
 
@@ -80,10 +79,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
 )
 def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list[Look], tmp_path: Path) -> None:
     processes = looks[0].stages * looks[0].replicas
-    file = write_json(tmp_path / "cases.json", [asdict(look) for look in looks])
-    done = run_ranks(processes, WORKER, str(file), str(tmp_path))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    ranks = run_cases(processes, WORKER, [asdict(look) for look in looks], tmp_path)
     for number, look in enumerate(looks):
         records = [rank[number] for rank in ranks]
         assert all(record["averages_used"] for record in records), look
