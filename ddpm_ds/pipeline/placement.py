@@ -198,7 +198,7 @@ def exchange(
     if reductions is not None and shared.reductions > 1:
         reduced = [
             sum(
-                count * layer.weights + shared.reductions * layer.vectors
+                count * layer.weights + shared.reductions * (layer.parameters - layer.weights)
                 for count, (start, stop) in zip(counts, segments(bounds, schedule, rank), strict=True)
                 for layer in layers[start:stop]
             )

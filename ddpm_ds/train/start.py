@@ -45,7 +45,8 @@ from ddpm_ds.train.resume import (
     images_learned,
     remove_abandoned_points,
 )
-from ddpm_ds.unet.model import check_compiler, check_kernels, parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes
+from ddpm_ds.unet.model import check_compiler, check_kernels
 from ddpm_ds.unet.operations import widening
 
 MOST_CAPTIONS = 64

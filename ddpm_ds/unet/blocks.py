@@ -42,7 +42,7 @@ from ddpm_ds.unet.operations import (
     norm_silu,
     project,
 )
-from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 Carry = tuple[Tensor, ...]
@@ -71,42 +71,38 @@ class CarryLayer(nn.Module):
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
     """Methods that ``torch.compile`` may compile, which are arithmetic of one rank without the sums of a group, and the
     convolutions and linear layers of each; () is all of the layer."""
+    summed_pieces: Mapping[str, tuple[str, ...]]
+    """The same of a split layer, whose ranks sum the output of each piece."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.pops = layer.skip_channels > 0
-        self.pushes, self.opens, self.closes = layer.pushes, layer.opens, layer.closes
+        self.layer = layer
         self.tensor = ALONE
         """Ranks among which the layer is split."""
 
     def split(self, tensor: TensorGroup) -> None:
         """Keep this rank's part of the layer, which a tensor group computes together from now on."""
-        self.tensor = tensor
-        self.keep_own()
+        self.tensor, self.pieces = tensor, self.summed_pieces
+        for listed in self.layer.listed:
+            module, _, kind = listed.name.rpartition(".")
+            tensor.keep(self.get_submodule(module), kind, listed)
         for piece in self.pieces:
             beside = WaitingGradients(())
             for part in self.parts_of(piece):
                 part.beside = beside
-        for parameter in self.parameters():
-            parameter.model_parallel = shard_of(parameter) is not None  # type: ignore[attr-defined]
-            parameter.partial = shard_of(parameter) is None  # type: ignore[attr-defined]
-
-    def keep_own(self) -> None:
-        """Replace the weights that are split by this rank's parts, in a layer that can be split."""
-        raise NotImplementedError
 
     def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
         """Return the next carry; ``given`` is called instead of :meth:`given`."""
         h, emb, *skips = carry
         stored = h.dtype
-        if self.pops:
+        if self.layer.skip_channels:
             h = torch.cat((h, skips.pop()), dim=1)
         dtype = arithmetic_dtype(h.device.type, stored)
-        others = (skips.pop().to(dtype),) if self.closes else (given or self.given)(emb)
-        if self.opens:
+        others = (skips.pop().to(dtype),) if self.layer.closes else (given or self.given)(emb)
+        if self.layer.opens:
             skips.append(h)
         h = self.compute(h.to(dtype), *others).to(stored)
-        return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
+        return (h, emb, *skips, h) if self.layer.pushes else (h, emb, *skips)
 
     def summed(self, piece: str, h: Tensor, *given: Any) -> Tensor:
         """Return what a piece makes of h, summed over the ranks among which the layer is split."""
@@ -121,7 +117,8 @@ class CarryLayer(nn.Module):
 
     def parts_of(self, piece: str) -> list[Weighted]:
         """Return the convolutions and linear layers of a piece."""
-        return [getattr(self, part) for part in self.pieces[piece]] or weighted_parts(self)
+        parts = (getattr(self, part) for part in self.pieces[piece])
+        return [part for part in parts if part is not None] or weighted_parts(self)
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         """Return what :meth:`compute` takes beside h, from an emb in its stored dtype."""
@@ -166,7 +163,7 @@ class Embed(nn.Module):
         if layer.numbers:
             self.condition_embedding = VectorEmbedding(layer.numbers, layer.embedding_channels)
         self.level1 = self.level2 = None
-        if layer.told_level:
+        if layer.condition_level:
             self.level1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
             self.level2 = Linear(layer.embedding_channels, layer.embedding_channels)
         self.text1 = self.text2 = None
@@ -184,7 +181,7 @@ class Embed(nn.Module):
         t = t.float()  # one dtype of t, else the warm-up compiles for another
         if self.layer.classes is not None and label is None:
             label = torch.full_like(t, self.layer.classes, dtype=torch.int64)
-        if self.layer.told_level and level is None:
+        if self.layer.condition_level and level is None:
             level = torch.zeros_like(t)
         dtype = arithmetic_dtype(x_t.device.type, x_t.dtype)
         return x_t, self.compute(t, label, level, vector, dtype).to(x_t.dtype)
@@ -235,20 +232,15 @@ class ResidualBlock(CarryLayer):
         self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
         self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
+        self.summed_pieces = {"part": ("conv1", "conv2", "shortcut")}
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         return given_to([self], emb)[0]
 
-    def keep_own(self) -> None:
-        self.pieces = {"part": ("conv1", "conv2", *(["shortcut"] if self.shortcut is not None else []))}
-        self.tensor.rows(self.conv1)
-        self.tensor.rows(self.time_projection, parts=2 if self.scale_shift else 1)
-        self.tensor.rows(self.norm2)
-        self.norm2.num_groups //= self.tensor.size
-        self.dropout.own = self.tensor.place(self.norm2.weight.numel())
-        self.tensor.columns(self.conv2)
-        if self.shortcut is not None:
-            self.tensor.rows(self.shortcut)
+    def split(self, tensor: TensorGroup) -> None:
+        super().split(tensor)
+        self.norm2.num_groups //= tensor.size
+        self.dropout.own = tensor.place(len(self.norm2.weight))
 
     def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         if self.tensor.size == 1:
@@ -311,23 +303,18 @@ class Attention(CarryLayer):
     def __init__(self, layer: AttentionLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
-        self.heads = layer.heads
+        self.head_channels = layer.in_channels // layer.heads
         self.norm = GroupNorm(layer.groups, width, layer.epsilon)
         self.qkv = Linear(width, 3 * width, parts=3)
         self.projection = Linear(width, width, starts_at_zero=True)
-
-    def keep_own(self) -> None:
-        self.pieces = {"mixed": ("qkv", "projection")}
-        self.heads //= self.tensor.size
-        self.tensor.rows(self.qkv, parts=3)
-        self.tensor.columns(self.projection)
+        self.summed_pieces = {"mixed": ("qkv", "projection")}
 
     def compute(self, h: Tensor) -> Tensor:
         return h + as_image(self.summed("mixed", h), h)
 
     def mixed(self, h: Tensor) -> Tensor:
         """Return what the heads of this rank add to each pixel, (N, pixels, C)."""
-        return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), heads=self.heads))
+        return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
 
 
 class TransformerInput(CarryLayer):
@@ -352,7 +339,7 @@ class TransformerBlock(CarryLayer):
     def __init__(self, layer: TransformerBlockLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
-        self.heads = layer.heads
+        self.head_channels = layer.in_channels // layer.heads
         self.context: Tensor | None = None
         self.norm1 = LayerNorm(width)
         self.qkv = Linear(width, 3 * width, parts=3, bias=False)
@@ -364,23 +351,16 @@ class TransformerBlock(CarryLayer):
         self.norm3 = LayerNorm(width)
         self.gated = Linear(width, 8 * width, parts=2)
         self.projection3 = Linear(4 * width, width)
+        self.summed_pieces = {
+            "mixed": ("qkv", "projection1"),
+            "read": ("q", "kv", "projection2"),
+            "widened": ("gated", "projection3"),
+        }
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         if self.context is None:
             raise RuntimeError("cross-attention needs the encoded text: call set_context before the forward")
         return (self.context.to(arithmetic_dtype(emb.device.type, emb.dtype)),)
-
-    def keep_own(self) -> None:
-        self.pieces = {
-            "mixed": ("qkv", "projection1"),
-            "read": ("q", "kv", "projection2"),
-            "widened": ("gated", "projection3"),
-        }
-        self.heads //= self.tensor.size
-        for fused, parts in ((self.qkv, 3), (self.q, 1), (self.kv, 2), (self.gated, 2)):
-            self.tensor.rows(fused, parts)
-        for projection in (self.projection1, self.projection2, self.projection3):
-            self.tensor.columns(projection)
 
     def compute(self, h: Tensor, context: Tensor) -> Tensor:
         pixels = as_pixels(h)
@@ -390,12 +370,12 @@ class TransformerBlock(CarryLayer):
 
     def mixed(self, pixels: Tensor) -> Tensor:
         """Return what self-attention adds to the pixels (N, pixels, C); this and the two below, of the own heads."""
-        return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), heads=self.heads))
+        return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), width=self.head_channels))
 
     def read(self, pixels: Tensor, context: Tensor) -> Tensor:
         """Return what attention to the context adds."""
         query = self.q(self.norm2(pixels))
-        return self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), heads=self.heads))
+        return self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), width=self.head_channels))
 
     def widened(self, pixels: Tensor) -> Tensor:
         """Return what the gated network adds."""
@@ -424,9 +404,9 @@ def as_image(pixels: Tensor, like: Tensor) -> Tensor:
     return rearrange(pixels, "n (h w) c -> n c h w", h=like.shape[2])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, heads: int) -> Tensor:
-    """Return multi-head attention of ``query`` (N, pixels, C) over key and value (N, tokens, C): (N, pixels, C)."""
-    query, key, value = (rearrange(part, "n p (heads c) -> n heads p c", heads=heads) for part in (query, key, value))
+def attend(query: Tensor, key: Tensor, value: Tensor, *, width: int) -> Tensor:
+    """Return attention of ``query`` (N, pixels, C), C / width heads, over key and value (N, tokens, C): as query."""
+    query, key, value = (rearrange(part, "n p (heads c) -> n heads p c", c=width) for part in (query, key, value))
     return rearrange(F.scaled_dot_product_attention(query, key, value), "n heads p c -> n p (heads c)")
 
 
@@ -473,14 +453,6 @@ class Output(CarryLayer):
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(norm_silu(self.norm, h))
-
-
-def keep_part(module: nn.Module, layer: Layer, tensor: TensorGroup) -> nn.Module:
-    """Return a layer's module, which keeps this rank's part if the layer is split among a tensor group."""
-    if layer.shards > 1:
-        assert isinstance(module, CarryLayer)
-        module.split(tensor)
-    return module
 
 
 MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {

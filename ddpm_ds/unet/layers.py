@@ -9,10 +9,12 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
                                 middle.block.0 ... middle.block.1
 """
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
@@ -21,6 +23,53 @@ PASSES_PER_STEP = 3
 not counted as work."""
 SIZES = 6
 """Numbers that go with pooled text, in pixels: the original's height and width; the crop's top, left, height, width."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Spread of a tensor of which each rank of a group has an equal part of a dimension."""
+
+    dimension: int = 0
+    blocks: int = 1
+    """Number of blocks side by side in the dimension, such as queries, keys and values; a rank has a part of each."""
+
+
+Spread = Literal["whole", "partial"] | Split
+"""How a tensor is spread over a group of ranks: all have all of it, each has a term of a sum, or each has a part.
+
+A parameter that is "partial" is whole on each rank, which computes a term of its gradient.
+"""
+ROWS, COLUMNS = Split(0), Split(-1)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Parameter of a whole layer, and its spread where the layer is split."""
+
+    name: str
+    shape: tuple[int, ...]
+    spread: Spread = "whole"
+    uses: int = 0
+    """Number of products with it per image; 0 for all but weights of convolutions and linear layers, whose gradients
+    may be deferred."""
+
+    def own_shape(self, ranks: int) -> tuple[int, ...]:
+        """Return the shape of the part that one of so many ranks has."""
+        if not isinstance(self.spread, Split):
+            return self.shape
+        sizes = [*self.shape]
+        sizes[self.spread.dimension] //= ranks
+        return tuple(sizes)
+
+
+def _normalisation(name: str, channels: int, spread: Spread = "whole") -> list[Parameter]:
+    return [Parameter(f"{name}.{kind}", (channels,), spread) for kind in ("weight", "bias")]
+
+
+def _product(name: str, shape: tuple[int, ...], uses: int, spread: Spread = "whole") -> list[Parameter]:
+    """Return weight (out, ..., in) and bias (out,) of a convolution or linear layer."""
+    of_bias = replace(spread, dimension=0) if isinstance(spread, Split) else spread
+    return [Parameter(f"{name}.weight", shape, spread, uses), Parameter(f"{name}.bias", shape[:1], of_bias)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +120,6 @@ class Layer:
         return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
 
     @property
-    def partial_vectors(self) -> int:
-        """Parameters of a split layer that every rank holds whole, but computes only part of the gradient of."""
-        return 2 * self.width * self.sums
-
-    @property
     def output_shape(self) -> tuple[int, int, int]:
         """Shape of the new h: (channels, height, width)."""
         return (self.out_channels, *self.out_size)
@@ -85,24 +129,33 @@ class Layer:
         return math.prod(self.out_size)
 
     @property
-    def weights(self) -> int:
-        """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
+    def listed(self) -> Sequence[Parameter]:
+        """Parameters of the whole layer, in the order of its module."""
         raise NotImplementedError
 
-    @property
-    def vectors(self) -> int:
-        """Number of all other trainable parameters: biases, scales, shifts, and weights of labels and conditions."""
-        raise NotImplementedError
+    def own_elements(self, wanted: Callable[[Parameter], object] = lambda one: True) -> int:
+        """Return the number of elements that one rank has of the ``wanted`` parameters."""
+        return sum(math.prod(one.own_shape(self.shards)) for one in self.listed if wanted(one))
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Number of trainable parameters."""
-        return self.weights + self.vectors
+        return self.own_elements()
 
-    @property
+    @cached_property
+    def weights(self) -> int:
+        """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
+        return self.own_elements(lambda one: one.uses)
+
+    @cached_property
+    def partial_vectors(self) -> int:
+        """Number of elements of a split layer's partial parameters."""
+        return self.own_elements(lambda one: one.spread == "partial") if self.shards > 1 else 0
+
+    @cached_property
     def weight_macs(self) -> int:
         """Multiply-accumulates of the forward's products with weights."""
-        return self.weights * self.pixels
+        return sum(one.uses * math.prod(one.own_shape(self.shards)) for one in self.listed)
 
     @property
     def macs(self) -> int:
@@ -127,7 +180,7 @@ class EmbedLayer(Layer):
     sine_first: bool
     sinusoid_shift: int
     classes: int | None
-    told_level: bool = False
+    condition_level: bool = False
     """Whether a second noise level, that of the condition, is embedded as the timestep is."""
     numbers: int = 0
     """Size of the vector that is added to the embedding; 0 means none."""
@@ -147,31 +200,30 @@ class EmbedLayer(Layer):
         return self.pooled_channels and self.pooled_channels + SIZES * self.size_channels
 
     @property
-    def embedded(self) -> tuple[int, ...]:
-        """Widths of the inputs that two linear layers each embed."""
-        level, text = (self.sinusoid_channels,) * self.told_level, (self.text_channels,) * bool(self.pooled_channels)
-        return (self.sinusoid_channels, *level, *text)
+    def _embedded(self) -> dict[str, int]:
+        """Widths of the inputs that two linear layers each embed, by the name of the layers."""
+        level = self.sinusoid_channels * self.condition_level
+        widths = {"linear": self.sinusoid_channels, "level": level, "text": self.text_channels}
+        return {name: width for name, width in widths.items() if width}
 
     @property
-    def weights(self) -> int:
-        return sum((width + self.embedding_channels) * self.embedding_channels for width in self.embedded)
-
-    @property
-    def vectors(self) -> int:
-        labels = 0 if self.classes is None else self.classes + 1
-        return (2 * len(self.embedded) + labels + self.numbers) * self.embedding_channels
-
-    @property
-    def weight_macs(self) -> int:
-        return self.weights
+    def listed(self) -> Sequence[Parameter]:
+        embedding, rows = self.embedding_channels, 0 if self.classes is None else self.classes + 1
+        first, *others = (
+            [*_product(f"{name}1", (embedding, width), 1), *_product(f"{name}2", (embedding, embedding), 1)]
+            for name, width in self._embedded.items()
+        )
+        labels = Parameter("label_embedding.weight", (rows, embedding))
+        vector = Parameter("condition_embedding.weight", (embedding, self.numbers))
+        return [*first, *[labels] * bool(rows), *[vector] * bool(self.numbers), *itertools.chain(*others)]
 
     @property
     def macs(self) -> int:
-        return self.weights + self.numbers * self.embedding_channels
+        return self.weight_macs + self.numbers * self.embedding_channels
 
     @property
     def activation_elements(self) -> int:
-        return sum(width + 2 * self.embedding_channels for width in self.embedded) + self.numbers
+        return sum(width + 2 * self.embedding_channels for width in self._embedded.values()) + self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +231,8 @@ class ConvolutionLayer(Layer):
     """Layer with one 3x3 convolution."""
 
     @property
-    def weights(self) -> int:
-        return 9 * self.in_channels * self.out_channels
-
-    @property
-    def vectors(self) -> int:
-        return self.out_channels
+    def listed(self) -> Sequence[Parameter]:
+        return _product("conv", (self.out_channels, 3, 3, self.in_channels), self.pixels)
 
     @property
     def activation_elements(self) -> int:
@@ -220,8 +268,8 @@ class OutputLayer(ConvolutionLayer):
     epsilon: float
 
     @property
-    def vectors(self) -> int:
-        return self.out_channels + 2 * self.in_channels
+    def listed(self) -> Sequence[Parameter]:
+        return [*_normalisation("norm", self.in_channels), *super().listed]
 
     @property
     def activation_elements(self) -> int:
@@ -255,21 +303,18 @@ class BlockLayer(Layer):
         return self.out_channels // self.shards
 
     @property
-    def _convolved(self) -> int:
-        """Number of elements of the convolutions' weights."""
-        return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self._own_channels
-
-    @property
-    def weights(self) -> int:
-        return self._convolved + self.embedding_channels * self.time_channels // self.shards
-
-    @property
-    def vectors(self) -> int:
-        return 2 * self.width + (4 + self.has_shortcut) * self._own_channels + self.time_channels // self.shards
-
-    @property
-    def weight_macs(self) -> int:
-        return self._convolved * self.pixels + self.embedding_channels * self.time_channels // self.shards
+    def listed(self) -> Sequence[Parameter]:
+        width, channels, pixels = self.width, self.out_channels, self.pixels
+        time = (self.time_channels, self.embedding_channels)
+        shortcut = _product("shortcut", (channels, 1, 1, width), pixels, ROWS)
+        return [
+            *_normalisation("norm1", width, "partial"),
+            *_product("conv1", (channels, 3, 3, width), pixels, ROWS),
+            *_product("time_projection", time, 1, Split(blocks=2 if self.scale_shift else 1)),
+            *_normalisation("norm2", channels, ROWS),
+            *_product("conv2", (channels, 3, 3, channels), pixels, COLUMNS),
+            *(shortcut if self.has_shortcut else ()),
+        ]
 
     @property
     def activation_elements(self) -> int:
@@ -292,12 +337,13 @@ class AttentionLayer(Layer):
     heads: int
 
     @property
-    def weights(self) -> int:
-        return 4 * self.in_channels**2 // self.shards
-
-    @property
-    def vectors(self) -> int:
-        return 2 * self.in_channels + 4 * self.in_channels // self.shards
+    def listed(self) -> Sequence[Parameter]:
+        width = self.in_channels
+        return [
+            *_normalisation("norm", width, "partial"),
+            *_product("qkv", (3 * width, width), self.pixels, Split(blocks=3)),
+            *_product("projection", (width, width), self.pixels, COLUMNS),
+        ]
 
     @property
     def macs(self) -> int:
@@ -317,12 +363,9 @@ class TransformerInputLayer(Layer):
     groups: int
 
     @property
-    def weights(self) -> int:
-        return self.in_channels**2
-
-    @property
-    def vectors(self) -> int:
-        return 3 * self.in_channels
+    def listed(self) -> Sequence[Parameter]:
+        width = self.in_channels
+        return [*_normalisation("norm", width), *_product("projection", (width, width), self.pixels)]
 
     @property
     def activation_elements(self) -> int:
@@ -349,16 +392,16 @@ class TransformerBlockLayer(Layer):
         return self.in_channels // self.shards
 
     @property
-    def weights(self) -> int:
-        return (18 * self.in_channels + 2 * self.context_channels) * self._own_channels
-
-    @property
-    def vectors(self) -> int:
-        return 6 * self.in_channels + 11 * self._own_channels
-
-    @property
-    def weight_macs(self) -> int:
-        return (18 * self.in_channels * self.pixels + 2 * self.context_channels * self.tokens) * self._own_channels
+    def listed(self) -> Sequence[Parameter]:
+        width, pixels = self.in_channels, self.pixels
+        qkv, _ = _product("qkv", (3 * width, width), pixels, Split(blocks=3))
+        q, _ = _product("q", (width, width), pixels, ROWS)
+        kv, _ = _product("kv", (2 * width, self.context_channels), self.tokens, Split(blocks=2))
+        norms = [_normalisation(f"norm{number}", width, "partial") for number in (1, 2, 3)]
+        projections = [_product(f"projection{number}", (width, width), pixels, COLUMNS) for number in (1, 2)]
+        gated = _product("gated", (8 * width, width), pixels, Split(blocks=2))
+        last = _product("projection3", (width, 4 * width), pixels, COLUMNS)
+        return [*norms[0], qkv, *projections[0], *norms[1], q, kv, *projections[1], *norms[2], *gated, *last]
 
     @property
     def macs(self) -> int:
@@ -377,12 +420,8 @@ class TransformerOutputLayer(Layer):
     """Exit of transformer blocks: a projection, to which the residual is added."""
 
     @property
-    def weights(self) -> int:
-        return self.in_channels**2
-
-    @property
-    def vectors(self) -> int:
-        return self.in_channels
+    def listed(self) -> Sequence[Parameter]:
+        return _product("projection", (self.in_channels, self.in_channels), self.pixels)
 
     @property
     def activation_elements(self) -> int:
@@ -446,7 +485,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
         sine_first=unet.sinusoid_order == "sin_cos",
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
-        told_level=interface.told_level,
+        condition_level=interface.condition_level,
         numbers=interface.numbers,
         pooled_channels=(text and text.pooled_channels) or 0,
         size_channels=text.size_channels if text else 0,
@@ -472,6 +511,11 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
             add(UpsampleLayer, f"up.{level}.upsample", width, sizes[level - 1])
     add(OutputLayer, "out", interface.channels, size, **norm)
     return tuple(layers)
+
+
+def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the whole U-Net by its global name, in the order of the layers."""
+    return {f"{index}.{one.name}": one.shape for index, layer in enumerate(layers) for one in layer.listed}
 
 
 def first_cut(layers: Sequence[Layer]) -> int:

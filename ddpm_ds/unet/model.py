@@ -2,7 +2,6 @@
 the choice of kernels for normalisations and dropouts, ours or PyTorch's.
 """
 
-import functools
 import os
 import shutil
 from collections.abc import Sequence
@@ -16,17 +15,17 @@ from torch import Tensor, nn
 from ddpm_ds.device import runs_triton
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet import operations
-from ddpm_ds.unet.blocks import CarryLayer, keep_part, module_of, set_context, transformer_blocks, walk
+from ddpm_ds.unet.blocks import CarryLayer, module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.tensor_group import TensorGroup
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 AskedKernels = Literal["auto", "fused", "reference"]
 C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
-def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
-    """Return the module of layer `index` of the list, in fp32 on the CPU.
+def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> nn.Module:
+    """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
 
     Its weights are a function of (seed, index) alone, so every stage of every layout starts from the same
     U-Net. torch's global generator is neither read nor moved.
@@ -36,22 +35,10 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
     # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
     operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
+    if layer.shards > 1 and tensor is not ALONE:
+        assert isinstance(module, CarryLayer)
+        module.split(tensor)
     return module
-
-
-def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return every parameter's shape by global name, in layer order, of a rank's parts in layers that are ``split``."""
-    shapes = ((index, _shapes(layer, split)) for index, layer in enumerate(layers))
-    return {f"{index}.{name}": shape for index, of_layer in shapes for name, shape in of_layer.items()}
-
-
-@functools.lru_cache(maxsize=1024)
-def _shapes(layer: Layer, split: bool) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        module = module_of(layer, 0, 0)
-        if split:
-            keep_part(module, layer, TensorGroup(0, layer.shards))
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 class UNet(nn.Module):

@@ -5,8 +5,11 @@ network. Each rank computes its part from the whole input, and the parts are sum
 ranks of the group have the same carry between layers. Does not import torch.
 """
 
+from __future__ import annotations
+
 import difflib
 import fnmatch
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +20,7 @@ from ddpm_ds.command_line import counted
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.schema.layout import Layout, TensorSplit, divisors
 from ddpm_ds.schema.section import shown
-from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer
+from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Split
 
 
 class Shard(NamedTuple):
@@ -26,6 +29,14 @@ class Shard(NamedTuple):
     rank: int
     ranks: int
     run: int
+
+    @classmethod
+    def of(cls, parameter: Parameter, rank: int, ranks: int) -> Shard | None:
+        """Return a rank's part of a parameter of a split layer; None if each rank has all of it."""
+        spread = parameter.spread
+        if not isinstance(spread, Split):
+            return None
+        return cls(rank, ranks, math.prod(parameter.shape[spread.dimension :]) // spread.blocks // ranks)
 
 
 class Sums(NamedTuple):
