@@ -141,7 +141,7 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
     return F.pad(torch.cat(waves, dim=1), (0, channels % 2))  # (N, channels)
 
 
-class Embed(nn.Module):
+class Embed(CarryLayer):
     """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
     x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others differ in kind:
@@ -151,27 +151,21 @@ class Embed(nn.Module):
     of its image, (N, pooled_channels + 6), and may not be left out.
     """
 
-    def __init__(self, layer: EmbedLayer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.linear1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
-        self.linear2 = Linear(layer.embedding_channels, layer.embedding_channels)
-        self.label_embedding: LabelEmbedding | None = None
-        if layer.classes is not None:
-            self.label_embedding = LabelEmbedding(layer.classes, layer.embedding_channels)
-        self.condition_embedding: VectorEmbedding | None = None
-        if layer.numbers:
-            self.condition_embedding = VectorEmbedding(layer.numbers, layer.embedding_channels)
-        self.level1 = self.level2 = None
-        if layer.condition_level:
-            self.level1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
-            self.level2 = Linear(layer.embedding_channels, layer.embedding_channels)
-        self.text1 = self.text2 = None
-        if layer.pooled_channels:
-            self.text1 = Linear(layer.text_channels, layer.embedding_channels)
-            self.text2 = Linear(layer.embedding_channels, layer.embedding_channels)
+    layer: EmbedLayer
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
+    def __init__(self, layer: EmbedLayer) -> None:
+        super().__init__(layer)
+        sinusoid, embedding = layer.sinusoid_channels, layer.embedding_channels
+        self.linear1, self.linear2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
+        self.label_embedding = None if layer.classes is None else LabelEmbedding(layer.classes, embedding)
+        self.condition_embedding = VectorEmbedding(layer.numbers, embedding) if layer.numbers else None
+        self.level1 = self.level2 = self.text1 = self.text2 = None
+        if layer.condition_level:
+            self.level1, self.level2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
+        if layer.pooled_channels:
+            self.text1, self.text2 = Linear(layer.text_channels, embedding), Linear(embedding, embedding)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Carry:  # type: ignore[override]
         x_t, t, *rest = inputs
         x_t = x_t.to(self.linear1.weight.dtype, memory_format=torch.channels_last)
         label = next((part for part in rest if not part.is_floating_point()), None)
@@ -455,7 +449,7 @@ class Output(CarryLayer):
         return self.conv(norm_silu(self.norm, h))
 
 
-MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
+MODULES: dict[type[Layer], Callable[[Any], CarryLayer]] = {
     EmbedLayer: Embed,
     InputLayer: Input,
     AttentionLayer: Attention,
@@ -469,6 +463,6 @@ MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
 """Module of every kind of layer except the residual block, whose dropout needs its index and the seed."""
 
 
-def module_of(layer: Layer, index: int, seed: int) -> nn.Module:
+def module_of(layer: Layer, index: int, seed: int) -> CarryLayer:
     """Return the module of layer `index` of the list, with uninitialised weights."""
     return ResidualBlock(layer, index, seed) if isinstance(layer, BlockLayer) else MODULES[type(layer)](layer)

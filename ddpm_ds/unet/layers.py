@@ -11,7 +11,7 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -108,10 +108,10 @@ class Layer:
         """Number of channels that the layer works on: h and the popped skip."""
         return self.in_channels + self.skip_channels
 
-    @property
+    @cached_property
     def sums(self) -> int:
-        """Number of sums in a split layer's forward, and in its backward."""
-        return int(self.shards > 1)
+        """Number of sums in a split layer's forward, and in its backward: of each product with a part of its input."""
+        return sum(one.spread == COLUMNS for one in self.listed) if self.shards > 1 else 0
 
     @property
     def summed_elements(self) -> tuple[int, int]:
@@ -383,10 +383,6 @@ class TransformerBlockLayer(Layer):
     context_channels: int
 
     @property
-    def sums(self) -> int:
-        return 3 * super().sums
-
-    @property
     def _own_channels(self) -> int:
         """Number of channels of this rank's heads."""
         return self.in_channels // self.shards
@@ -428,8 +424,28 @@ class TransformerOutputLayer(Layer):
         return self.in_channels * self.pixels
 
 
+_Described = tuple[type[Layer], str, dict[str, Any]]
+
+
 def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
-    """Return the U-Net of a spec as its ordered list of layers.
+    """Return the U-Net of a spec as its ordered list of layers."""
+    embedding = unet.embedding_channels or 4 * unet.channels * unet.multipliers[0]
+    channels, size = interface.channels + interface.condition_channels, interface.size
+    layers, skips = list[Layer](), list[int]()
+    for kind, name, options in layer_options(unet, interface):
+        if options.pop("pops", False):
+            options["skip_channels"] = skips.pop()
+        changed = {"out_channels": channels, "out_size": size, **options}
+        layer = kind(name=name, in_channels=channels, in_size=size, embedding_channels=embedding, **changed)
+        layers.append(layer)
+        channels, size = layer.out_channels, layer.out_size
+        if layer.pushes:
+            skips.append(channels)
+    return tuple(layers)
+
+
+def layer_options(unet: UnetSpec, interface: Interface) -> Iterator[_Described]:
+    """Yield kind, name and options of each layer of a U-Net; a width or size that is not there is that before it.
 
     Widths and sizes are those of DDPM (Ho et al. 2020, appendix B): an encoder level has `blocks_per_level` blocks, a
     decoder level one more, each of which pops a skip.
@@ -438,79 +454,52 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
     sizes = [(interface.size[0] >> level, interface.size[1] >> level) for level in range(len(widths))]
     attended, text = unet.attended_levels(interface.size), unet.text
     depths = text.blocks if text else (0,) * len(widths)
-    embedding = unet.embedding_channels or 4 * widths[0]
     norm = {"groups": unet.norm_groups, "epsilon": unet.norm_epsilon}
-    residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift"}
-    padding = {"asymmetric": unet.downsample_padding == "asymmetric"}
-    layers: list[Layer] = []
-    skips: list[int] = []
-    channels, size = interface.channels + interface.condition_channels, interface.size
+    residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift", **norm}
 
-    def add(kind: type[Layer], name: str, width: int, new_size: tuple[int, int], **options: Any) -> None:
-        nonlocal channels, size
-        layer = kind(
-            name=name,
-            in_channels=channels,
-            out_channels=width,
-            in_size=size,
-            out_size=new_size,
-            embedding_channels=embedding,
-            **options,
-        )
-        layers.append(layer)
-        channels, size = width, new_size
-        if layer.pushes:
-            skips.append(channels)
-
-    def block(name: str, width: int, **carry: Any) -> None:
-        add(BlockLayer, name, width, size, **carry, **residual, **norm)
-
-    def attention(name: str, level: int, blocks: int, **carry: Any) -> None:
+    def attention(name: str, level: int, blocks: int, **carry: bool) -> Iterator[_Described]:
         if text is None:
-            heads = channels // (unet.head_channels or channels)
-            add(AttentionLayer, name, channels, size, heads=heads, **carry, **norm)
+            heads = widths[level] // (unet.head_channels or widths[level])
+            yield AttentionLayer, name, {"heads": heads, **carry, **norm}
             return
-        context = {"tokens": text.tokens, "context_channels": text.context_channels}
-        add(TransformerInputLayer, f"{name}.in", channels, size, opens=True, groups=unet.norm_groups)
+        context = {"heads": text.heads[level], "tokens": text.tokens, "context_channels": text.context_channels}
+        yield TransformerInputLayer, f"{name}.in", {"opens": True, "groups": unet.norm_groups}
         for number in range(blocks):
-            add(TransformerBlockLayer, f"{name}.{number}", channels, size, heads=text.heads[level], **context)
-        add(TransformerOutputLayer, f"{name}.out", channels, size, closes=True, **carry)
+            yield TransformerBlockLayer, f"{name}.{number}", {**context}
+        yield TransformerOutputLayer, f"{name}.out", {"closes": True, **carry}
 
-    add(
-        EmbedLayer,
-        "embed",
-        channels,
-        size,
-        sinusoid_channels=widths[0],
-        sine_first=unet.sinusoid_order == "sin_cos",
-        sinusoid_shift=unet.sinusoid_shift,
-        classes=unet.classes,
-        condition_level=interface.condition_level,
-        numbers=interface.numbers,
-        pooled_channels=(text and text.pooled_channels) or 0,
-        size_channels=text.size_channels if text else 0,
-    )
-    add(InputLayer, "conv_in", widths[0], size, pushes=True)
+    embed = {
+        "sinusoid_channels": widths[0],
+        "sine_first": unet.sinusoid_order == "sin_cos",
+        "sinusoid_shift": unet.sinusoid_shift,
+        "classes": unet.classes,
+        "condition_level": interface.condition_level,
+        "numbers": interface.numbers,
+    }
+    pooled = {"pooled_channels": text.pooled_channels or 0, "size_channels": text.size_channels} if text else {}
+    yield EmbedLayer, "embed", {**embed, **pooled}
+    yield InputLayer, "conv_in", {"out_channels": widths[0], "pushes": True}
     for level, width in enumerate(widths):
         for number in range(unet.blocks_per_level):
-            block(f"down.{level}.block.{number}", width, pushes=level not in attended)
+            pushes = level not in attended
+            yield BlockLayer, f"down.{level}.block.{number}", {"out_channels": width, "pushes": pushes, **residual}
             if level in attended:
-                attention(f"down.{level}.attention.{number}", level, depths[level], pushes=True)
+                yield from attention(f"down.{level}.attention.{number}", level, depths[level], pushes=True)
         if level < len(widths) - 1:
-            add(DownsampleLayer, f"down.{level}.downsample", width, sizes[level + 1], pushes=True, **padding)
-    block("middle.block.0", channels)
+            padding = {"asymmetric": unet.downsample_padding == "asymmetric"}
+            yield DownsampleLayer, f"down.{level}.downsample", {"out_size": sizes[level + 1], "pushes": True, **padding}
+    yield BlockLayer, "middle.block.0", {**residual}
     if unet.middle_attention:
-        attention("middle.attention", -1, text.middle_blocks if text else 0)
-    block("middle.block.1", channels)
-    for level, width in reversed(list(enumerate(widths))):
+        yield from attention("middle.attention", -1, text.middle_blocks if text else 0)
+    yield BlockLayer, "middle.block.1", {**residual}
+    for level, width in reversed([*enumerate(widths)]):
         for number in range(unet.blocks_per_level + 1):
-            block(f"up.{level}.block.{number}", width, skip_channels=skips.pop())
+            yield BlockLayer, f"up.{level}.block.{number}", {"out_channels": width, "pops": True, **residual}
             if level in attended:
-                attention(f"up.{level}.attention.{number}", level, depths[level])
+                yield from attention(f"up.{level}.attention.{number}", level, depths[level])
         if level:
-            add(UpsampleLayer, f"up.{level}.upsample", width, sizes[level - 1])
-    add(OutputLayer, "out", interface.channels, size, **norm)
-    return tuple(layers)
+            yield UpsampleLayer, f"up.{level}.upsample", {"out_size": sizes[level - 1]}
+    yield OutputLayer, "out", {"out_channels": interface.channels, **norm}
 
 
 def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:

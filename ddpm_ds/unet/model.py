@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer, module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
-from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
+from ddpm_ds.unet.weight_gradients import Tapped
 
 AskedKernels = Literal["auto", "fused", "reference"]
 C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
-def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> nn.Module:
+def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
     """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
 
     Its weights are a function of (seed, index) alone, so every stage of every layout starts from the same
@@ -36,7 +36,6 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
     operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
     if layer.shards > 1 and tensor is not ALONE:
-        assert isinstance(module, CarryLayer)
         module.split(tensor)
     return module
 
@@ -99,11 +98,10 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))
     torch._dynamo.config.recompile_limit = limit
-    layer: Any
     for layer in modules:
-        for name in layer.pieces if isinstance(layer, CarryLayer) else CarryLayer.pieces:
-            within = layer.parts_of(name) if isinstance(layer, CarryLayer) else weighted_parts(layer)
-            parts = [part for part in within if not isinstance(part, operations.EmbeddingProjection)]
+        assert isinstance(layer, CarryLayer)
+        for name in layer.pieces:
+            parts = [part for part in layer.parts_of(name) if not isinstance(part, operations.EmbeddingProjection)]
             written = getattr(layer, name)
             setattr(layer, name, Tapped(written, torch.compile(written, dynamic=False), parts))
 
