@@ -5,9 +5,11 @@ residual block also from its projection of emb and a mask, which :func:`walk` ma
 :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,14 +67,19 @@ def unpack(tensors: Carry, last: Layer) -> Carry:
 class CarryLayer(nn.Module):
     """Layer of the list: pops a skip if needed, computes the new h, and pushes it if needed.
 
-    A layer that opens a residual pushes its h, and one that closes it pops it, for its :meth:`compute` to add.
+    A layer that opens a residual pushes its h, and one that closes it pops it, for its :meth:`compute` to add. Each
+    subclass is the module of one ``kind`` of layers.
     """
 
+    of_kind: ClassVar[dict[type[Layer], Callable[..., CarryLayer]]] = {}
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
     """Methods that ``torch.compile`` may compile, which are arithmetic of one rank without the sums of a group, and the
     convolutions and linear layers of each; () is all of the layer."""
     summed_pieces: Mapping[str, tuple[str, ...]]
     """The same of a split layer, whose ranks sum the output of each piece."""
+
+    def __init_subclass__(cls, kind: type[Layer]) -> None:
+        cls.of_kind[kind] = cls
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -141,7 +148,7 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
     return F.pad(torch.cat(waves, dim=1), (0, channels % 2))  # (N, channels)
 
 
-class Embed(CarryLayer):
+class Embed(CarryLayer, kind=EmbedLayer):
     """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
     x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others differ in kind:
@@ -202,7 +209,7 @@ class Embed(CarryLayer):
         return sinusoid(t, channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
 
 
-class Input(CarryLayer):
+class Input(CarryLayer, kind=InputLayer):
     """First convolution."""
 
     def __init__(self, layer: Layer) -> None:
@@ -213,7 +220,7 @@ class Input(CarryLayer):
         return self.conv(h)
 
 
-class ResidualBlock(CarryLayer):
+class ResidualBlock(CarryLayer, kind=BlockLayer):
     """Residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
 
     def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
@@ -234,7 +241,7 @@ class ResidualBlock(CarryLayer):
     def split(self, tensor: TensorGroup) -> None:
         super().split(tensor)
         self.norm2.num_groups //= tensor.size
-        self.dropout.own = tensor.place(len(self.norm2.weight))
+        self.dropout.beside = tensor.place(len(self.norm2.weight))
 
     def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         if self.tensor.size == 1:
@@ -291,7 +298,7 @@ def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     return carry
 
 
-class Attention(CarryLayer):
+class Attention(CarryLayer, kind=AttentionLayer):
     """Self-attention over the pixels, added to h."""
 
     def __init__(self, layer: AttentionLayer) -> None:
@@ -311,7 +318,7 @@ class Attention(CarryLayer):
         return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
 
 
-class TransformerInput(CarryLayer):
+class TransformerInput(CarryLayer, kind=TransformerInputLayer):
     """Entry to transformer blocks: normalises h and projects it."""
 
     def __init__(self, layer: TransformerInputLayer) -> None:
@@ -323,7 +330,7 @@ class TransformerInput(CarryLayer):
         return as_image(self.projection(as_pixels(self.norm(h))), h)
 
 
-class TransformerBlock(CarryLayer):
+class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
     """Self-attention over the pixels, cross-attention to the context and a gated network (GEGLU, Shazeer 2020), each
     normalised first and added. Source: Vaswani et al. 2017; Rombach et al. 2022, appendix E.2.1.
 
@@ -377,7 +384,7 @@ class TransformerBlock(CarryLayer):
         return self.projection3(values * F.gelu(gate))
 
 
-class TransformerOutput(CarryLayer):
+class TransformerOutput(CarryLayer, kind=TransformerOutputLayer):
     """Exit of transformer blocks: projects h and adds the residual."""
 
     def __init__(self, layer: TransformerOutputLayer) -> None:
@@ -415,26 +422,27 @@ def transformer_blocks(modules: Iterable[nn.Module]) -> list[TransformerBlock]:
     return [module for module in modules if isinstance(module, TransformerBlock)]
 
 
-class Downsample(CarryLayer):
+class Downsample(CarryLayer, kind=DownsampleLayer):
     """Convolution of stride 2, which halves the image."""
 
     def __init__(self, layer: DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
-        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=int(not layer.asymmetric))
+        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2)
+        self.conv.padding = int(not layer.asymmetric)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
-class Upsample(Input):
+class Upsample(Input, kind=UpsampleLayer):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
 
 
-class Output(CarryLayer):
+class Output(CarryLayer, kind=OutputLayer):
     """Last layer: the carry ``(h, emb)`` to the prediction (N, C, H, W), a tensor."""
 
     def __init__(self, layer: OutputLayer) -> None:
@@ -447,22 +455,3 @@ class Output(CarryLayer):
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(norm_silu(self.norm, h))
-
-
-MODULES: dict[type[Layer], Callable[[Any], CarryLayer]] = {
-    EmbedLayer: Embed,
-    InputLayer: Input,
-    AttentionLayer: Attention,
-    DownsampleLayer: Downsample,
-    TransformerBlockLayer: TransformerBlock,
-    TransformerInputLayer: TransformerInput,
-    TransformerOutputLayer: TransformerOutput,
-    UpsampleLayer: Upsample,
-    OutputLayer: Output,
-}
-"""Module of every kind of layer except the residual block, whose dropout needs its index and the seed."""
-
-
-def module_of(layer: Layer, index: int, seed: int) -> CarryLayer:
-    """Return the module of layer `index` of the list, with uninitialised weights."""
-    return ResidualBlock(layer, index, seed) if isinstance(layer, BlockLayer) else MODULES[type(layer)](layer)

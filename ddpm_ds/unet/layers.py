@@ -108,6 +108,11 @@ class Layer:
         """Number of channels that the layer works on: h and the popped skip."""
         return self.in_channels + self.skip_channels
 
+    @property
+    def own_channels(self) -> int:
+        """Number of channels inside of the layer that one rank has: of its groups or heads."""
+        return self.out_channels // self.shards
+
     @cached_property
     def sums(self) -> int:
         """Number of sums in a split layer's forward, and in its backward: of each product with a part of its input."""
@@ -298,11 +303,6 @@ class BlockLayer(Layer):
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
-    def _own_channels(self) -> int:
-        """Number of channels of the inner convolution's output on this rank."""
-        return self.out_channels // self.shards
-
-    @property
     def listed(self) -> Sequence[Parameter]:
         width, channels, pixels = self.width, self.out_channels, self.pixels
         time = (self.time_channels, self.embedding_channels)
@@ -319,10 +319,10 @@ class BlockLayer(Layer):
     @property
     def activation_elements(self) -> int:
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
-        per_pixel = 3 * self.width + (3 + self.scale_shift) * self._own_channels
+        per_pixel = 3 * self.width + (3 + self.scale_shift) * self.own_channels
         groups = 2 * self.groups + 2 * self.groups // self.shards
-        vectors = self.embedding_channels + self.scale_shift * self._own_channels + groups
-        mask = self._own_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
+        vectors = self.embedding_channels + self.scale_shift * self.own_channels + groups
+        mask = self.own_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
         return per_pixel * self.pixels + vectors + mask
 
 
@@ -383,11 +383,6 @@ class TransformerBlockLayer(Layer):
     context_channels: int
 
     @property
-    def _own_channels(self) -> int:
-        """Number of channels of this rank's heads."""
-        return self.in_channels // self.shards
-
-    @property
     def listed(self) -> Sequence[Parameter]:
         width, pixels = self.in_channels, self.pixels
         qkv, _ = _product("qkv", (3 * width, width), pixels, Split(blocks=3))
@@ -401,14 +396,14 @@ class TransformerBlockLayer(Layer):
 
     @property
     def macs(self) -> int:
-        return self.weight_macs + 2 * (self.pixels + self.tokens) * self._own_channels * self.pixels
+        return self.weight_macs + 2 * (self.pixels + self.tokens) * self.own_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
         # three normalisations and their inputs; of the own heads q, k, v and output twice, 8 + 4 + 4 of the gate and a
         # logarithm per query and head, twice. The context is one tensor for all layers of a rank, and is counted there.
-        per_pixel = 6 * self.in_channels + 22 * self._own_channels + 2 * self.heads // self.shards + 6
-        return per_pixel * self.pixels + 2 * self._own_channels * self.tokens
+        per_pixel = 6 * self.in_channels + 22 * self.own_channels + 2 * self.heads // self.shards + 6
+        return per_pixel * self.pixels + 2 * self.own_channels * self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ddpm_ds.device import runs_triton
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet import operations
-from ddpm_ds.unet.blocks import CarryLayer, module_of, set_context, transformer_blocks, walk
-from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
+from ddpm_ds.unet.layers import BlockLayer, Layer
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped
 
@@ -31,7 +31,8 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
     U-Net. torch's global generator is neither read nor moved.
     """
     with torch.device("cpu"):
-        module = module_of(layer, index, seed)
+        drops = (index, seed) if isinstance(layer, BlockLayer) else ()
+        module = CarryLayer.of_kind[type(layer)](layer, *drops)
     # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
     operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))

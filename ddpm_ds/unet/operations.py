@@ -4,6 +4,7 @@ Weights are cast to the dtype of the input, so a layer chooses the dtype of its 
 initialise them: :func:`draw_weights` does, from its own generator.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -123,20 +124,13 @@ class Convolution(Weighted):
     bias: nn.Parameter
 
     def __init__(
-        self,
-        channels: int,
-        out_channels: int,
-        kernel: int = 3,
-        *,
-        stride: int = 1,
-        padding: int | None = None,
-        starts_at_zero: bool = False,
+        self, channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1, starts_at_zero: bool = False
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_channels, kernel, kernel, channels))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.stride = stride
-        self.padding = kernel // 2 if padding is None else padding
+        self.padding = kernel // 2
         self.starts_at_zero = starts_at_zero
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +146,7 @@ class Convolution(Weighted):
         like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k), of which only the layout counts
         if _by_products(x, like, self.stride, self.padding):
             return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
-        where: Any = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
+        where = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
         found = torch.ops.aten.convolution_backward(gradient, x, like, None, *where, [False, True, False])[1]
         return found.permute(0, 2, 3, 1)
 
@@ -308,8 +302,8 @@ class KeyedDropout(nn.Module):
         self.seed = seed
         self.stream = Stream.DROPOUT + layer
         self.shape = shape
-        self.own: tuple[int, int] | None = None
-        """Number of channels before and after those of this rank, if the layer is split."""
+        self.beside = 0, 0
+        """Number of channels before and after those of this rank."""
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
 
@@ -332,26 +326,20 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     if images is None:
         raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
     if drawing[0].kernels == "reference":
-        masks = [_keep_mask(one, images) for one in drawing]
+        masks = []
+        for one in drawing:
+            channels, height, width = one.shape
+            keep = keep_mask(one.seed, one.stream, images, math.prod(one.shape), one.rate)
+            masks.append(keep.view(-1, height, width, channels).permute(0, 3, 1, 2))
     else:
         from ddpm_ds.unet.keyed_mask import Mask, fused_keep_masks  # needs Triton, which not every machine has
 
         masks = fused_keep_masks(images, [Mask(one.seed, one.stream, one.shape, one.rate) for one in drawing])
-    drawn = map(_own_channels, masks, drawing)
-    return [next(drawn) if one.rate and one.training else None for one in dropouts]
-
-
-def _own_channels(mask: Tensor, dropout: KeyedDropout) -> Tensor:
-    if dropout.own is None:
-        return mask
-    first, after = dropout.own
-    return mask[:, first : mask.shape[1] - after].contiguous(memory_format=torch.channels_last)
-
-
-def _keep_mask(dropout: KeyedDropout, images: Tensor) -> Tensor:
-    channels, height, width = dropout.shape
-    keep = keep_mask(dropout.seed, dropout.stream, images, channels * height * width, dropout.rate)
-    return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
+    own: dict[KeyedDropout, Tensor | None] = dict.fromkeys(dropouts)
+    for one, mask in zip(drawing, masks, strict=True):
+        first, after = one.beside
+        own[one] = mask[:, first : mask.shape[1] - after].contiguous(memory_format=torch.channels_last)
+    return [*own.values()]
 
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:

@@ -138,3 +138,12 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
             if not reentrant and (last := walk[-1]).sums:
                 number, elements = number - 1, elements - last.summed_elements[0] // last.sums
     return forward, Sums(number, elements)
+
+
+def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
+    """Return the elements of gradients that each edge of a ring through a tensor group passes in a step.
+
+    Partial ones are summed, in two passes; those that all ranks compute alike are ``given`` by the first rank on GPUs.
+    """
+    alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
+    return 2 * sum(layer.partial_vectors for layer in layers) + alike

@@ -192,7 +192,7 @@ class _Wait(torch.autograd.Function):
         bias: Tensor | None,
         layer: Weighted | None,
         queue: WaitingGradients | None,
-        *_: Any,
+        *_: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.queue = layer, queue
@@ -231,9 +231,9 @@ class Tapped:
         self, compute: Callable[..., Tensor], compiled: Callable[..., Tensor], parts: Sequence[Weighted]
     ) -> None:
         self._compute, self._compiled, self._parts = compute, compiled, parts
-        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._known: dict[tuple[object, ...], list[Tensor]] = {}
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: object) -> Tensor:
         """Compute, with taps if weight gradients are deferred."""
         # Code is compiled for one layout, and a block's projection of the embedding is a part of all blocks' product.
         inputs = tuple(one.contiguous() if isinstance(one, Tensor) and one.ndim == 2 else one for one in inputs)
@@ -249,7 +249,7 @@ class Tapped:
             for part in self._parts:
                 part.taps = None
 
-    def _alike(self, inputs: Sequence[Any]) -> list[Tensor]:
+    def _alike(self, inputs: Sequence[object]) -> list[Tensor]:
         """Return a tensor without memory for each part's input and output, computing once to get their shapes."""
         key = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in inputs)
         if key not in self._known:
