@@ -1,6 +1,6 @@
 """DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -168,7 +168,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
 
 
 def warm_up(
-    modules: dict[int, nn.Module], layers: Sequence[Layer], images: int, *, gradients: bool, recompute: bool
+    modules: Mapping[int, nn.Module], layers: Sequence[Layer], images: int, *, gradients: bool, recompute: bool
 ) -> None:
     """Run each of a stage's ``modules``, by their index in ``layers``, on ``images`` images of zeros, one by one.
 

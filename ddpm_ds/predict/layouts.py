@@ -304,12 +304,11 @@ class Workload:
     def moment_bytes(self) -> tuple[int, ...]:
         """Bytes of Adam's two moments of each layer: in fp32, or of weights in 8 bits, with a scale for each block."""
 
-        def size(shape: tuple[int, ...]) -> int:
-            elements = math.prod(shape)
-            wide = len(shape) == 1 or not self.is_8bit
+        def size(dimensions: int, elements: int) -> int:
+            wide = dimensions == 1 or not self.is_8bit
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
-        return tuple(sum(size(one.own_shape(layer.shards)) for one in layer.listed) for layer in self.layers)
+        return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
 
     @property
     def bucket_elements(self) -> int:

@@ -11,7 +11,7 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -138,29 +138,30 @@ class Layer:
         """Parameters of the whole layer, in the order of its module."""
         raise NotImplementedError
 
-    def own_elements(self, wanted: Callable[[Parameter], object] = lambda one: True) -> int:
-        """Return the number of elements that one rank has of the ``wanted`` parameters."""
-        return sum(math.prod(one.own_shape(self.shards)) for one in self.listed if wanted(one))
+    @cached_property
+    def own_elements(self) -> list[tuple[Parameter, int]]:
+        """Parameters, each with the number of its elements that one rank has."""
+        return [(one, math.prod(one.own_shape(self.shards))) for one in self.listed]
 
     @cached_property
     def parameters(self) -> int:
         """Number of trainable parameters."""
-        return self.own_elements()
+        return sum(elements for _, elements in self.own_elements)
 
     @cached_property
     def weights(self) -> int:
         """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
-        return self.own_elements(lambda one: one.uses)
+        return sum(elements for one, elements in self.own_elements if one.uses)
 
     @cached_property
     def partial_vectors(self) -> int:
         """Number of elements of a split layer's partial parameters."""
-        return self.own_elements(lambda one: one.spread == "partial") if self.shards > 1 else 0
+        return sum(elements for one, elements in self.own_elements if one.spread == "partial" and self.shards > 1)
 
     @cached_property
     def weight_macs(self) -> int:
         """Multiply-accumulates of the forward's products with weights."""
-        return sum(one.uses * math.prod(one.own_shape(self.shards)) for one in self.listed)
+        return sum(one.uses * elements for one, elements in self.own_elements)
 
     @property
     def macs(self) -> int:

@@ -4,8 +4,9 @@ Weights are cast to the dtype of the input, so a layer chooses the dtype of its 
 initialise them: :func:`draw_weights` does, from its own generator.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -344,20 +345,16 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
     """Set the image indices of the next forward, `images` (N,) int64, in every dropout of `modules`."""
-    for part in _parts_of(modules):
+    for part in itertools.chain.from_iterable(module.modules() for module in modules):
         if isinstance(part, KeyedDropout):
             part.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
     """Choose the kernels of every module in `modules` that has fused ones."""
-    for part in _parts_of(modules):
+    for part in itertools.chain.from_iterable(module.modules() for module in modules):
         if isinstance(part, GroupNorm | KeyedDropout):
             part.kernels = kernels
-
-
-def _parts_of(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    return (part for root in roots for part in root.modules())
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:

@@ -85,8 +85,8 @@ class TensorGroup:
         if (shard := Shard.of(listed, self.rank, self.size)) is not None:
             kept = nn.Parameter(part_of(kept.detach(), shard).view(listed.own_shape(self.size)))
             setattr(module, kind, kept)
-        if listed.spread == COLUMNS:  # each rank adds the bias of its own outputs
-            module.bias_place = self.place(listed.shape[0] // self.size)  # type: ignore[assignment]
+        if isinstance(module, Weighted) and listed.spread == COLUMNS:  # each rank adds the bias of its own outputs
+            module.bias_place = self.place(listed.shape[0] // self.size)
         kept.spread = shard or listed.spread  # type: ignore[attr-defined]
 
     def place(self, own: int) -> tuple[int, int]:

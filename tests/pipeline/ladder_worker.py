@@ -50,7 +50,7 @@ from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit
 from ddpm_ds.unet import model, operations
-from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
 from ddpm_ds.unet.shards import split_layers
@@ -161,7 +161,7 @@ class Case:
         return engine
 
 
-def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> nn.Module:
+def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
     """A layer whose zero-initialised weights are drawn as well, so that every gradient is alive from the start."""
     built = model.build_layer(layer, index, seed)
     generator = torch.Generator().manual_seed(1000 + index)
