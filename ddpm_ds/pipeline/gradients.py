@@ -154,7 +154,9 @@ class FlatGradients(OwnStep):
             raise RuntimeError(f"{len(missing)} parameters got no gradient, one of shape {tuple(missing[0].shape)}")
         if (phase, kind) not in self._passes:
             self._passes[phase, kind] = running
-            self._keep_last_hooks()
+            last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
+            for parameter in self._hooks.keys() - last:  # others need no hook
+                self._hooks.pop(parameter).remove()
 
     def give(self, weight: Tensor, gradient: Tensor) -> None:
         """Take the gradient of a weight in a weight-gradient pass, in the weight's dtype."""
@@ -199,12 +201,6 @@ class FlatGradients(OwnStep):
         bucket.runs = [self._sum.narrow(0, first - own * kept, stop - first) for first, stop in runs]
         return bucket
 
-    def _keep_last_hooks(self) -> None:
-        """Keep only the hooks of the parameters that arrive last in a bucket."""
-        last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
-        for parameter in [parameter for parameter in self._hooks if parameter not in last]:
-            self._hooks.pop(parameter).remove()
-
     @torch.no_grad()
     def _add_ready(self, arrived: Tensor | None = None) -> None:
         """Add the next buckets whose gradients have all arrived, and no other before them."""
@@ -218,7 +214,11 @@ class FlatGradients(OwnStep):
                 gradients.append(parameter.grad)
             if bucket.last is None:
                 bucket.last = arrived  # type: ignore[assignment]
-                _match(bucket.slots, gradients)
+                # strides may differ in dimensions of size 1, and only tensors of the same ones take one launch
+                bucket.slots = [
+                    slot.as_strided(one.shape, one.stride(), slot.storage_offset()) if one.is_contiguous() else slot
+                    for slot, one in zip(bucket.slots, gradients, strict=True)
+                ]
             if self._scratch is None:
                 torch._foreach_add_(bucket.slots, gradients)
             else:
@@ -332,15 +332,6 @@ def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Paramete
     ]
 
 
-def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Give each slot the strides of its gradient, which may differ in dimensions of size 1: only tensors of the same
-    strides are handled in one launch.
-    """
-    for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
-        if gradient.is_contiguous():
-            slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())
-
-
 def norm_of(parts: Sequence[Tensor]) -> Tensor:
     """Return the norm of tensors together, in fp32; on a CPU exact if each has at most :data:`SUMMED` elements."""
     norms = torch._foreach_norm(list(parts), 2, dtype=torch.float32)
@@ -389,22 +380,17 @@ class SeparateGradients(OwnStep):
     @torch.no_grad()
     def reduce(self) -> None:
         if self._engine.dp_world_size > 1:
-            self._average_all()
+            chunk: list[Tensor] = []
+            elements = 0
+            for gradient in _gradients_of(self._parameters):
+                if chunk and elements + gradient.numel() > BUCKET_ELEMENTS:
+                    _average(chunk, self._engine)
+                    chunk, elements = [], 0
+                chunk.append(gradient)
+                elements += gradient.numel()
+            _average(chunk, self._engine)
         if self._tensor.size > 1:
             self._tensor.agree(_gradients_of(self._partial), _gradients_of(self._alike))
-
-    def _average_all(self) -> None:
-        """Average all gradients over the replicas, some at a time."""
-        chunk: list[Tensor] = []
-        elements = 0
-        for parameter in self._parameters:
-            if chunk and elements + parameter.numel() > BUCKET_ELEMENTS:
-                _average(chunk, self._engine)
-                chunk, elements = [], 0
-            assert parameter.grad is not None
-            chunk.append(parameter.grad)
-            elements += parameter.numel()
-        _average(chunk, self._engine)
 
     @torch.no_grad()
     def step(self) -> None:
