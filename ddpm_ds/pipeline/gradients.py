@@ -214,11 +214,7 @@ class FlatGradients(OwnStep):
                 gradients.append(parameter.grad)
             if bucket.last is None:
                 bucket.last = arrived  # type: ignore[assignment]
-                # strides may differ in dimensions of size 1, and only tensors of the same ones take one launch
-                bucket.slots = [
-                    slot.as_strided(one.shape, one.stride(), slot.storage_offset()) if one.is_contiguous() else slot
-                    for slot, one in zip(bucket.slots, gradients, strict=True)
-                ]
+                _match(bucket.slots, gradients)
             if self._scratch is None:
                 torch._foreach_add_(bucket.slots, gradients)
             else:
@@ -330,6 +326,15 @@ def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Paramete
         flat.narrow(0, first, parameter.numel()).view(parameter.shape)
         for first, parameter in zip(firsts, parameters, strict=False)
     ]
+
+
+def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Give each slot the strides of its gradient, which may differ in dimensions of size 1: only tensors of the same
+    strides are handled in one launch.
+    """
+    for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
+        if gradient.is_contiguous():
+            slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())
 
 
 def norm_of(parts: Sequence[Tensor]) -> Tensor:

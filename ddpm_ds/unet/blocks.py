@@ -73,8 +73,8 @@ class CarryLayer(nn.Module):
 
     of_kind: ClassVar[dict[type[Layer], Callable[..., CarryLayer]]] = {}
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
-    """Methods that ``torch.compile`` may compile, which are arithmetic of one rank without the sums of a group, and the
-    convolutions and linear layers of each; () is all of the layer."""
+    """Methods that ``torch.compile`` may compile, arithmetic without the sums of a tensor group, each with its
+    convolutions and linear layers; () means all of the layer."""
     summed_pieces: Mapping[str, tuple[str, ...]]
     """The same of a split layer, whose ranks sum the output of each piece."""
 
@@ -112,7 +112,7 @@ class CarryLayer(nn.Module):
         return (h, emb, *skips, h) if self.layer.pushes else (h, emb, *skips)
 
     def summed(self, piece: str, h: Tensor, *given: Any) -> Tensor:
-        """Return what a piece makes of h, summed over the ranks among which the layer is split."""
+        """Return a piece's output, summed over the ranks among which the layer is split."""
         compute = getattr(self, piece)
         if self.tensor.size == 1:
             return compute(h, *given)
@@ -128,7 +128,7 @@ class CarryLayer(nn.Module):
         return [part for part in parts if part is not None] or weighted_parts(self)
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
-        """Return what :meth:`compute` takes beside h, from an emb in its stored dtype."""
+        """Return the inputs of :meth:`compute` beside h, from an emb in its stored dtype."""
         return ()
 
     def compute(self, h: Tensor, *given: Any) -> Tensor:
@@ -236,7 +236,7 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
         self.summed_pieces = {"part": ("conv1", "conv2", "shortcut")}
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
-        return given_to([self], emb)[0]
+        return block_inputs([self], emb)[0]
 
     def split(self, tensor: TensorGroup) -> None:
         super().split(tensor)
@@ -269,7 +269,7 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
         return branch + F.pad(own, (0, 0, 0, 0, *self.tensor.place(own.shape[1])))
 
 
-def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+def block_inputs(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
     emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
@@ -283,14 +283,14 @@ def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor,
 def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     """Run layers in order, from a carry or the first layer's inputs to a carry or the prediction.
 
-    What the residual blocks are given is made for all of them in the first one, which takes the host fewer launches.
+    The first residual block makes the inputs of all of them, which takes the host fewer launches.
     """
     blocks = [layer for layer in layers if isinstance(layer, ResidualBlock)]
     made: list[tuple[Tensor, Tensor | None]] = []
 
     def given(emb: Tensor) -> tuple[Tensor, Tensor | None]:
         if not made:
-            made.extend(reversed(given_to(blocks, emb)))
+            made.extend(reversed(block_inputs(blocks, emb)))
         return made.pop()
 
     for layer in layers:
@@ -314,7 +314,7 @@ class Attention(CarryLayer, kind=AttentionLayer):
         return h + as_image(self.summed("mixed", h), h)
 
     def mixed(self, h: Tensor) -> Tensor:
-        """Return what the heads of this rank add to each pixel, (N, pixels, C)."""
+        """Return the term of this rank's heads, (N, pixels, C)."""
         return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
 
 
@@ -370,16 +370,16 @@ class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
         return as_image(pixels + self.summed("widened", pixels), h)
 
     def mixed(self, pixels: Tensor) -> Tensor:
-        """Return what self-attention adds to the pixels (N, pixels, C); this and the two below, of the own heads."""
+        """Return the term of self-attention, (N, pixels, C); here and below it is this rank's."""
         return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), width=self.head_channels))
 
     def read(self, pixels: Tensor, context: Tensor) -> Tensor:
-        """Return what attention to the context adds."""
+        """Return the term of attention to the context."""
         query = self.q(self.norm2(pixels))
         return self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), width=self.head_channels))
 
     def widened(self, pixels: Tensor) -> Tensor:
-        """Return what the gated network adds."""
+        """Return the term of the gated network."""
         values, gate = self.gated(self.norm3(pixels)).chunk(2, dim=2)  # (N, pixels, 4C) each
         return self.projection3(values * F.gelu(gate))
 

@@ -96,11 +96,11 @@ class Layer:
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
 
     unit: ClassVar[str] = ""
-    """Word for what a tensor group shares out among its ranks, groups of channels or heads; "" if it can't."""
+    """Word for the parts that a tensor group shares, groups of channels or heads; "" for layers that stay whole."""
 
     @property
     def units(self) -> int:
-        """Number of equal parts, groups of channels or heads, of which each rank may have some; 1 if none may."""
+        """Number of those parts; 1 for layers that stay whole."""
         return int(getattr(self, f"{self.unit}s")) if self.unit else 1
 
     @property

@@ -57,9 +57,7 @@ class TensorGroup:
         return dist.all_reduce(x, group=self.group, async_op=True).wait
 
     def by_spread(self, parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], ...]:
-        """Return the parameters that this rank counts where all ranks together count each element once; those that are
-        partial; and those whose gradient all ranks compute alike.
-        """
+        """Return the parameters that this rank counts, if all count each element once; the partial; and the whole."""
         spreads = [(one, getattr(one, "spread", "whole")) for one in parameters]
         counted = [one for one, spread in spreads if self.rank == 0 or isinstance(spread, Shard)]
         return counted, *([one for one, spread in spreads if spread == wanted] for wanted in ("partial", "whole"))
