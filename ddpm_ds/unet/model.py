@@ -27,8 +27,8 @@ C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that name
 def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
     """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
 
-    Its weights are a function of (seed, index) alone, so every stage of every layout starts from the same
-    U-Net. torch's global generator is neither read nor moved.
+    Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's global generator
+    is neither read nor moved.
     """
     with torch.device("cpu"):
         drops = (index, seed) if isinstance(layer, BlockLayer) else ()
@@ -107,35 +107,24 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
             setattr(layer, name, Tapped(written, torch.compile(written, dynamic=False), parts))
 
 
-def missing_for_kernels(device: torch.device) -> str:
-    """Return what the fused kernels need and a device or its host lacks; empty if nothing."""
-    if device.type != "cuda":
-        return "CUDA, and this run is on the CPU"
-    if not runs_triton(device):
-        return "Triton, which is not installed"
-    return "" if _compiler(*C_COMPILERS) else "a C compiler, which this host lacks"
-
-
-def check_kernels(asked: AskedKernels, device: torch.device) -> None:
-    """Check, before anything starts, that the requested kernels can run on a device.
-
-    Raises:
-        DsConfigError: fused kernels were requested, and something that they need is missing.
-    """
-    if asked == "fused" and (missing := missing_for_kernels(device)):
-        raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
-
-
-def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool) -> operations.Kernels:
+def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool = False) -> operations.Kernels:
     """Return the kernels of layers whose steps are ``captured`` as CUDA graphs or launched one by one.
 
     ``auto`` takes the fused normalisations in graphs alone, since they take the host longer to launch than PyTorch's.
-    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs. Raises
-    DsConfigError as :func:`check_kernels` does.
+    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs.
+
+    Raises:
+        DsConfigError: fused kernels were requested, and the device or its host lacks something that they need.
     """
-    check_kernels(asked, device)
+    missing = ""
+    if device.type != "cuda":
+        missing = "CUDA, and this run is on the CPU"
+    elif not runs_triton(device):
+        missing = "Triton, which is not installed"
+    elif not _compiler(*C_COMPILERS):
+        missing = "a C compiler, which this host lacks"
+    if asked == "fused" and missing:
+        raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
     if asked != "auto":
         return asked
-    if missing_for_kernels(device):
-        return "reference"
-    return "fused" if captured else "masks"
+    return "reference" if missing else "fused" if captured else "masks"

@@ -52,13 +52,6 @@ def widening(device_type: str, stored: torch.dtype) -> str | None:
     return f"{precision} on a CPU: stored in {precision}, computed in fp32"
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> Tensor:
-    """Convolve x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format of both."""
-    if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, stride, padding):
-        return _Convolution3x3.apply(x, weight, bias)
-    return F.conv2d(x, weight, bias, stride, padding)
-
-
 def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
     return (
         x.device.type == "cpu"
@@ -138,9 +131,10 @@ class Convolution(Weighted):
         return super().forward(x.contiguous(memory_format=torch.channels_last))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is not None
         weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)  # (out, in, k, k)
-        return convolution(x, weight, bias, self.stride, self.padding)
+        if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, self.stride, self.padding):
+            return _Convolution3x3.apply(x, weight, bias)
+        return F.conv2d(x, weight, bias, self.stride, self.padding)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
@@ -299,10 +293,7 @@ class KeyedDropout(nn.Module):
 
     def __init__(self, rate: float, seed: int, layer: int, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.rate = rate
-        self.seed = seed
-        self.stream = Stream.DROPOUT + layer
-        self.shape = shape
+        self.rate, self.seed, self.stream, self.shape = rate, seed, Stream.DROPOUT + layer, shape
         self.beside = 0, 0
         """Number of channels before and after those of this rank."""
         self.images: Tensor | None = None
