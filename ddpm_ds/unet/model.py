@@ -27,8 +27,8 @@ C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that name
 def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
     """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
 
-    Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's global generator
-    is neither read nor moved.
+    Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's generator is
+    neither read nor moved.
     """
     with torch.device("cpu"):
         drops = (index, seed) if isinstance(layer, BlockLayer) else ()

@@ -1,4 +1,4 @@
-"""Layers whose weights are split among the ranks of a tensor group, and where a rank's part of a weight is.
+"""Layers whose weights are split among the ranks of a tensor group, and a rank's part of a weight.
 
 A residual block is split by channels, attention by heads, a transformer block by heads and by the width of its gated
 network. Each rank computes its part from the whole input, and the parts are summed to the whole output, so that all
@@ -56,12 +56,8 @@ def level_of(layer: Layer, levels: int) -> int:
 
 def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, ...]:
     """Return the layers with those that ``tensor`` asks for split, as far as their groups or heads divide."""
-    return tuple(
-        replace(layer, shards=tensor.size)
-        if is_asked(layer, layers, tensor) and can_split(layer, tensor.size)
-        else layer
-        for layer in layers
-    )
+    split = [is_asked(layer, layers, tensor) and can_split(layer, tensor.size) for layer in layers]
+    return tuple(replace(one, shards=tensor.size) if asked else one for one, asked in zip(layers, split, strict=True))
 
 
 def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -141,9 +137,9 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
-    """Return the elements of gradients that each edge of a ring through a tensor group passes in a step.
+    """Return the elements of gradients in all passes of a step around the ring of a tensor group.
 
-    Partial ones are summed, in two passes; those that all ranks compute alike are ``given`` by the first rank on GPUs.
+    Partial ones are summed, in two passes; on GPUs whole ones are ``given`` by the first rank, in one.
     """
     alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike
