@@ -259,7 +259,7 @@ class DataSpec(Section):
             size=self.size,
             condition_channels=condition.input_channels(self.channels),
             numbers=condition.numbers,
-            told_level=condition.noise > 0.0,
+            condition_level=condition.noise > 0.0,
         )
 
     @property

@@ -30,7 +30,7 @@ LUMA = (0.299, 0.587, 0.114)
 """Share of red, green and blue in a grey value (ITU-R BT.601)."""
 REST_SEED = 0
 """Seed of the rectangles cut out of held-out images and for drawn images, independent of the run's seed."""
-TOLD_LEVEL = 1000.0
+LEVEL_SCALE = 1000.0
 """The U-Net's input for the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
 
 
@@ -213,7 +213,7 @@ class Conditions:
             level = None if level is None else level.masked_fill(dropped, 0.0)
             flag = dropped.float()[:, None]
             vector = flag if vector is None else torch.cat((vector.masked_fill(dropped[:, None], 0.0), flag), dim=1)
-        level = None if level is None else TOLD_LEVEL * level
+        level = None if level is None else LEVEL_SCALE * level
         return (condition, *(one for one in (level, vector) if one is not None))
 
     @property

@@ -41,8 +41,8 @@ from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
 from ddpm_ds.schema.types import FilePath, GivenPath
 from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.model import UNet, parameter_shapes
+from ddpm_ds.unet.layers import Layer, parameter_shapes, unet_layers
+from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
 Weights = Literal["ema", "raw"]

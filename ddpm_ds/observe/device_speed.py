@@ -24,7 +24,7 @@ from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
 from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
-from ddpm_ds.unet.blocks import keep_part, set_context, transformer_blocks
+from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
@@ -113,7 +113,7 @@ def measured_times(
 
 def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> LayerSeconds:
     """Return median seconds of a layer's forward and backward, after a warm-up that is not counted."""
-    module = keep_part(build_layer(layer, 0, seed=0), layer, TensorGroup(0, layer.shards))  # which sums nothing
+    module = build_layer(layer, 0, 0, TensorGroup(0, layer.shards))  # which sums nothing
     module.to(device=device, dtype=dtype)
     set_image_index(module.modules(), torch.arange(images, device=device))
     inputs = _inputs(layer, images, device, dtype)

@@ -14,7 +14,7 @@ state are in host memory, the fp32 gradient is copied there a bucket at a time, 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -29,7 +29,6 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS
-from ddpm_ds.unet.tensor_group import is_alike, is_partial
 
 PassKind = Literal["whole", "inputs", "weights"]
 """Parameters that get gradients in a pass: all of a phase, all but the deferred ones, or the deferred ones."""
@@ -88,10 +87,9 @@ class FlatGradients(OwnStep):
         self._keeps = flat.accumulator is not None
         self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
         self._tensor = engine.module.tensor
-        counted = self._runs(self._tensor.counts) if self._tensor.size > 1 else [self._own]
-        counted = counted or [self._own[:0]]
+        counted, self._partial, self._alike = map(self._runs, self._tensor.by_spread(flat.places))
+        counted = [self._own] if self._tensor.size == 1 else counted or [self._own[:0]]
         self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
-        self._partial, self._alike = self._runs(is_partial), self._runs(is_alike)
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
         self._bucket = max(min(flat.bucket, flat.elements), largest)
@@ -101,13 +99,14 @@ class FlatGradients(OwnStep):
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
 
-    def _runs(self, wanted: Callable[[nn.Parameter], bool]) -> list[Tensor]:
+    def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return the contiguous pieces of the own partition's sum that belong to some parameters."""
         first = self._flat.replica * self._owned
         found: list[tuple[int, int]] = []
-        for parameter, place in sorted(self._flat.places.items(), key=lambda item: item[1]):
-            start, stop = max(place - first, 0), min(place + parameter.numel() - first, self._owned)
-            if start >= stop or not wanted(parameter):
+        for parameter in sorted(parameters, key=self._flat.places.__getitem__):
+            place = self._flat.places[parameter] - first
+            start, stop = max(place, 0), min(place + parameter.numel(), self._owned)
+            if start >= stop:
                 continue
             if found and found[-1][1] == start:
                 start = found.pop()[0]
@@ -156,7 +155,7 @@ class FlatGradients(OwnStep):
         if (phase, kind) not in self._passes:
             self._passes[phase, kind] = running
             last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
-            for parameter in [parameter for parameter in self._hooks if parameter not in last]:
+            for parameter in self._hooks.keys() - last:  # others need no hook
                 self._hooks.pop(parameter).remove()
 
     def give(self, weight: Tensor, gradient: Tensor) -> None:
@@ -349,8 +348,7 @@ class SeparateGradients(OwnStep):
         super().__init__(engine)
         self._parameters = list(engine.module.parameters())
         self._tensor = engine.module.tensor
-        kinds = (self._tensor.counts, is_partial, is_alike)
-        self._counted, self._partial, self._alike = ([*filter(kind, self._parameters)] for kind in kinds)
+        self._counted, self._partial, self._alike = self._tensor.by_spread(self._parameters)
         self._masters = insides.separate_masters(engine)
         sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only

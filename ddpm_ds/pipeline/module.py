@@ -1,6 +1,6 @@
 """DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
-from ddpm_ds.unet.blocks import Carry, keep_part, pack, set_context, transformer_blocks, unpack, walk
+from ddpm_ds.unet.blocks import Carry, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -29,7 +29,7 @@ class UnetLayerSpec(LayerSpec):
         self.layer, self.index, self.seed, self.tensor = layer, index, seed, tensor
 
     def build(self, log: bool = False) -> nn.Module:
-        built = keep_part(build_layer(self.layer, self.index, self.seed), self.layer, self.tensor())
+        built = build_layer(self.layer, self.index, self.seed, self.tensor())
         return built.to(get_accelerator().current_device_name())  # the host never holds more than a layer
 
 
@@ -168,7 +168,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
 
 
 def warm_up(
-    modules: dict[int, nn.Module], layers: Sequence[Layer], images: int, *, gradients: bool, recompute: bool
+    modules: Mapping[int, nn.Module], layers: Sequence[Layer], images: int, *, gradients: bool, recompute: bool
 ) -> None:
     """Run each of a stage's ``modules``, by their index in ``layers``, on ``images`` images of zeros, one by one.
 
@@ -216,7 +216,7 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tu
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
         others = [] if layer.classes is None else [numbers.clone()]
-        others += [numbers.float()] if layer.told_level else []
+        others += [numbers.float()] if layer.condition_level else []
         vectors = [width for width in (layer.numbers, layer.text_numbers) if width]
         return (image, numbers, *others, *(torch.zeros((images, width), device=like.device) for width in vectors))
 

@@ -22,7 +22,7 @@ from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Schedule
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.shards import sums_of
+from ddpm_ds.unet.shards import agreed_elements, sums_of
 
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
@@ -199,7 +199,7 @@ def exchange(
     if reductions is not None and shared.reductions > 1:
         reduced = [
             sum(
-                count * layer.weights + shared.reductions * layer.vectors
+                count * layer.weights + shared.reductions * (layer.parameters - layer.weights)
                 for count, (start, stop) in zip(counts, segments(bounds, schedule, rank), strict=True)
                 for layer in layers[start:stop]
             )
@@ -225,10 +225,8 @@ def _group_bytes(own: Sequence[Layer], grouping: Grouping, images: float, gradie
     """Return the bytes of a step of a stage with these layers over each edge of the ring through its tensor group."""
     size, passes = grouping.size, sums_of(own, grouping.interval, reentrant=grouping.reentrant)
     elements = images * sum(one.elements for one in passes)
-    vectors = sum(layer.partial_vectors for layer in own)
-    alike = sum(layer.parameters for layer in own if not layer.sums) if grouping.gives_gradients else 0
-    summed = 2 * (elements * grouping.element_bytes + vectors * gradient_bytes)
-    return (summed + alike * gradient_bytes) * (size - 1) / size
+    agreed = agreed_elements(own, given=grouping.gives_gradients)
+    return (2 * elements * grouping.element_bytes + agreed * gradient_bytes) * (size - 1) / size
 
 
 def run_exchange(

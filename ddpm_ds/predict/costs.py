@@ -28,7 +28,7 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
     UpsampleLayer,
 )
-from ddpm_ds.unet.shards import Sums, sums_of
+from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
@@ -251,9 +251,8 @@ def agreement_seconds(
     job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
 ) -> float:
     """Return the seconds a step for a tensor group's sums of partial gradients, and on GPUs copies of others."""
-    alike = 0 if job.on_cpu else sum(layer.parameters for layer in layers if not layer.sums)
-    elements = 2 * sum(layer.partial_vectors for layer in layers) + alike
-    return _group_seconds(machine, layout, 1, elements * gradient_bytes)
+    agreed = agreed_elements(layers, given=not job.on_cpu)
+    return _group_seconds(machine, layout, 1, agreed * gradient_bytes)
 
 
 def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:

@@ -303,16 +303,12 @@ class Workload:
     @functools.cached_property
     def moment_bytes(self) -> tuple[int, ...]:
         """Bytes of Adam's two moments of each layer: in fp32, or of weights in 8 bits, with a scale for each block."""
-        if not self.is_8bit:
-            return tuple(8 * layer.parameters for layer in self.layers)
-        from ddpm_ds.unet.model import parameter_shapes
 
-        sizes = [0] * len(self.layers)
-        for name, shape in parameter_shapes(self.layers, split=True).items():
-            elements = math.prod(shape)
-            wide = len(shape) <= 1
-            sizes[int(name.split(".")[0])] += 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
-        return tuple(sizes)
+        def size(dimensions: int, elements: int) -> int:
+            wide = dimensions == 1 or not self.is_8bit
+            return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
+
+        return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
 
     @property
     def bucket_elements(self) -> int:

@@ -29,7 +29,7 @@ from ddpm_ds.planning import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights
-from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:

@@ -45,7 +45,8 @@ from ddpm_ds.train.resume import (
     images_learned,
     remove_abandoned_points,
 )
-from ddpm_ds.unet.model import check_compiler, check_kernels, parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes
+from ddpm_ds.unet.model import check_compiler, choose_kernels
 from ddpm_ds.unet.operations import widening
 
 MOST_CAPTIONS = 64
@@ -145,7 +146,7 @@ def _prepared(
     rank = rendezvous.rank
     check_alike(rendezvous, plan, device.type)
     mixed_gpus = check_gpus(rendezvous, device)
-    check_kernels(plan.ds.config.kernels, device)
+    choose_kernels(plan.ds.config.kernels, device)  # raises if they can't run
     if plan.ds.config.compile:
         check_compiler(device)
     check_text(plan.spec.data.text, plan.spec.unet.text)

@@ -5,9 +5,11 @@ residual block also from its projection of emb and a mask, which :func:`walk` ma
 :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,7 @@ from ddpm_ds.unet.operations import (
     norm_silu,
     project,
 )
-from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 Carry = tuple[Tensor, ...]
@@ -65,51 +67,52 @@ def unpack(tensors: Carry, last: Layer) -> Carry:
 class CarryLayer(nn.Module):
     """Layer of the list: pops a skip if needed, computes the new h, and pushes it if needed.
 
-    A layer that opens a residual pushes its h, and one that closes it pops it, for its :meth:`compute` to add.
+    A layer that opens a residual pushes its h, and one that closes it pops it, for its :meth:`compute` to add. Each
+    subclass is the module of one ``kind`` of layers.
     """
 
+    of_kind: ClassVar[dict[type[Layer], Callable[..., CarryLayer]]] = {}
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
-    """Methods that ``torch.compile`` may compile, which are arithmetic of one rank without the sums of a group, and the
-    convolutions and linear layers of each; () is all of the layer."""
+    """Methods that ``torch.compile`` may compile, arithmetic without the sums of a tensor group, each with its
+    convolutions and linear layers; () means all of the layer."""
+    summed_pieces: Mapping[str, tuple[str, ...]]
+    """The same of a split layer, whose ranks sum the output of each piece."""
+
+    def __init_subclass__(cls, kind: type[Layer]) -> None:
+        cls.of_kind[kind] = cls
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.pops = layer.skip_channels > 0
-        self.pushes, self.opens, self.closes = layer.pushes, layer.opens, layer.closes
+        self.layer = layer
         self.tensor = ALONE
         """Ranks among which the layer is split."""
 
     def split(self, tensor: TensorGroup) -> None:
         """Keep this rank's part of the layer, which a tensor group computes together from now on."""
-        self.tensor = tensor
-        self.keep_own()
+        self.tensor, self.pieces = tensor, self.summed_pieces
+        for listed in self.layer.listed:
+            module, _, kind = listed.name.rpartition(".")
+            tensor.keep(self.get_submodule(module), kind, listed)
         for piece in self.pieces:
             beside = WaitingGradients(())
             for part in self.parts_of(piece):
                 part.beside = beside
-        for parameter in self.parameters():
-            parameter.model_parallel = shard_of(parameter) is not None  # type: ignore[attr-defined]
-            parameter.partial = shard_of(parameter) is None  # type: ignore[attr-defined]
-
-    def keep_own(self) -> None:
-        """Replace the weights that are split by this rank's parts, in a layer that can be split."""
-        raise NotImplementedError
 
     def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
         """Return the next carry; ``given`` is called instead of :meth:`given`."""
         h, emb, *skips = carry
         stored = h.dtype
-        if self.pops:
+        if self.layer.skip_channels:
             h = torch.cat((h, skips.pop()), dim=1)
         dtype = arithmetic_dtype(h.device.type, stored)
-        others = (skips.pop().to(dtype),) if self.closes else (given or self.given)(emb)
-        if self.opens:
+        others = (skips.pop().to(dtype),) if self.layer.closes else (given or self.given)(emb)
+        if self.layer.opens:
             skips.append(h)
         h = self.compute(h.to(dtype), *others).to(stored)
-        return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
+        return (h, emb, *skips, h) if self.layer.pushes else (h, emb, *skips)
 
     def summed(self, piece: str, h: Tensor, *given: Any) -> Tensor:
-        """Return what a piece makes of h, summed over the ranks among which the layer is split."""
+        """Return a piece's output, summed over the ranks among which the layer is split."""
         compute = getattr(self, piece)
         if self.tensor.size == 1:
             return compute(h, *given)
@@ -121,10 +124,11 @@ class CarryLayer(nn.Module):
 
     def parts_of(self, piece: str) -> list[Weighted]:
         """Return the convolutions and linear layers of a piece."""
-        return [getattr(self, part) for part in self.pieces[piece]] or weighted_parts(self)
+        parts = (getattr(self, part) for part in self.pieces[piece])
+        return [part for part in parts if part is not None] or weighted_parts(self)
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
-        """Return what :meth:`compute` takes beside h, from an emb in its stored dtype."""
+        """Return the inputs of :meth:`compute` beside h, from an emb in its stored dtype."""
         return ()
 
     def compute(self, h: Tensor, *given: Any) -> Tensor:
@@ -144,7 +148,7 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
     return F.pad(torch.cat(waves, dim=1), (0, channels % 2))  # (N, channels)
 
 
-class Embed(nn.Module):
+class Embed(CarryLayer, kind=EmbedLayer):
     """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
     x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others differ in kind:
@@ -154,27 +158,21 @@ class Embed(nn.Module):
     of its image, (N, pooled_channels + 6), and may not be left out.
     """
 
-    def __init__(self, layer: EmbedLayer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.linear1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
-        self.linear2 = Linear(layer.embedding_channels, layer.embedding_channels)
-        self.label_embedding: LabelEmbedding | None = None
-        if layer.classes is not None:
-            self.label_embedding = LabelEmbedding(layer.classes, layer.embedding_channels)
-        self.condition_embedding: VectorEmbedding | None = None
-        if layer.numbers:
-            self.condition_embedding = VectorEmbedding(layer.numbers, layer.embedding_channels)
-        self.level1 = self.level2 = None
-        if layer.told_level:
-            self.level1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
-            self.level2 = Linear(layer.embedding_channels, layer.embedding_channels)
-        self.text1 = self.text2 = None
-        if layer.pooled_channels:
-            self.text1 = Linear(layer.text_channels, layer.embedding_channels)
-            self.text2 = Linear(layer.embedding_channels, layer.embedding_channels)
+    layer: EmbedLayer
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
+    def __init__(self, layer: EmbedLayer) -> None:
+        super().__init__(layer)
+        sinusoid, embedding = layer.sinusoid_channels, layer.embedding_channels
+        self.linear1, self.linear2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
+        self.label_embedding = None if layer.classes is None else LabelEmbedding(layer.classes, embedding)
+        self.condition_embedding = VectorEmbedding(layer.numbers, embedding) if layer.numbers else None
+        self.level1 = self.level2 = self.text1 = self.text2 = None
+        if layer.condition_level:
+            self.level1, self.level2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
+        if layer.pooled_channels:
+            self.text1, self.text2 = Linear(layer.text_channels, embedding), Linear(embedding, embedding)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Carry:  # type: ignore[override]
         x_t, t, *rest = inputs
         x_t = x_t.to(self.linear1.weight.dtype, memory_format=torch.channels_last)
         label = next((part for part in rest if not part.is_floating_point()), None)
@@ -184,7 +182,7 @@ class Embed(nn.Module):
         t = t.float()  # one dtype of t, else the warm-up compiles for another
         if self.layer.classes is not None and label is None:
             label = torch.full_like(t, self.layer.classes, dtype=torch.int64)
-        if self.layer.told_level and level is None:
+        if self.layer.condition_level and level is None:
             level = torch.zeros_like(t)
         dtype = arithmetic_dtype(x_t.device.type, x_t.dtype)
         return x_t, self.compute(t, label, level, vector, dtype).to(x_t.dtype)
@@ -211,7 +209,7 @@ class Embed(nn.Module):
         return sinusoid(t, channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
 
 
-class Input(CarryLayer):
+class Input(CarryLayer, kind=InputLayer):
     """First convolution."""
 
     def __init__(self, layer: Layer) -> None:
@@ -222,7 +220,7 @@ class Input(CarryLayer):
         return self.conv(h)
 
 
-class ResidualBlock(CarryLayer):
+class ResidualBlock(CarryLayer, kind=BlockLayer):
     """Residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
 
     def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
@@ -235,20 +233,15 @@ class ResidualBlock(CarryLayer):
         self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
         self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
+        self.summed_pieces = {"part": ("conv1", "conv2", "shortcut")}
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
-        return given_to([self], emb)[0]
+        return block_inputs([self], emb)[0]
 
-    def keep_own(self) -> None:
-        self.pieces = {"part": ("conv1", "conv2", *(["shortcut"] if self.shortcut is not None else []))}
-        self.tensor.rows(self.conv1)
-        self.tensor.rows(self.time_projection, parts=2 if self.scale_shift else 1)
-        self.tensor.rows(self.norm2)
-        self.norm2.num_groups //= self.tensor.size
-        self.dropout.own = self.tensor.place(self.norm2.weight.numel())
-        self.tensor.columns(self.conv2)
-        if self.shortcut is not None:
-            self.tensor.rows(self.shortcut)
+    def split(self, tensor: TensorGroup) -> None:
+        super().split(tensor)
+        self.norm2.num_groups //= tensor.size
+        self.dropout.beside = tensor.place(len(self.norm2.weight))
 
     def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         if self.tensor.size == 1:
@@ -276,7 +269,7 @@ class ResidualBlock(CarryLayer):
         return branch + F.pad(own, (0, 0, 0, 0, *self.tensor.place(own.shape[1])))
 
 
-def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+def block_inputs(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
     emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
@@ -290,14 +283,14 @@ def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor,
 def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     """Run layers in order, from a carry or the first layer's inputs to a carry or the prediction.
 
-    What the residual blocks are given is made for all of them in the first one, which takes the host fewer launches.
+    The first residual block makes the inputs of all of them, which takes the host fewer launches.
     """
     blocks = [layer for layer in layers if isinstance(layer, ResidualBlock)]
     made: list[tuple[Tensor, Tensor | None]] = []
 
     def given(emb: Tensor) -> tuple[Tensor, Tensor | None]:
         if not made:
-            made.extend(reversed(given_to(blocks, emb)))
+            made.extend(reversed(block_inputs(blocks, emb)))
         return made.pop()
 
     for layer in layers:
@@ -305,32 +298,27 @@ def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     return carry
 
 
-class Attention(CarryLayer):
+class Attention(CarryLayer, kind=AttentionLayer):
     """Self-attention over the pixels, added to h."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
-        self.heads = layer.heads
+        self.head_channels = layer.in_channels // layer.heads
         self.norm = GroupNorm(layer.groups, width, layer.epsilon)
         self.qkv = Linear(width, 3 * width, parts=3)
         self.projection = Linear(width, width, starts_at_zero=True)
-
-    def keep_own(self) -> None:
-        self.pieces = {"mixed": ("qkv", "projection")}
-        self.heads //= self.tensor.size
-        self.tensor.rows(self.qkv, parts=3)
-        self.tensor.columns(self.projection)
+        self.summed_pieces = {"mixed": ("qkv", "projection")}
 
     def compute(self, h: Tensor) -> Tensor:
         return h + as_image(self.summed("mixed", h), h)
 
     def mixed(self, h: Tensor) -> Tensor:
-        """Return what the heads of this rank add to each pixel, (N, pixels, C)."""
-        return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), heads=self.heads))
+        """Return the term of this rank's heads, (N, pixels, C)."""
+        return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
 
 
-class TransformerInput(CarryLayer):
+class TransformerInput(CarryLayer, kind=TransformerInputLayer):
     """Entry to transformer blocks: normalises h and projects it."""
 
     def __init__(self, layer: TransformerInputLayer) -> None:
@@ -342,7 +330,7 @@ class TransformerInput(CarryLayer):
         return as_image(self.projection(as_pixels(self.norm(h))), h)
 
 
-class TransformerBlock(CarryLayer):
+class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
     """Self-attention over the pixels, cross-attention to the context and a gated network (GEGLU, Shazeer 2020), each
     normalised first and added. Source: Vaswani et al. 2017; Rombach et al. 2022, appendix E.2.1.
 
@@ -352,7 +340,7 @@ class TransformerBlock(CarryLayer):
     def __init__(self, layer: TransformerBlockLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
-        self.heads = layer.heads
+        self.head_channels = layer.in_channels // layer.heads
         self.context: Tensor | None = None
         self.norm1 = LayerNorm(width)
         self.qkv = Linear(width, 3 * width, parts=3, bias=False)
@@ -364,23 +352,16 @@ class TransformerBlock(CarryLayer):
         self.norm3 = LayerNorm(width)
         self.gated = Linear(width, 8 * width, parts=2)
         self.projection3 = Linear(4 * width, width)
+        self.summed_pieces = {
+            "mixed": ("qkv", "projection1"),
+            "read": ("q", "kv", "projection2"),
+            "widened": ("gated", "projection3"),
+        }
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         if self.context is None:
             raise RuntimeError("cross-attention needs the encoded text: call set_context before the forward")
         return (self.context.to(arithmetic_dtype(emb.device.type, emb.dtype)),)
-
-    def keep_own(self) -> None:
-        self.pieces = {
-            "mixed": ("qkv", "projection1"),
-            "read": ("q", "kv", "projection2"),
-            "widened": ("gated", "projection3"),
-        }
-        self.heads //= self.tensor.size
-        for fused, parts in ((self.qkv, 3), (self.q, 1), (self.kv, 2), (self.gated, 2)):
-            self.tensor.rows(fused, parts)
-        for projection in (self.projection1, self.projection2, self.projection3):
-            self.tensor.columns(projection)
 
     def compute(self, h: Tensor, context: Tensor) -> Tensor:
         pixels = as_pixels(h)
@@ -389,21 +370,21 @@ class TransformerBlock(CarryLayer):
         return as_image(pixels + self.summed("widened", pixels), h)
 
     def mixed(self, pixels: Tensor) -> Tensor:
-        """Return what self-attention adds to the pixels (N, pixels, C); this and the two below, of the own heads."""
-        return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), heads=self.heads))
+        """Return the term of self-attention, (N, pixels, C); here and below it is this rank's."""
+        return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), width=self.head_channels))
 
     def read(self, pixels: Tensor, context: Tensor) -> Tensor:
-        """Return what attention to the context adds."""
+        """Return the term of attention to the context."""
         query = self.q(self.norm2(pixels))
-        return self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), heads=self.heads))
+        return self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), width=self.head_channels))
 
     def widened(self, pixels: Tensor) -> Tensor:
-        """Return what the gated network adds."""
+        """Return the term of the gated network."""
         values, gate = self.gated(self.norm3(pixels)).chunk(2, dim=2)  # (N, pixels, 4C) each
         return self.projection3(values * F.gelu(gate))
 
 
-class TransformerOutput(CarryLayer):
+class TransformerOutput(CarryLayer, kind=TransformerOutputLayer):
     """Exit of transformer blocks: projects h and adds the residual."""
 
     def __init__(self, layer: TransformerOutputLayer) -> None:
@@ -424,9 +405,9 @@ def as_image(pixels: Tensor, like: Tensor) -> Tensor:
     return rearrange(pixels, "n (h w) c -> n c h w", h=like.shape[2])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, heads: int) -> Tensor:
-    """Return multi-head attention of ``query`` (N, pixels, C) over key and value (N, tokens, C): (N, pixels, C)."""
-    query, key, value = (rearrange(part, "n p (heads c) -> n heads p c", heads=heads) for part in (query, key, value))
+def attend(query: Tensor, key: Tensor, value: Tensor, *, width: int) -> Tensor:
+    """Return attention of ``query`` (N, pixels, C), C / width heads, over key and value (N, tokens, C): as query."""
+    query, key, value = (rearrange(part, "n p (heads c) -> n heads p c", c=width) for part in (query, key, value))
     return rearrange(F.scaled_dot_product_attention(query, key, value), "n heads p c -> n p (heads c)")
 
 
@@ -441,26 +422,27 @@ def transformer_blocks(modules: Iterable[nn.Module]) -> list[TransformerBlock]:
     return [module for module in modules if isinstance(module, TransformerBlock)]
 
 
-class Downsample(CarryLayer):
+class Downsample(CarryLayer, kind=DownsampleLayer):
     """Convolution of stride 2, which halves the image."""
 
     def __init__(self, layer: DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
-        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=int(not layer.asymmetric))
+        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2)
+        self.conv.padding = int(not layer.asymmetric)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
-class Upsample(Input):
+class Upsample(Input, kind=UpsampleLayer):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
 
 
-class Output(CarryLayer):
+class Output(CarryLayer, kind=OutputLayer):
     """Last layer: the carry ``(h, emb)`` to the prediction (N, C, H, W), a tensor."""
 
     def __init__(self, layer: OutputLayer) -> None:
@@ -473,30 +455,3 @@ class Output(CarryLayer):
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(norm_silu(self.norm, h))
-
-
-def keep_part(module: nn.Module, layer: Layer, tensor: TensorGroup) -> nn.Module:
-    """Return a layer's module, which keeps this rank's part if the layer is split among a tensor group."""
-    if layer.shards > 1:
-        assert isinstance(module, CarryLayer)
-        module.split(tensor)
-    return module
-
-
-MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
-    EmbedLayer: Embed,
-    InputLayer: Input,
-    AttentionLayer: Attention,
-    DownsampleLayer: Downsample,
-    TransformerBlockLayer: TransformerBlock,
-    TransformerInputLayer: TransformerInput,
-    TransformerOutputLayer: TransformerOutput,
-    UpsampleLayer: Upsample,
-    OutputLayer: Output,
-}
-"""Module of every kind of layer except the residual block, whose dropout needs its index and the seed."""
-
-
-def module_of(layer: Layer, index: int, seed: int) -> nn.Module:
-    """Return the module of layer `index` of the list, with uninitialised weights."""
-    return ResidualBlock(layer, index, seed) if isinstance(layer, BlockLayer) else MODULES[type(layer)](layer)

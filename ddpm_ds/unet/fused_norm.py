@@ -132,7 +132,7 @@ def _norm_silu(
     pixels = height * width
     y, mean, rstd = _empty_outputs(x, groups)
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift))
-    sizes: dict[str, Any] = {"C": channels, "G": groups}
+    sizes: dict[str, int] = {"C": channels, "G": groups}
     fitting = whole(pixels, channels, groups, x.element_size())
     if fitting is not None:
         sizes |= {"ROWS": fitting.rows, "GROUPS": fitting.groups, "WIDTH": fitting.width, "SILU": silu}
@@ -192,7 +192,7 @@ def _norm_silu_backward(
     per_image = x.new_empty((2, images, channels), dtype=torch.float32)
     kind = images * channels
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift), mean, rstd)
-    sizes: dict[str, Any] = {"C": channels, "G": groups}
+    sizes: dict[str, int] = {"C": channels, "G": groups}
     fitting = whole(pixels, channels, groups, x.element_size())
     if fitting is not None:
         sizes |= {"ROWS": fitting.rows, "GROUPS": fitting.groups, "WIDTH": fitting.width, "SILU": silu}

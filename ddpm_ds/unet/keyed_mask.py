@@ -47,22 +47,17 @@ def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
     Raises:
         ValueError: a seed or stream is out of range, or drop is not in [0, 1).
     """
-    keep = _drawn(images, tuple(masks))
-    parts = keep.split([len(images) * mask.elements for mask in masks])
-    sizes = [(len(images), height, width, channels) for _, _, (channels, height, width), _ in masks]
-    return [part.view(size).permute(0, 3, 1, 2) for part, size in zip(parts, sizes, strict=True)]
-
-
-def _drawn(images: Tensor, masks: tuple[Mask, ...]) -> Tensor:
-    """Return one mask after the other, (N, elements) each, in one tensor."""
-    rows, mask_of_block = _table(masks, images.device)
-    keep = images.new_empty(len(images) * sum(mask.elements for mask in masks), dtype=torch.bool)
+    rows, mask_of_block = _table(tuple(masks), images.device)
+    lengths = [len(images) * mask.elements for mask in masks]
+    keep = images.new_empty(sum(lengths), dtype=torch.bool)
     aligned = ALIGNED if all(mask.elements % ALIGNED == 0 for mask in masks) else 1
-    sizes = len(images), len(mask_of_block)
-    write_keep_masks[(math.prod(sizes),)](
-        images.to(torch.int64).contiguous(), rows, mask_of_block, keep, *sizes, *HASH_MULTIPLIERS, WORDS, aligned
+    counts = len(images), len(mask_of_block)
+    write_keep_masks[(math.prod(counts),)](
+        images.to(torch.int64).contiguous(), rows, mask_of_block, keep, *counts, *HASH_MULTIPLIERS, WORDS, aligned
     )
-    return keep
+    sizes = [(len(images), height, width, channels) for _, _, (channels, height, width), _ in masks]
+    parts = zip(keep.split(lengths), sizes, strict=True)
+    return [part.view(size).permute(0, 3, 1, 2) for part, size in parts]
 
 
 @functools.cache

@@ -9,10 +9,12 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
                                 middle.block.0 ... middle.block.1
 """
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
@@ -21,6 +23,53 @@ PASSES_PER_STEP = 3
 not counted as work."""
 SIZES = 6
 """Numbers that go with pooled text, in pixels: the original's height and width; the crop's top, left, height, width."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Spread of a tensor of which each rank of a group has an equal part of a dimension."""
+
+    dimension: int = 0
+    blocks: int = 1
+    """Number of blocks side by side in the dimension, such as queries, keys and values; a rank has a part of each."""
+
+
+Spread = Literal["whole", "partial"] | Split
+"""How a tensor is spread over a group of ranks: all have all of it, each has a term of a sum, or each has a part.
+
+A parameter that is "partial" is whole on each rank, which computes a term of its gradient.
+"""
+ROWS, COLUMNS = Split(0), Split(-1)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Parameter of a whole layer, and its spread where the layer is split."""
+
+    name: str
+    shape: tuple[int, ...]
+    spread: Spread = "whole"
+    uses: int = 0
+    """Number of products with it per image; 0 for all but weights of convolutions and linear layers, whose gradients
+    may be deferred."""
+
+    def own_shape(self, ranks: int) -> tuple[int, ...]:
+        """Return the shape of the part that one of so many ranks has."""
+        if not isinstance(self.spread, Split):
+            return self.shape
+        sizes = [*self.shape]
+        sizes[self.spread.dimension] //= ranks
+        return tuple(sizes)
+
+
+def _normalisation(name: str, channels: int, spread: Spread = "whole") -> list[Parameter]:
+    return [Parameter(f"{name}.{kind}", (channels,), spread) for kind in ("weight", "bias")]
+
+
+def _product(name: str, shape: tuple[int, ...], uses: int, spread: Spread = "whole") -> list[Parameter]:
+    """Return weight (out, ..., in) and bias (out,) of a convolution or linear layer."""
+    of_bias = replace(spread, dimension=0) if isinstance(spread, Split) else spread
+    return [Parameter(f"{name}.weight", shape, spread, uses), Parameter(f"{name}.bias", shape[:1], of_bias)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +96,11 @@ class Layer:
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
 
     unit: ClassVar[str] = ""
-    """Word for what a tensor group shares out among its ranks, groups of channels or heads; "" if it can't."""
+    """Word for the parts that a tensor group shares, groups of channels or heads; "" for layers that stay whole."""
 
     @property
     def units(self) -> int:
-        """Number of equal parts, groups of channels or heads, of which each rank may have some; 1 if none may."""
+        """Number of those parts; 1 for layers that stay whole."""
         return int(getattr(self, f"{self.unit}s")) if self.unit else 1
 
     @property
@@ -60,20 +109,20 @@ class Layer:
         return self.in_channels + self.skip_channels
 
     @property
+    def own_channels(self) -> int:
+        """Number of channels inside of the layer that one rank has: of its groups or heads."""
+        return self.out_channels // self.shards
+
+    @cached_property
     def sums(self) -> int:
-        """Number of sums in a split layer's forward, and in its backward."""
-        return int(self.shards > 1)
+        """Number of sums in a split layer's forward, and in its backward: of each product with a part of its input."""
+        return sum(one.spread == COLUMNS for one in self.listed) if self.shards > 1 else 0
 
     @property
     def summed_elements(self) -> tuple[int, int]:
         """Elements that a tensor group sums for a split layer: of its output in each forward, and of its input's
         gradient. The embedding's gradient is summed once a walk (:func:`ddpm_ds.unet.blocks.walk`)."""
         return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
-
-    @property
-    def partial_vectors(self) -> int:
-        """Parameters of a split layer that every rank holds whole, but computes only part of the gradient of."""
-        return 2 * self.width * self.sums
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -85,24 +134,34 @@ class Layer:
         return math.prod(self.out_size)
 
     @property
-    def weights(self) -> int:
-        """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
+    def listed(self) -> Sequence[Parameter]:
+        """Parameters of the whole layer, in the order of its module."""
         raise NotImplementedError
 
-    @property
-    def vectors(self) -> int:
-        """Number of all other trainable parameters: biases, scales, shifts, and weights of labels and conditions."""
-        raise NotImplementedError
+    @cached_property
+    def own_elements(self) -> list[tuple[Parameter, int]]:
+        """Parameters, each with the number of its elements that one rank has."""
+        return [(one, math.prod(one.own_shape(self.shards))) for one in self.listed]
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Number of trainable parameters."""
-        return self.weights + self.vectors
+        return sum(elements for _, elements in self.own_elements)
 
-    @property
+    @cached_property
+    def weights(self) -> int:
+        """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
+        return sum(elements for one, elements in self.own_elements if one.uses)
+
+    @cached_property
+    def partial_vectors(self) -> int:
+        """Number of elements of a split layer's partial parameters."""
+        return sum(elements for one, elements in self.own_elements if one.spread == "partial" and self.shards > 1)
+
+    @cached_property
     def weight_macs(self) -> int:
         """Multiply-accumulates of the forward's products with weights."""
-        return self.weights * self.pixels
+        return sum(one.uses * elements for one, elements in self.own_elements)
 
     @property
     def macs(self) -> int:
@@ -127,7 +186,7 @@ class EmbedLayer(Layer):
     sine_first: bool
     sinusoid_shift: int
     classes: int | None
-    told_level: bool = False
+    condition_level: bool = False
     """Whether a second noise level, that of the condition, is embedded as the timestep is."""
     numbers: int = 0
     """Size of the vector that is added to the embedding; 0 means none."""
@@ -147,31 +206,30 @@ class EmbedLayer(Layer):
         return self.pooled_channels and self.pooled_channels + SIZES * self.size_channels
 
     @property
-    def embedded(self) -> tuple[int, ...]:
-        """Widths of the inputs that two linear layers each embed."""
-        level, text = (self.sinusoid_channels,) * self.told_level, (self.text_channels,) * bool(self.pooled_channels)
-        return (self.sinusoid_channels, *level, *text)
+    def _embedded(self) -> dict[str, int]:
+        """Widths of the inputs that two linear layers each embed, by the name of the layers."""
+        level = self.sinusoid_channels * self.condition_level
+        widths = {"linear": self.sinusoid_channels, "level": level, "text": self.text_channels}
+        return {name: width for name, width in widths.items() if width}
 
     @property
-    def weights(self) -> int:
-        return sum((width + self.embedding_channels) * self.embedding_channels for width in self.embedded)
-
-    @property
-    def vectors(self) -> int:
-        labels = 0 if self.classes is None else self.classes + 1
-        return (2 * len(self.embedded) + labels + self.numbers) * self.embedding_channels
-
-    @property
-    def weight_macs(self) -> int:
-        return self.weights
+    def listed(self) -> Sequence[Parameter]:
+        embedding, rows = self.embedding_channels, 0 if self.classes is None else self.classes + 1
+        first, *others = (
+            [*_product(f"{name}1", (embedding, width), 1), *_product(f"{name}2", (embedding, embedding), 1)]
+            for name, width in self._embedded.items()
+        )
+        labels = Parameter("label_embedding.weight", (rows, embedding))
+        vector = Parameter("condition_embedding.weight", (embedding, self.numbers))
+        return [*first, *[labels] * bool(rows), *[vector] * bool(self.numbers), *itertools.chain(*others)]
 
     @property
     def macs(self) -> int:
-        return self.weights + self.numbers * self.embedding_channels
+        return self.weight_macs + self.numbers * self.embedding_channels
 
     @property
     def activation_elements(self) -> int:
-        return sum(width + 2 * self.embedding_channels for width in self.embedded) + self.numbers
+        return sum(width + 2 * self.embedding_channels for width in self._embedded.values()) + self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +237,8 @@ class ConvolutionLayer(Layer):
     """Layer with one 3x3 convolution."""
 
     @property
-    def weights(self) -> int:
-        return 9 * self.in_channels * self.out_channels
-
-    @property
-    def vectors(self) -> int:
-        return self.out_channels
+    def listed(self) -> Sequence[Parameter]:
+        return _product("conv", (self.out_channels, 3, 3, self.in_channels), self.pixels)
 
     @property
     def activation_elements(self) -> int:
@@ -220,8 +274,8 @@ class OutputLayer(ConvolutionLayer):
     epsilon: float
 
     @property
-    def vectors(self) -> int:
-        return self.out_channels + 2 * self.in_channels
+    def listed(self) -> Sequence[Parameter]:
+        return [*_normalisation("norm", self.in_channels), *super().listed]
 
     @property
     def activation_elements(self) -> int:
@@ -250,34 +304,26 @@ class BlockLayer(Layer):
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
-    def _own_channels(self) -> int:
-        """Number of channels of the inner convolution's output on this rank."""
-        return self.out_channels // self.shards
-
-    @property
-    def _convolved(self) -> int:
-        """Number of elements of the convolutions' weights."""
-        return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self._own_channels
-
-    @property
-    def weights(self) -> int:
-        return self._convolved + self.embedding_channels * self.time_channels // self.shards
-
-    @property
-    def vectors(self) -> int:
-        return 2 * self.width + (4 + self.has_shortcut) * self._own_channels + self.time_channels // self.shards
-
-    @property
-    def weight_macs(self) -> int:
-        return self._convolved * self.pixels + self.embedding_channels * self.time_channels // self.shards
+    def listed(self) -> Sequence[Parameter]:
+        width, channels, pixels = self.width, self.out_channels, self.pixels
+        time = (self.time_channels, self.embedding_channels)
+        shortcut = _product("shortcut", (channels, 1, 1, width), pixels, ROWS)
+        return [
+            *_normalisation("norm1", width, "partial"),
+            *_product("conv1", (channels, 3, 3, width), pixels, ROWS),
+            *_product("time_projection", time, 1, Split(blocks=2 if self.scale_shift else 1)),
+            *_normalisation("norm2", channels, ROWS),
+            *_product("conv2", (channels, 3, 3, channels), pixels, COLUMNS),
+            *(shortcut if self.has_shortcut else ()),
+        ]
 
     @property
     def activation_elements(self) -> int:
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
-        per_pixel = 3 * self.width + (3 + self.scale_shift) * self._own_channels
+        per_pixel = 3 * self.width + (3 + self.scale_shift) * self.own_channels
         groups = 2 * self.groups + 2 * self.groups // self.shards
-        vectors = self.embedding_channels + self.scale_shift * self._own_channels + groups
-        mask = self._own_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
+        vectors = self.embedding_channels + self.scale_shift * self.own_channels + groups
+        mask = self.own_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
         return per_pixel * self.pixels + vectors + mask
 
 
@@ -292,12 +338,13 @@ class AttentionLayer(Layer):
     heads: int
 
     @property
-    def weights(self) -> int:
-        return 4 * self.in_channels**2 // self.shards
-
-    @property
-    def vectors(self) -> int:
-        return 2 * self.in_channels + 4 * self.in_channels // self.shards
+    def listed(self) -> Sequence[Parameter]:
+        width = self.in_channels
+        return [
+            *_normalisation("norm", width, "partial"),
+            *_product("qkv", (3 * width, width), self.pixels, Split(blocks=3)),
+            *_product("projection", (width, width), self.pixels, COLUMNS),
+        ]
 
     @property
     def macs(self) -> int:
@@ -317,12 +364,9 @@ class TransformerInputLayer(Layer):
     groups: int
 
     @property
-    def weights(self) -> int:
-        return self.in_channels**2
-
-    @property
-    def vectors(self) -> int:
-        return 3 * self.in_channels
+    def listed(self) -> Sequence[Parameter]:
+        width = self.in_channels
+        return [*_normalisation("norm", width), *_product("projection", (width, width), self.pixels)]
 
     @property
     def activation_elements(self) -> int:
@@ -340,36 +384,27 @@ class TransformerBlockLayer(Layer):
     context_channels: int
 
     @property
-    def sums(self) -> int:
-        return 3 * super().sums
-
-    @property
-    def _own_channels(self) -> int:
-        """Number of channels of this rank's heads."""
-        return self.in_channels // self.shards
-
-    @property
-    def weights(self) -> int:
-        return (18 * self.in_channels + 2 * self.context_channels) * self._own_channels
-
-    @property
-    def vectors(self) -> int:
-        return 6 * self.in_channels + 11 * self._own_channels
-
-    @property
-    def weight_macs(self) -> int:
-        return (18 * self.in_channels * self.pixels + 2 * self.context_channels * self.tokens) * self._own_channels
+    def listed(self) -> Sequence[Parameter]:
+        width, pixels = self.in_channels, self.pixels
+        qkv, _ = _product("qkv", (3 * width, width), pixels, Split(blocks=3))
+        q, _ = _product("q", (width, width), pixels, ROWS)
+        kv, _ = _product("kv", (2 * width, self.context_channels), self.tokens, Split(blocks=2))
+        norms = [_normalisation(f"norm{number}", width, "partial") for number in (1, 2, 3)]
+        projections = [_product(f"projection{number}", (width, width), pixels, COLUMNS) for number in (1, 2)]
+        gated = _product("gated", (8 * width, width), pixels, Split(blocks=2))
+        last = _product("projection3", (width, 4 * width), pixels, COLUMNS)
+        return [*norms[0], qkv, *projections[0], *norms[1], q, kv, *projections[1], *norms[2], *gated, *last]
 
     @property
     def macs(self) -> int:
-        return self.weight_macs + 2 * (self.pixels + self.tokens) * self._own_channels * self.pixels
+        return self.weight_macs + 2 * (self.pixels + self.tokens) * self.own_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
         # three normalisations and their inputs; of the own heads q, k, v and output twice, 8 + 4 + 4 of the gate and a
         # logarithm per query and head, twice. The context is one tensor for all layers of a rank, and is counted there.
-        per_pixel = 6 * self.in_channels + 22 * self._own_channels + 2 * self.heads // self.shards + 6
-        return per_pixel * self.pixels + 2 * self._own_channels * self.tokens
+        per_pixel = 6 * self.in_channels + 22 * self.own_channels + 2 * self.heads // self.shards + 6
+        return per_pixel * self.pixels + 2 * self.own_channels * self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,20 +412,36 @@ class TransformerOutputLayer(Layer):
     """Exit of transformer blocks: a projection, to which the residual is added."""
 
     @property
-    def weights(self) -> int:
-        return self.in_channels**2
-
-    @property
-    def vectors(self) -> int:
-        return self.in_channels
+    def listed(self) -> Sequence[Parameter]:
+        return _product("projection", (self.in_channels, self.in_channels), self.pixels)
 
     @property
     def activation_elements(self) -> int:
         return self.in_channels * self.pixels
 
 
+_Described = tuple[type[Layer], str, dict[str, Any]]
+
+
 def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
-    """Return the U-Net of a spec as its ordered list of layers.
+    """Return the U-Net of a spec as its ordered list of layers."""
+    embedding = unet.embedding_channels or 4 * unet.channels * unet.multipliers[0]
+    channels, size = interface.channels + interface.condition_channels, interface.size
+    layers, skips = list[Layer](), list[int]()
+    for kind, name, options in layer_options(unet, interface):
+        if options.pop("pops", False):
+            options["skip_channels"] = skips.pop()
+        changed = {"out_channels": channels, "out_size": size, **options}
+        layer = kind(name=name, in_channels=channels, in_size=size, embedding_channels=embedding, **changed)
+        layers.append(layer)
+        channels, size = layer.out_channels, layer.out_size
+        if layer.pushes:
+            skips.append(channels)
+    return tuple(layers)
+
+
+def layer_options(unet: UnetSpec, interface: Interface) -> Iterator[_Described]:
+    """Yield kind, name and options of each layer of a U-Net; a width or size that is not there is that before it.
 
     Widths and sizes are those of DDPM (Ho et al. 2020, appendix B): an encoder level has `blocks_per_level` blocks, a
     decoder level one more, each of which pops a skip.
@@ -399,79 +450,57 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
     sizes = [(interface.size[0] >> level, interface.size[1] >> level) for level in range(len(widths))]
     attended, text = unet.attended_levels(interface.size), unet.text
     depths = text.blocks if text else (0,) * len(widths)
-    embedding = unet.embedding_channels or 4 * widths[0]
     norm = {"groups": unet.norm_groups, "epsilon": unet.norm_epsilon}
-    residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift"}
-    padding = {"asymmetric": unet.downsample_padding == "asymmetric"}
-    layers: list[Layer] = []
-    skips: list[int] = []
-    channels, size = interface.channels + interface.condition_channels, interface.size
+    residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift", **norm}
 
-    def add(kind: type[Layer], name: str, width: int, new_size: tuple[int, int], **options: Any) -> None:
-        nonlocal channels, size
-        layer = kind(
-            name=name,
-            in_channels=channels,
-            out_channels=width,
-            in_size=size,
-            out_size=new_size,
-            embedding_channels=embedding,
-            **options,
-        )
-        layers.append(layer)
-        channels, size = width, new_size
-        if layer.pushes:
-            skips.append(channels)
-
-    def block(name: str, width: int, **carry: Any) -> None:
-        add(BlockLayer, name, width, size, **carry, **residual, **norm)
-
-    def attention(name: str, level: int, blocks: int, **carry: Any) -> None:
+    def attention(name: str, level: int, blocks: int, **carry: bool) -> Iterator[_Described]:
         if text is None:
-            heads = channels // (unet.head_channels or channels)
-            add(AttentionLayer, name, channels, size, heads=heads, **carry, **norm)
+            heads = widths[level] // (unet.head_channels or widths[level])
+            yield AttentionLayer, name, {"heads": heads, **carry, **norm}
             return
-        context = {"tokens": text.tokens, "context_channels": text.context_channels}
-        add(TransformerInputLayer, f"{name}.in", channels, size, opens=True, groups=unet.norm_groups)
+        context = {"heads": text.heads[level], "tokens": text.tokens, "context_channels": text.context_channels}
+        yield TransformerInputLayer, f"{name}.in", {"opens": True, "groups": unet.norm_groups}
         for number in range(blocks):
-            add(TransformerBlockLayer, f"{name}.{number}", channels, size, heads=text.heads[level], **context)
-        add(TransformerOutputLayer, f"{name}.out", channels, size, closes=True, **carry)
+            yield TransformerBlockLayer, f"{name}.{number}", {**context}
+        yield TransformerOutputLayer, f"{name}.out", {"closes": True, **carry}
 
-    add(
-        EmbedLayer,
-        "embed",
-        channels,
-        size,
-        sinusoid_channels=widths[0],
-        sine_first=unet.sinusoid_order == "sin_cos",
-        sinusoid_shift=unet.sinusoid_shift,
-        classes=unet.classes,
-        told_level=interface.told_level,
-        numbers=interface.numbers,
-        pooled_channels=(text and text.pooled_channels) or 0,
-        size_channels=text.size_channels if text else 0,
-    )
-    add(InputLayer, "conv_in", widths[0], size, pushes=True)
+    embed = {
+        "sinusoid_channels": widths[0],
+        "sine_first": unet.sinusoid_order == "sin_cos",
+        "sinusoid_shift": unet.sinusoid_shift,
+        "classes": unet.classes,
+        "condition_level": interface.condition_level,
+        "numbers": interface.numbers,
+    }
+    pooled = {"pooled_channels": text.pooled_channels or 0, "size_channels": text.size_channels} if text else {}
+    yield EmbedLayer, "embed", {**embed, **pooled}
+    yield InputLayer, "conv_in", {"out_channels": widths[0], "pushes": True}
     for level, width in enumerate(widths):
         for number in range(unet.blocks_per_level):
-            block(f"down.{level}.block.{number}", width, pushes=level not in attended)
+            pushes = level not in attended
+            yield BlockLayer, f"down.{level}.block.{number}", {"out_channels": width, "pushes": pushes, **residual}
             if level in attended:
-                attention(f"down.{level}.attention.{number}", level, depths[level], pushes=True)
+                yield from attention(f"down.{level}.attention.{number}", level, depths[level], pushes=True)
         if level < len(widths) - 1:
-            add(DownsampleLayer, f"down.{level}.downsample", width, sizes[level + 1], pushes=True, **padding)
-    block("middle.block.0", channels)
+            padding = {"asymmetric": unet.downsample_padding == "asymmetric"}
+            yield DownsampleLayer, f"down.{level}.downsample", {"out_size": sizes[level + 1], "pushes": True, **padding}
+    yield BlockLayer, "middle.block.0", {**residual}
     if unet.middle_attention:
-        attention("middle.attention", -1, text.middle_blocks if text else 0)
-    block("middle.block.1", channels)
-    for level, width in reversed(list(enumerate(widths))):
+        yield from attention("middle.attention", -1, text.middle_blocks if text else 0)
+    yield BlockLayer, "middle.block.1", {**residual}
+    for level, width in reversed([*enumerate(widths)]):
         for number in range(unet.blocks_per_level + 1):
-            block(f"up.{level}.block.{number}", width, skip_channels=skips.pop())
+            yield BlockLayer, f"up.{level}.block.{number}", {"out_channels": width, "pops": True, **residual}
             if level in attended:
-                attention(f"up.{level}.attention.{number}", level, depths[level])
+                yield from attention(f"up.{level}.attention.{number}", level, depths[level])
         if level:
-            add(UpsampleLayer, f"up.{level}.upsample", width, sizes[level - 1])
-    add(OutputLayer, "out", interface.channels, size, **norm)
-    return tuple(layers)
+            yield UpsampleLayer, f"up.{level}.upsample", {"out_size": sizes[level - 1]}
+    yield OutputLayer, "out", {"out_channels": interface.channels, **norm}
+
+
+def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the whole U-Net by its global name, in the order of the layers."""
+    return {f"{index}.{one.name}": one.shape for index, layer in enumerate(layers) for one in layer.listed}
 
 
 def first_cut(layers: Sequence[Layer]) -> int:

@@ -2,12 +2,11 @@
 the choice of kernels for normalisations and dropouts, ours or PyTorch's.
 """
 
-import functools
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,42 +15,30 @@ from torch import Tensor, nn
 from ddpm_ds.device import runs_triton
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet import operations
-from ddpm_ds.unet.blocks import CarryLayer, keep_part, module_of, set_context, transformer_blocks, walk
-from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.tensor_group import TensorGroup
-from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
+from ddpm_ds.unet.layers import BlockLayer, Layer
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
+from ddpm_ds.unet.weight_gradients import Tapped
 
 AskedKernels = Literal["auto", "fused", "reference"]
 C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
-def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
-    """Return the module of layer `index` of the list, in fp32 on the CPU.
+def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
+    """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
 
-    Its weights are a function of (seed, index) alone, so every stage of every layout starts from the same
-    U-Net. torch's global generator is neither read nor moved.
+    Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's generator is
+    neither read nor moved.
     """
     with torch.device("cpu"):
-        module = module_of(layer, index, seed)
+        drops = (index, seed) if isinstance(layer, BlockLayer) else ()
+        module = CarryLayer.of_kind[type(layer)](layer, *drops)
     # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
     operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
+    if layer.shards > 1 and tensor is not ALONE:
+        module.split(tensor)
     return module
-
-
-def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return every parameter's shape by global name, in layer order, of a rank's parts in layers that are ``split``."""
-    shapes = ((index, _shapes(layer, split)) for index, layer in enumerate(layers))
-    return {f"{index}.{name}": shape for index, of_layer in shapes for name, shape in of_layer.items()}
-
-
-@functools.lru_cache(maxsize=1024)
-def _shapes(layer: Layer, split: bool) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        module = module_of(layer, 0, 0)
-        if split:
-            keep_part(module, layer, TensorGroup(0, layer.shards))
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 class UNet(nn.Module):
@@ -112,44 +99,32 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))
     torch._dynamo.config.recompile_limit = limit
-    layer: Any
     for layer in modules:
-        for name in layer.pieces if isinstance(layer, CarryLayer) else CarryLayer.pieces:
-            within = layer.parts_of(name) if isinstance(layer, CarryLayer) else weighted_parts(layer)
-            parts = [part for part in within if not isinstance(part, operations.EmbeddingProjection)]
+        assert isinstance(layer, CarryLayer)
+        for name in layer.pieces:
+            parts = [part for part in layer.parts_of(name) if not isinstance(part, operations.EmbeddingProjection)]
             written = getattr(layer, name)
             setattr(layer, name, Tapped(written, torch.compile(written, dynamic=False), parts))
 
 
-def missing_for_kernels(device: torch.device) -> str:
-    """Return what the fused kernels need and a device or its host lacks; empty if nothing."""
-    if device.type != "cuda":
-        return "CUDA, and this run is on the CPU"
-    if not runs_triton(device):
-        return "Triton, which is not installed"
-    return "" if _compiler(*C_COMPILERS) else "a C compiler, which this host lacks"
-
-
-def check_kernels(asked: AskedKernels, device: torch.device) -> None:
-    """Check, before anything starts, that the requested kernels can run on a device.
-
-    Raises:
-        DsConfigError: fused kernels were requested, and something that they need is missing.
-    """
-    if asked == "fused" and (missing := missing_for_kernels(device)):
-        raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
-
-
-def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool) -> operations.Kernels:
+def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool = False) -> operations.Kernels:
     """Return the kernels of layers whose steps are ``captured`` as CUDA graphs or launched one by one.
 
     ``auto`` takes the fused normalisations in graphs alone, since they take the host longer to launch than PyTorch's.
-    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs. Raises
-    DsConfigError as :func:`check_kernels` does.
+    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs.
+
+    Raises:
+        DsConfigError: fused kernels were requested, and the device or its host lacks something that they need.
     """
-    check_kernels(asked, device)
+    missing = ""
+    if device.type != "cuda":
+        missing = "CUDA, and this run is on the CPU"
+    elif not runs_triton(device):
+        missing = "Triton, which is not installed"
+    elif not _compiler(*C_COMPILERS):
+        missing = "a C compiler, which this host lacks"
+    if asked == "fused" and missing:
+        raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
     if asked != "auto":
         return asked
-    if missing_for_kernels(device):
-        return "reference"
-    return "fused" if captured else "masks"
+    return "reference" if missing else "fused" if captured else "masks"

@@ -4,7 +4,9 @@ Weights are cast to the dtype of the input, so a layer chooses the dtype of its 
 initialise them: :func:`draw_weights` does, from its own generator.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -48,13 +50,6 @@ def widening(device_type: str, stored: torch.dtype) -> str | None:
         return None
     precision = "fp16" if stored is torch.float16 else "bf16"
     return f"{precision} on a CPU: stored in {precision}, computed in fp32"
-
-
-def convolution(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> Tensor:
-    """Convolve x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format of both."""
-    if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, stride, padding):
-        return _Convolution3x3.apply(x, weight, bias)
-    return F.conv2d(x, weight, bias, stride, padding)
 
 
 def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
@@ -123,36 +118,30 @@ class Convolution(Weighted):
     bias: nn.Parameter
 
     def __init__(
-        self,
-        channels: int,
-        out_channels: int,
-        kernel: int = 3,
-        *,
-        stride: int = 1,
-        padding: int | None = None,
-        starts_at_zero: bool = False,
+        self, channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1, starts_at_zero: bool = False
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_channels, kernel, kernel, channels))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.stride = stride
-        self.padding = kernel // 2 if padding is None else padding
+        self.padding = kernel // 2
         self.starts_at_zero = starts_at_zero
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.contiguous(memory_format=torch.channels_last))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is not None
         weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)  # (out, in, k, k)
-        return convolution(x, weight, bias, self.stride, self.padding)
+        if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, self.stride, self.padding):
+            return _Convolution3x3.apply(x, weight, bias)
+        return F.conv2d(x, weight, bias, self.stride, self.padding)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
         like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k), of which only the layout counts
         if _by_products(x, like, self.stride, self.padding):
             return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
-        where: Any = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
+        where = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
         found = torch.ops.aten.convolution_backward(gradient, x, like, None, *where, [False, True, False])[1]
         return found.permute(0, 2, 3, 1)
 
@@ -304,12 +293,9 @@ class KeyedDropout(nn.Module):
 
     def __init__(self, rate: float, seed: int, layer: int, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.rate = rate
-        self.seed = seed
-        self.stream = Stream.DROPOUT + layer
-        self.shape = shape
-        self.own: tuple[int, int] | None = None
-        """Number of channels before and after those of this rank, if the layer is split."""
+        self.rate, self.seed, self.stream, self.shape = rate, seed, Stream.DROPOUT + layer, shape
+        self.beside = 0, 0
+        """Number of channels before and after those of this rank."""
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
 
@@ -332,44 +318,34 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     if images is None:
         raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
     if drawing[0].kernels == "reference":
-        masks = [_keep_mask(one, images) for one in drawing]
+        masks = []
+        for one in drawing:
+            channels, height, width = one.shape
+            keep = keep_mask(one.seed, one.stream, images, math.prod(one.shape), one.rate)
+            masks.append(keep.view(-1, height, width, channels).permute(0, 3, 1, 2))
     else:
         from ddpm_ds.unet.keyed_mask import Mask, fused_keep_masks  # needs Triton, which not every machine has
 
         masks = fused_keep_masks(images, [Mask(one.seed, one.stream, one.shape, one.rate) for one in drawing])
-    drawn = map(_own_channels, masks, drawing)
-    return [next(drawn) if one.rate and one.training else None for one in dropouts]
-
-
-def _own_channels(mask: Tensor, dropout: KeyedDropout) -> Tensor:
-    if dropout.own is None:
-        return mask
-    first, after = dropout.own
-    return mask[:, first : mask.shape[1] - after].contiguous(memory_format=torch.channels_last)
-
-
-def _keep_mask(dropout: KeyedDropout, images: Tensor) -> Tensor:
-    channels, height, width = dropout.shape
-    keep = keep_mask(dropout.seed, dropout.stream, images, channels * height * width, dropout.rate)
-    return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
+    own: dict[KeyedDropout, Tensor | None] = dict.fromkeys(dropouts)
+    for one, mask in zip(drawing, masks, strict=True):
+        first, after = one.beside
+        own[one] = mask[:, first : mask.shape[1] - after].contiguous(memory_format=torch.channels_last)
+    return [*own.values()]
 
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
     """Set the image indices of the next forward, `images` (N,) int64, in every dropout of `modules`."""
-    for part in _parts_of(modules):
+    for part in itertools.chain.from_iterable(module.modules() for module in modules):
         if isinstance(part, KeyedDropout):
             part.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
     """Choose the kernels of every module in `modules` that has fused ones."""
-    for part in _parts_of(modules):
+    for part in itertools.chain.from_iterable(module.modules() for module in modules):
         if isinstance(part, GroupNorm | KeyedDropout):
             part.kernels = kernels
-
-
-def _parts_of(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    return (part for root in roots for part in root.modules())
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:

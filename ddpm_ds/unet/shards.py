@@ -1,12 +1,15 @@
-"""Layers whose weights are split among the ranks of a tensor group, and where a rank's part of a weight is.
+"""Layers whose weights are split among the ranks of a tensor group, and a rank's part of a weight.
 
 A residual block is split by channels, attention by heads, a transformer block by heads and by the width of its gated
 network. Each rank computes its part from the whole input, and the parts are summed to the whole output, so that all
 ranks of the group have the same carry between layers. Does not import torch.
 """
 
+from __future__ import annotations
+
 import difflib
 import fnmatch
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +20,7 @@ from ddpm_ds.command_line import counted
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.schema.layout import Layout, TensorSplit, divisors
 from ddpm_ds.schema.section import shown
-from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer
+from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Split
 
 
 class Shard(NamedTuple):
@@ -26,6 +29,14 @@ class Shard(NamedTuple):
     rank: int
     ranks: int
     run: int
+
+    @classmethod
+    def of(cls, parameter: Parameter, rank: int, ranks: int) -> Shard | None:
+        """Return a rank's part of a parameter of a split layer; None if each rank has all of it."""
+        spread = parameter.spread
+        if not isinstance(spread, Split):
+            return None
+        return cls(rank, ranks, math.prod(parameter.shape[spread.dimension :]) // spread.blocks // ranks)
 
 
 class Sums(NamedTuple):
@@ -45,12 +56,8 @@ def level_of(layer: Layer, levels: int) -> int:
 
 def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, ...]:
     """Return the layers with those that ``tensor`` asks for split, as far as their groups or heads divide."""
-    return tuple(
-        replace(layer, shards=tensor.size)
-        if is_asked(layer, layers, tensor) and can_split(layer, tensor.size)
-        else layer
-        for layer in layers
-    )
+    split = [is_asked(layer, layers, tensor) and can_split(layer, tensor.size) for layer in layers]
+    return tuple(replace(one, shards=tensor.size) if asked else one for one, asked in zip(layers, split, strict=True))
 
 
 def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -127,3 +134,12 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
             if not reentrant and (last := walk[-1]).sums:
                 number, elements = number - 1, elements - last.summed_elements[0] // last.sums
     return forward, Sums(number, elements)
+
+
+def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
+    """Return the elements of gradients in all passes of a step around the ring of a tensor group.
+
+    Partial ones are summed, in two passes; on GPUs whole ones are ``given`` by the first rank, in one.
+    """
+    alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
+    return 2 * sum(layer.partial_vectors for layer in layers) + alike

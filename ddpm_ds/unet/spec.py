@@ -38,8 +38,8 @@ class Interface:
     """Channels that are concatenated to x_t, after it, and never noised."""
     numbers: int = 0
     """Size of the vector that is added to the time embedding."""
-    told_level: bool = False
-    """Whether the U-Net is told a second noise level, that of its condition."""
+    condition_level: bool = False
+    """Whether the U-Net also takes the noise level of its condition."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

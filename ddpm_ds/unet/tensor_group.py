@@ -7,17 +7,18 @@
         backward: sums h's gradient                               forward: sums the parts of the output
 
 Between ``enter`` and ``sum`` a rank works on what it owns; outside of them all ranks compute alike. A parameter that is
-whole in a split layer, such as the first normalisation's, gets a part of its gradient on each rank, and is marked
-``partial``: the parts are summed once a step. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+whole in a split layer, such as the first normalisation's, gets a part of its gradient on each rank: its spread is
+"partial", and the parts are summed once a step. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpm_ds.unet.layers import COLUMNS, Parameter
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 
@@ -55,9 +56,11 @@ class TensorGroup:
             return lambda: None
         return dist.all_reduce(x, group=self.group, async_op=True).wait
 
-    def counts(self, parameter: Tensor) -> bool:
-        """Return whether this rank counts a parameter where all ranks together count each element once."""
-        return self.rank == 0 or shard_of(parameter) is not None
+    def by_spread(self, parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], ...]:
+        """Return the parameters that this rank counts, if all count each element once; the partial; and the whole."""
+        spreads = [(one, getattr(one, "spread", "whole")) for one in parameters]
+        counted = [one for one, spread in spreads if self.rank == 0 or isinstance(spread, Shard)]
+        return counted, *([one for one, spread in spreads if spread == wanted] for wanted in ("partial", "whole"))
 
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
         """Sum ``partial`` gradients, of which each rank has a part, and on GPUs, whose kernels may round differently,
@@ -74,33 +77,19 @@ class TensorGroup:
             if one.is_cuda:
                 dist.broadcast(one, group=self.group, group_src=0)
 
-    def rows(self, module: nn.Module, parts: int = 1) -> None:
-        """Keep this rank's outputs of each of the ``parts`` side by side of a layer's weight (out, ...) and bias."""
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            self._keep(module, name, parameter.numel() // parts)
-
-    def columns(self, module: Weighted) -> None:
-        """Keep this rank's inputs of a layer's weight (..., in), and the outputs of its bias that no other adds."""
-        assert module.bias is not None
-        self._keep(module, "weight", module.weight.shape[-1])
-        self._keep(module, "bias", len(module.bias))
-        module.bias_place = self.place(len(module.bias))
+    def keep(self, module: nn.Module, kind: str, listed: Parameter) -> None:
+        """Replace a parameter of a module by this rank's part, if it is split, and mark it with its spread."""
+        kept = module.get_parameter(kind)
+        if (shard := Shard.of(listed, self.rank, self.size)) is not None:
+            kept = nn.Parameter(part_of(kept.detach(), shard).view(listed.own_shape(self.size)))
+            setattr(module, kind, kept)
+        if isinstance(module, Weighted) and listed.spread == COLUMNS:  # each rank adds the bias of its own outputs
+            module.bias_place = self.place(listed.shape[0] // self.size)
+        kept.spread = shard or listed.spread  # type: ignore[attr-defined]
 
     def place(self, own: int) -> tuple[int, int]:
         """Return how many elements of a vector lie before and after this rank's ``own``."""
         return self.rank * own, (self.size - 1 - self.rank) * own
-
-    def _keep(self, module: nn.Module, name: str, length: int) -> None:
-        """Replace a parameter by this rank's part of each ``length`` of its elements."""
-        whole = module.get_parameter(name)
-        shard = Shard(self.rank, self.size, length // self.size)
-        part = part_of(whole.detach(), shard)
-        axis = 0 if shard.run % max(whole[0].numel(), 1) == 0 else whole.ndim - 1
-        shape = list(whole.shape)
-        shape[axis] //= self.size
-        kept = nn.Parameter(part.view(shape))
-        kept.shard = shard  # type: ignore[attr-defined]
-        setattr(module, name, kept)
 
 
 ALONE = TensorGroup()
@@ -125,18 +114,8 @@ def read_part(read: Callable[[int, int], Tensor], shard: Shard | None, start: in
 
 def shard_of(parameter: Tensor) -> Shard | None:
     """Return which part of a whole parameter this one is; None if it is whole."""
-    found: Shard | None = getattr(parameter, "shard", None)
-    return found
-
-
-def is_partial(parameter: Tensor) -> bool:
-    """Return whether a whole parameter gets a part of its gradient on each rank of the tensor group."""
-    return bool(getattr(parameter, "partial", False))
-
-
-def is_alike(parameter: Tensor) -> bool:
-    """Return whether each rank of the tensor group computes all of a parameter's gradient."""
-    return shard_of(parameter) is None and not is_partial(parameter)
+    spread: object = getattr(parameter, "spread", None)
+    return spread if isinstance(spread, Shard) else None
 
 
 class _Enter(torch.autograd.Function):

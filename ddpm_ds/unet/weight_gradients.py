@@ -192,7 +192,7 @@ class _Wait(torch.autograd.Function):
         bias: Tensor | None,
         layer: Weighted | None,
         queue: WaitingGradients | None,
-        *_: Any,
+        *_: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.queue = layer, queue
@@ -231,28 +231,18 @@ class Tapped:
         self, compute: Callable[..., Tensor], compiled: Callable[..., Tensor], parts: Sequence[Weighted]
     ) -> None:
         self._compute, self._compiled, self._parts = compute, compiled, parts
-        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._known: dict[tuple[object, ...], list[Tensor]] = {}
+        """A tensor without memory for each part's input and output, by the shapes of the inputs."""
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: object) -> Tensor:
         """Compute, with taps if weight gradients are deferred."""
         # Code is compiled for one layout, and a block's projection of the embedding is a part of all blocks' product.
         inputs = tuple(one.contiguous() if isinstance(one, Tensor) and one.ndim == 2 else one for one in inputs)
         queue = self._parts[0].queue
         if queue is None:
             return self._compiled(*inputs)
-        taps = _MakeTaps.apply(queue.new_root(), self._parts, queue, self._alike(inputs))
-        for part, x, y in zip(self._parts, taps[::2], taps[1::2], strict=True):
-            part.taps = Taps(part.weight.detach(), x, y)
-        try:
-            return self._compiled(*inputs)
-        finally:
-            for part in self._parts:
-                part.taps = None
-
-    def _alike(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return a tensor without memory for each part's input and output, computing once to get their shapes."""
         key = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in inputs)
-        if key not in self._known:
+        if key not in self._known:  # compute once, to get the shapes
             seen: dict[nn.Module, list[Tensor]] = {}
 
             def see(part: nn.Module, arguments: tuple[Tensor], y: Tensor) -> None:
@@ -264,7 +254,14 @@ class Tapped:
             for hook in hooks:
                 hook.remove()
             self._known[key] = [alike for part in self._parts for alike in seen[part]]
-        return self._known[key]
+        taps = _MakeTaps.apply(queue.new_root(), self._parts, queue, self._known[key])
+        for part, x, y in zip(self._parts, taps[::2], taps[1::2], strict=True):
+            part.taps = Taps(part.weight.detach(), x, y)
+        try:
+            return self._compiled(*inputs)
+        finally:
+            for part in self._parts:
+                part.taps = None
 
 
 class _MakeTaps(torch.autograd.Function):

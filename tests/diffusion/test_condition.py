@@ -15,7 +15,7 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
-from ddpm_ds.diffusion.condition import TOLD_LEVEL, Scale, Text
+from ddpm_ds.diffusion.condition import LEVEL_SCALE, Scale, Text
 from ddpm_ds.keyed import Stream, normal, uniform
 from ddpm_ds.train.objective import Denoising, Noised, fields_read
 from tests.launching import tiny_spec
@@ -121,7 +121,7 @@ def test_reduced_is_the_mean_of_blocks_enlarged_and_noised_to_a_level_that_is_to
     prepared, noised, (level,) = inputs_of(spec, batch)
     index = batch.index
     expected = uniform(3, Stream.CONDITION_LEVEL, index, 1)[:, 0] * 0.5
-    torch.testing.assert_close(level, TOLD_LEVEL * expected)
+    torch.testing.assert_close(level, LEVEL_SCALE * expected)
     each, drawn = expected[:, None, None, None], normal(3, Stream.CONDITION_NOISE, index, 24).view_as(blocks)
     mixed = (1 - each**2).sqrt() * blocks + each * drawn
     torch.testing.assert_close(noised, mixed.repeat_interleave(4, 2).repeat_interleave(4, 3))

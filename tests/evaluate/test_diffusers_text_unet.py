@@ -138,7 +138,7 @@ def inputs_of(
     if unet.classes is not None:
         ours.append(torch.tensor([1, unet.classes]))
         theirs["class_labels"] = ours[-1]
-    if interface.told_level:
+    if interface.condition_level:
         ours.append(torch.tensor([12.5, 0.5], dtype=dtype))
         theirs["class_labels"] = ours[-1]
     if unet.text.pooled_channels is not None:

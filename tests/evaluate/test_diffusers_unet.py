@@ -214,7 +214,7 @@ def test_twenty_random_models_with_a_condition_predict_the_same(diffusers: Modul
         theirs = diffusers.UNet2DModel(**config).eval()
         randomise(theirs, number)
         unet, interface = unet_spec_from_diffusers(config)
-        assert interface.told_level == told and interface.condition_channels == config["in_channels"] - outputs
+        assert interface.condition_level == told and interface.condition_channels == config["in_channels"] - outputs
         layers = unet_layers(unet, interface)
         ours = UNet(layers, 0).eval()
         ours.layers.load_state_dict(from_diffusers(theirs.state_dict(), layers), strict=True)

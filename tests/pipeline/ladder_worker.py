@@ -50,11 +50,11 @@ from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit
 from ddpm_ds.unet import model, operations
-from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
 from ddpm_ds.unet.shards import split_layers
-from ddpm_ds.unet.tensor_group import part_of, shard_of
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, part_of, shard_of
 from tests.ds_json import config_of
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
 from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, micro_batches, objective_of, parts_of
@@ -161,13 +161,15 @@ class Case:
         return engine
 
 
-def build_awake_layer(layer: Layer, index: int, seed: int) -> nn.Module:
+def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
     """A layer whose zero-initialised weights are drawn as well, so that every gradient is alive from the start."""
     built = model.build_layer(layer, index, seed)
     generator = torch.Generator().manual_seed(1000 + index)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    if layer.shards > 1 and tensor is not ALONE:
+        built.split(tensor)
     return built
 
 

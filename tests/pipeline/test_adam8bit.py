@@ -19,7 +19,7 @@ from ddpm_ds.pipeline import adam8bit
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.predict.costs import EIGHT_BIT_UPDATE
-from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes
 from tests.pipeline.ladder_worker import decoded
 from tests.predict.small import EIGHT_BIT as PLANNED
 from tests.predict.small import small_job

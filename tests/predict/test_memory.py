@@ -23,7 +23,7 @@ from ddpm_ds.predict.memory import (
     pipeline_memory,
 )
 from ddpm_ds.schema.layout import Layout
-from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.predict.small import ADAMW, EIGHT_BIT, FUSED, small_job
 

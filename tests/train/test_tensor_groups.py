@@ -25,7 +25,7 @@ from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, layers_of, report_cases, run_cases

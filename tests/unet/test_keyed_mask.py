@@ -80,9 +80,9 @@ def launches(interval: int) -> list[int]:
     """Masks of each launch in a forward and backward of a stage that recomputes groups of layers, or no layer."""
     from ddpm_ds.unet import keyed_mask
 
-    found, drawn = [], keyed_mask._drawn
+    found, drawn = [], keyed_mask.fused_keep_masks
 
-    def counted(images: torch.Tensor, masks: tuple[keyed_mask.Mask, ...]) -> torch.Tensor:
+    def counted(images: torch.Tensor, masks: list[keyed_mask.Mask]) -> list[torch.Tensor]:
         found.append(len(masks))
         return drawn(images, masks)
 
@@ -100,7 +100,7 @@ def launches(interval: int) -> list[int]:
     for kernels in both:
         use_kernels(unet.layers, kernels)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(keyed_mask, "_drawn", counted)
+            patch.setattr(keyed_mask, "fused_keep_masks", counted)
             loss = UnetPipelineModule.forward(stage, batch("dropout")).square().mean()  # type: ignore[union-attr]
             gradients.append(torch.autograd.grad(loss, [*unet.parameters()]))
     assert all(map(torch.equal, *gradients))

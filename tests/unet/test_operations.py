@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,12 @@ from torch import Tensor
 
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.operations import (
+    Convolution,
     EmbeddingProjection,
     KeyedDropout,
     _by_products,
     _Convolution3x3,
     arithmetic_dtype,
-    convolution,
     draw_masks,
     project,
     set_image_index,
@@ -81,9 +83,10 @@ def test_other_convolutions_are_left_to_pytorch(
     monkeypatch.setattr(operations, "BY_PRODUCTS", True)
     x, weight, bias = tensors(torch.float32)
     assert _by_products(x, weight.requires_grad_(), 1, 1)
+    ours = partial(Convolution(16, 16).product, bias=bias)
     with torch.no_grad():
-        assert convolution(x, weight, bias, 1, 1).grad_fn is None
-    detached = convolution(x.requires_grad_(), weight.detach(), bias, 1, 1)
+        assert ours(x, weight.permute(0, 2, 3, 1)).grad_fn is None
+    detached = ours(x.requires_grad_(), weight.detach().permute(0, 2, 3, 1))
     assert type(detached.grad_fn).__name__ == "ConvolutionBackward0", "its weight gradient waits, or nobody asks for it"
     x = x.detach()
     x = x.to(dtype)[:, :width].contiguous(memory_format=torch.contiguous_format if contiguous else torch.channels_last)

@@ -51,7 +51,7 @@ VARIANTS = {
     "text_time": small(blocks_per_level=1, classes=3, text=TEXT_TIME),
 }
 INTERFACES = {
-    "level": Interface(channels=3, size=(16, 16), condition_channels=4, told_level=True),
+    "level": Interface(channels=3, size=(16, 16), condition_channels=4, condition_level=True),
     "vector": Interface(channels=3, size=(16, 16), condition_channels=2, numbers=5),
 }
 """What the variants with a condition take and predict."""
@@ -117,7 +117,7 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
     others = [] if classes is None else [torch.tensor([3, classes])]
-    others += [torch.tensor([0.0, 321.5])] if interface.told_level else []
+    others += [torch.tensor([0.0, 321.5])] if interface.condition_level else []
     others += [torch.randn(2, interface.numbers, generator=generator)] if interface.numbers else []
     if (text := VARIANTS[name].text) is not None and text.pooled_channels:
         sizes = torch.randint(0, 1000, (2, SIZES), generator=generator)

@@ -36,8 +36,7 @@ from ddpm_ds.evaluate.diffusers.unet import (
 )
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
-from ddpm_ds.unet.layers import unet_layers
-from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.layers import parameter_shapes, unet_layers
 
 INDEX = ".index.json"
 WEIGHTS = (

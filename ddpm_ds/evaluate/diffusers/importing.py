@@ -111,11 +111,11 @@ def _spec_with_model(
         raise SpecError(
             f"{base}: data.condition has a vector or drop, and the model of {folder.path} takes no vector; remove them"
         )
-    if (asked.condition_channels, asked.told_level) != (found.condition_channels, found.told_level):
-        level = {True: " and their noise level", False: ""}
+    if (asked.condition_channels, asked.condition_level) != (found.condition_channels, found.condition_level):
+        ours, theirs = (" and their noise level" * one.condition_level for one in (asked, found))
         raise SpecError(
-            f"{base}: data.condition has {asked.condition_channels} channels{level[asked.told_level]}, but the model "
-            f"of {folder.path} takes {found.condition_channels}{level[found.told_level]}; change data.condition"
+            f"{base}: data.condition has {asked.condition_channels} channels{ours}, but the model "
+            f"of {folder.path} takes {found.condition_channels}{theirs}; change data.condition"
         )
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes

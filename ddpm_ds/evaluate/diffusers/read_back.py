@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpm_ds.data.latents import Coder
 from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
-from ddpm_ds.diffusion.condition import TOLD_LEVEL
+from ddpm_ds.diffusion.condition import LEVEL_SCALE
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.diffusers.folder import PIPELINE
@@ -60,8 +60,8 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     others: dict[str, Any] = {}
     if (classes := trained.unet_spec.classes) is not None:
         others["class_labels"] = torch.randint(0, classes + 1, (4,), generator=generator)
-    if trained.interface.told_level:
-        others["class_labels"] = TOLD_LEVEL * torch.rand(4, generator=generator)
+    if trained.interface.condition_level:
+        others["class_labels"] = LEVEL_SCALE * torch.rand(4, generator=generator)
     inputs += others.values()
     if text is not None:
         context = torch.randn(4, text.tokens, text.context_channels, generator=generator, dtype=torch.float64)

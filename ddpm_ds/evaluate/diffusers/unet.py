@@ -69,11 +69,16 @@ _ORIGINAL_BLOCK = {
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
 
 
+_EMBEDDINGS = {"linear": "time_embedding", "level": "class_embedding", "text": "add_embedding"}
 CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _MODULES: dict[type[Layer], dict[str, tuple[str, ...]]] = {
+    EmbedLayer: {
+        **{f"{ours}{n}": (f"{theirs}.linear_{n}",) for ours, theirs in _EMBEDDINGS.items() for n in (1, 2)},
+        "label_embedding": ("class_embedding",),
+    },
     InputLayer: {"conv": ("conv_in",)},
     OutputLayer: {"norm": ("conv_norm_out",), "conv": ("conv_out",)},
     BlockLayer: {
@@ -82,6 +87,7 @@ _MODULES: dict[type[Layer], dict[str, tuple[str, ...]]] = {
         "time_projection": ("time_emb_proj",),
         "norm2": ("norm2",),
         "conv2": ("conv2",),
+        "shortcut": ("conv_shortcut",),
     },
     AttentionLayer: {"norm": ("group_norm",), "qkv": ("to_q", "to_k", "to_v"), "projection": ("to_out.0",)},
     TransformerInputLayer: {"norm": ("norm",), "projection": ("proj_in",)},
@@ -100,8 +106,6 @@ _MODULES: dict[type[Layer], dict[str, tuple[str, ...]]] = {
     TransformerOutputLayer: {"projection": ("proj_out",)},
 }
 """Modules of diffusers by those of our layers; a layer that is not here has a `conv`."""
-_WITHOUT_BIAS = {"qkv", "q", "kv"}
-"""Modules of a transformer block without a bias."""
 
 
 def to_diffusers(
@@ -166,24 +170,14 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
     """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
-        modules = {**_MODULES.get(type(layer), {"conv": ("conv",)})}
-        if isinstance(layer, EmbedLayer):
-            pairs = {"linear": "time_embedding"}
-            pairs |= {"level": "class_embedding"} if layer.told_level else {}
-            pairs |= {"text": "add_embedding"} if layer.pooled_channels else {}
-            modules = {f"{ours}{n}": (f"{theirs}.linear_{n}",) for ours, theirs in pairs.items() for n in (1, 2)}
-        if isinstance(layer, BlockLayer) and layer.has_shortcut:
-            modules["shortcut"] = ("conv_shortcut",)
+        modules = _MODULES.get(type(layer), {"conv": ("conv",)})
         outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)
         place = "" if outside else f"{_place(layer.name, levels)}."
         if isinstance(layer, TransformerBlockLayer):
             place += f"transformer_blocks.{layer.name.rpartition('.')[2]}."
-        for ours, theirs in modules.items():
-            without_bias = isinstance(layer, TransformerBlockLayer) and ours in _WITHOUT_BIAS
-            for kind in ("weight",) if without_bias else ("weight", "bias"):
-                yield f"{index}.{ours}.{kind}", tuple(f"{place}{name}.{kind}" for name in theirs)
-        if isinstance(layer, EmbedLayer) and layer.classes is not None:
-            yield f"{index}.label_embedding.weight", (CLASS_EMBEDDING,)
+        for ours in layer.listed:
+            module, _, kind = ours.name.rpartition(".")
+            yield f"{index}.{ours.name}", tuple(f"{place}{name}.{kind}" for name in modules[module])
 
 
 def _place(name: str, levels: int) -> str:

@@ -181,7 +181,7 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
         **_theirs(unet, SHARED),
         # The row after the last class is "no label".
         "num_class_embeds": None if unet.classes is None else unet.classes + 1,
-        **({"class_embed_type": "timestep"} if interface.told_level else {}),
+        **({"class_embed_type": "timestep"} if interface.condition_level else {}),
         "down_block_types": tuple(f"{name}DownBlock2D" for name in before),
         "up_block_types": tuple(f"{name}UpBlock2D" for name in reversed(before)),
         # Without the last, scale_shift would leave out the normalisation before the middle attention.
@@ -217,7 +217,7 @@ def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
             "data.condition gives the U-Net a vector (data.condition.vector, or the flag of data.condition.drop), and "
             f"a {kind} takes none"
         )
-    if interface.told_level and unet.classes is not None:
+    if interface.condition_level and unet.classes is not None:
         return f"unet.classes = {unet.classes} and data.condition.noise are both given to the U-Net; a {kind} takes one"
     if text is None:
         return None
@@ -257,8 +257,8 @@ def unet_spec_from_diffusers(
     size, attends = _size(found), _attends(found)
     _check_widths(found)
     own = _plain_keys(found, size, attends) if isinstance(found, PlainArguments) else _text_keys(found, attends)
-    told_level, conditions = found.class_embed_type is not None, found.in_channels - found.out_channels
-    classes = None if told_level else found.num_class_embeds  # which has no effect beside it
+    level, conditions = found.class_embed_type is not None, found.in_channels - found.out_channels
+    classes = None if level else found.num_class_embeds  # which has no effect beside it
     if classes is not None and not last_label_is_class:
         if classes == 1:
             raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
@@ -270,9 +270,9 @@ def unet_spec_from_diffusers(
         check_extent(spec)
     except ValueError as error:
         raise refused("layers_per_block", found.layers_per_block, str(error)) from None
-    if told_level and not conditions:
+    if level and not conditions:
         raise refused("class_embed_type", "timestep", "ours is the noise level of a condition, and this model has none")
-    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, told_level=told_level)
+    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, condition_level=level)
 
 
 def _size(found: UnetArguments) -> tuple[int, int]:
