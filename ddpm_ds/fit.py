@@ -177,8 +177,16 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
     """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    given = task.budget_bytes or 0
-    limit = given - LIBRARY_BYTES if task.device == "cpu" else given or _device_bytes()
+    limit = task.budget_bytes or 0
+    if task.device == "cpu":
+        limit -= LIBRARY_BYTES
+    elif not limit:  # that of the first GPU, without opening it
+        import pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            limit = usable(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total), on_cpu=False)
     return largest(sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, sizes[0]) or sizes[0]
 
 
@@ -189,16 +197,6 @@ def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
 
     job = workload(plan.spec, plan.ds.config, device == "cpu", counted=True)
     return peak_bytes(job, fitted(job, plan.ds.layout, plan.bounds, device_bytes), plan.bounds)
-
-
-def _device_bytes() -> int:
-    """Return the bytes that tensors may take of this host's first GPU, without opening it; 0 if it can't be asked."""
-    import pynvml
-
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        return usable(int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total), on_cpu=False)
-    return 0
 
 
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:

@@ -136,6 +136,14 @@ class Condition(NamedTuple):
         """Return a condition whose channels, level and vector are changed."""
         return self._replace(channels=change(self.channels), others=tuple(map(change, self.others)))
 
+    def followed_by(self, other: Condition) -> Condition:
+        """Return the inputs of these images, then those of the ``other`` images."""
+        others = (torch.cat(pair) for pair in zip(self.others, other.others, strict=True))
+        context = None
+        if self.context is not None and other.context is not None:
+            context = torch.cat((self.context, other.context))
+        return Condition(torch.cat((self.channels, other.channels)), tuple(others), context)
+
 
 class Conditions:
     """Makes the conditions of images.
@@ -159,7 +167,12 @@ class Conditions:
         self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
         self._negated = negated(data, device)[1]
         self._luma = torch.tensor(LUMA, device=device)[:, None, None]
-        fixed = [_grid(self.spec.grid_channels, self._size)] if self.spec.grid_channels else []
+        waves: list[Tensor] = []  # sine and cosine of the position downwards, then to the right, of 1, 2, ... periods
+        for periods in range(1, self.spec.grid_channels // 4 + 1):
+            for axis, pixels in enumerate(self._size):
+                angle = 2.0 * math.pi * periods * (torch.arange(pixels) + 0.5) / pixels
+                waves += [wave[:, None] if axis == 0 else wave[None, :] for wave in (angle.sin(), angle.cos())]
+        fixed = [torch.stack([wave.expand(self._size) for wave in waves])] if waves else []
         if constants is not None:
             fixed.insert(0, _normalised(constants, self.spec.normalise))
         self._fixed = torch.cat(fixed)[None].to(device) if fixed else None  # (1, C, H, W)
@@ -193,7 +206,9 @@ class Conditions:
                     level = torch.zeros_like(x0[:, 0, 0, 0])
                     if given.trained:
                         level = draws.uniform(Stream.CONDITION_LEVEL)[:, 0] * spec.noise  # (N,)
-                        small = self._noised(small, level, draws.normal(Stream.CONDITION_NOISE))
+                        noise, share = draws.normal(Stream.CONDITION_NOISE), level[:, None, None, None]
+                        # Images of variance 1 keep it.
+                        small = (1.0 - share.square()).sqrt() * small + share * noise.reshape(small.shape)
                 parts.append(self._resized(small, x0.shape[2:]))
             case "grey":
                 parts.append((x0 * self._luma).sum(dim=1, keepdim=True))
@@ -269,12 +284,6 @@ class Conditions:
         smaller = images.shape[2] > size[0] or images.shape[3] > size[1]
         return F.interpolate(images, size, mode=mode, align_corners=False, antialias=smaller)
 
-    @staticmethod
-    def _noised(images: Tensor, level: Tensor, noise: Tensor) -> Tensor:
-        """Mix noise (N, pixels) into images (N, C, h, w), which keeps the variance of images of variance 1."""
-        level = level[:, None, None, None]
-        return (1.0 - level.square()).sqrt() * images + level * noise.reshape(images.shape)
-
     def _hole(self, drawn: Tensor) -> Tensor:
         """Return 1 in a rectangle of each image, (N, 1, H, W) bool, from uniform draws (N, 4): its height and width,
         then its place, uniform over all places.
@@ -305,18 +314,6 @@ def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, 
         ]
         found.append(torch.tensor(signs, device=device) if any(signs) else None)
     return found[0], found[1]
-
-
-def _grid(channels: int, size: tuple[int, int]) -> Tensor:
-    """Return sinusoids of the position, (channels, H, W): sine and cosine downwards, then to the right, of 1, 2, ...
-    periods.
-    """
-    waves = []
-    for periods in range(1, channels // 4 + 1):
-        for axis, pixels in enumerate(size):
-            angle = 2.0 * math.pi * periods * (torch.arange(pixels) + 0.5) / pixels
-            waves += [wave[:, None] if axis == 0 else wave[None, :] for wave in (angle.sin(), angle.cos())]
-    return torch.stack([wave.expand(size) for wave in waves])
 
 
 def _normalised(constants: npt.NDArray[np.float32], normalise: Normalise) -> Tensor:
@@ -386,6 +383,7 @@ class Prompts:
         against: the encoded negative prompt, or the result of :func:`no_text`, N = 1.
         size: height and width of the images in pixels; they are drawn as images of this size that were not cropped.
         texts: the prompts in words.
+        negative: the negative prompt in words; None is no text.
     """
 
     def __init__(
@@ -397,8 +395,10 @@ class Prompts:
         size: tuple[int, int],
         device: torch.device,
         texts: Sequence[str] = (),
+        negative: str | None = None,
     ) -> None:
-        self._encoded, self._against, self.texts = encoded.on(device), against.on(device), tuple(texts)
+        self._encoded, self._against = encoded.on(device), against.on(device)
+        self.texts, self.negative = tuple(texts), negative
         self._sizes = None
         if unet.pooled_channels is not None:
             self._sizes = torch.tensor([*size, 0.0, 0.0, *size], device=device)

@@ -147,7 +147,7 @@ class Inputs:
                 seed=0,
                 index=torch.tensor(numbers, device=device),
                 shape=trained.image_shape,
-                condition=self.condition(numbers, device),
+                conditions=(self.condition(numbers, device), None),
             )
             for _ in range(drawing.calls):
                 drawing.take(trained.unet(*drawing.inputs()))

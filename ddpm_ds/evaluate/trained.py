@@ -210,7 +210,9 @@ class Trained:
         if negative is not None:
             against = EncodedPrompts.of(text, [negative], self.device, print_to_stderr, self.learned_encoders).encoded
         size = self.picture_shape[1:]
-        return Prompts(unet, known.encoded, against, size=size, device=self.device, texts=known.texts)
+        return Prompts(
+            unet, known.encoded, against, size=size, device=self.device, texts=known.texts, negative=negative
+        )
 
     def finished(self, images: Tensor) -> Tensor:
         """Return drawn images (N, C, H, W) as outputs: fields in physical units, float32, others as uint8."""

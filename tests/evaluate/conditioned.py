@@ -18,7 +18,7 @@ from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw
+from ddpm_ds.evaluate.sampling import Setup, draw
 from ddpm_ds.evaluate.trained import Trained
 from tests.evaluate.planted import plant
 from tests.launching import tiny_spec
@@ -104,8 +104,8 @@ def draw_ensembles(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of each input in turn with its members, (K, C, H, W) float32, drawn in batches of any size."""
     wanted = torch.tensor([number * members + member for number in numbers for member in range(members)])
-    parts = []
+    setup, parts = Setup(trained, sampler, inputs=inputs), []
     for index in wanted.split(batch_images):
         labels = None if inputs.labels is None else torch.from_numpy(inputs.labels[(index // members).numpy()])
-        parts.append(draw(trained, sampler, index, labels=labels, seed=seed, inputs=inputs, members=members).float())
+        parts.append(draw(setup, index, labels=labels, seed=seed, members=members).float())
     yield from zip(numbers, torch.cat(parts).unflatten(0, (-1, members)), strict=True)

@@ -27,6 +27,7 @@ from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.outputs import record_child
+from ddpm_ds.evaluate.sampling import Setup
 from ddpm_ds.evaluate.scores import Score, Scorer, cache_beside, labels_like, open_reference
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.tracking.run_folder import START_TAG, RunFolder
@@ -64,7 +65,7 @@ def no_drawing(*_: Any, **__: Any) -> Tensor:
 def test_real_digits_score_as_real_ones_and_noise_does_not(
     run_dir: Path, digits: DatasetCache, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def real_digits(_: Any, __: Any, index: Tensor, *, labels: Tensor, **___: Any) -> Tensor:
+    def real_digits(_: Setup, index: Tensor, *, labels: Tensor, **__: Any) -> Tensor:
         of_class = [np.flatnonzero(digits.labels == label) for label in range(10)]
         chosen = [of_class[label][i % len(of_class[label])] for i, label in zip(index, labels, strict=True)]
         return torch.from_numpy(np.array(digits.images[chosen]))
@@ -95,12 +96,12 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
 
 
-def test_an_interrupted_evaluation_keeps_what_is_drawn_and_records_nothing(
+def test_an_interrupted_evaluation_keeps_its_batches_and_records_nothing(
     evaluate: Evaluate, trackers: list[Any], watch_drawing: Watch
 ) -> None:
     watch_drawing(2, KeyboardInterrupt())
     out = evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel", code=130)
-    assert "interrupted: what is drawn is kept" in out and trackers == []
+    assert "interrupted: the finished batches are kept" in out and trackers == []
     drawn = watch_drawing()
     evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel")
     assert drawn == [*range(20, 35)] and len(trackers) == 1

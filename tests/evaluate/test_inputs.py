@@ -29,7 +29,7 @@ from ddpm_ds.diffusion.process import Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
-from ddpm_ds.evaluate.sampling import check_guide, draw
+from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import Denoising
@@ -204,7 +204,7 @@ def test_conditions_made_from_images_are_those_of_the_held_out_loss(kind: str) -
     x_t, _, vector = objective.inputs(objective.held_out(batch, 5, Stream.HELD_OUT))
     found = inputs.condition([3, 1, 1], CPU)
     assert found.channels.equal(x_t[[3, 1, 1], 3:]) and found.others[0].equal(vector[[3, 1, 1]])
-    drawn = draw(trained, FAST_SAMPLER, torch.arange(4), labels=None, seed=0, inputs=inputs, members=2)
+    drawn = draw(Setup(trained, FAST_SAMPLER, inputs=inputs), torch.arange(4), labels=None, members=2)
     assert drawn.dtype == torch.uint8
 
 

@@ -22,7 +22,7 @@ from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.inception import Clip
-from ddpm_ds.evaluate.sampling import draw, sample
+from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.conftest import FakeTracker
 from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, plant, sample_verb, trained_of
@@ -99,7 +99,7 @@ def test_guidance_is_between_the_prediction_with_the_prompt_and_that_with_no_tex
 def test_guidance_of_1_is_none_and_of_0_reads_no_text(trained: Trained) -> None:
     known = EncodedPrompts.of(trained.data.text, ["a red circle", ""], CPU, print)  # type: ignore[arg-type]
     prompts = trained.prompts(known)
-    drawn = draw(trained, FAST_SAMPLER, INDEX * 2, labels=None, seed=0, prompts=prompts)
+    drawn = draw(Setup(trained, FAST_SAMPLER, prompts=prompts), INDEX * 2, labels=None)
     assert most_apart(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
     assert most_apart(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
 
@@ -176,7 +176,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--negative", "a"), '--negative "a" is what guidance leads away from, and --guidance is 1'),
+        (("--negative", "a"), '--negative "a" has no effect, since --guidance is 1; leave'),
         (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use at least 2"),
         (("--prompts", "missing.txt"), "--prompts missing.txt can't be read"),
     ],

@@ -22,8 +22,7 @@ from ddpm_ds.cli.sample import add_drawing_options, sampler_from
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.errors import EvaluationError, SpecError
 from ddpm_ds.evaluate import outputs
-from ddpm_ds.evaluate.outputs import Request
-from ddpm_ds.evaluate.sampling import check_guide, draw
+from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.tracking.pictures import grid
@@ -47,7 +46,8 @@ def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
 
 
 def images(trained: Trained, index: Tensor = INDEX, *, seed: int = 0, **sampler: Any) -> Tensor:
-    return draw(trained, FAST_SAMPLER.model_copy(update=sampler), index, labels=index % 10, seed=seed)
+    setup = Setup(trained, FAST_SAMPLER.model_copy(update=sampler))
+    return draw(setup, index, labels=index % 10, seed=seed)
 
 
 def test_an_image_that_is_not_finite_is_refused(trained: Trained) -> None:
@@ -71,10 +71,11 @@ def test_an_image_depends_on_its_seed_and_number_and_not_on_its_batch(trained: T
 
 
 def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
-    one, two = (draw(trained, FAST_SAMPLER, INDEX, labels=torch.full_like(INDEX, label), seed=0) for label in (1, 2))
+    setup = Setup(trained, FAST_SAMPLER)
+    one, two = (draw(setup, INDEX, labels=torch.full_like(INDEX, label)) for label in (1, 2))
     assert not one.equal(two)
     assert not images(trained).equal(images(trained, guidance=3.0))
-    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0)
+    no_label = draw(setup, INDEX, labels=None)
     assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
 
 
@@ -113,7 +114,7 @@ def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(argument
 
 def expected(planted: Path, count: int, labels: Tensor | None, first: int = 0, seed: int = 0) -> Tensor:
     index = torch.arange(first, first + count)
-    return draw(load_trained(planted), FAST_SAMPLER, index, labels=labels, seed=seed)
+    return draw(Setup(load_trained(planted), FAST_SAMPLER), index, labels=labels, seed=seed)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -223,10 +224,10 @@ def test_a_guide_of_another_size_draws_as_from_python(
         sample("--count", 3, "--guidance", 2, "--guide", guide, "--out", out, run_dir=run_dir)
         trained, worse = load_trained(run_dir), load_trained(guide)
         sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
-        wanted = draw(trained, sampler, torch.arange(3), labels=labels, seed=0, guide=worse)
+        wanted = draw(Setup(trained, sampler, worse), torch.arange(3), labels=labels)
         drawn = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
         assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=sampler, guide=worse))
-        plain = draw(trained, FAST_SAMPLER, torch.arange(3), labels=labels, seed=0)
+        plain = draw(Setup(trained, FAST_SAMPLER), torch.arange(3), labels=labels)
         assert most_apart(drawn, plain) > 5
 
 
@@ -254,15 +255,11 @@ def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: 
 
 
 def test_the_progress_counts_the_evaluations_of_both_u_nets(trained: Trained) -> None:
-    told: list[tuple[int, int]] = []
-
-    def step(done: int, evaluations: int) -> None:
-        told.append((done, evaluations))
-
+    shown: list[tuple[int, int]] = []
     sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0, "guidance_between": (0.1, 10.0)})
     for guide in (None, trained_of(tiny_spec(), seed=2)):
-        draw(trained, sampler, INDEX, labels=INDEX, seed=0, guide=guide, after_step=step)
-    assert told == 2 * [(1, 5), (3, 5), (5, 5)]  # sigma is 157, 9.3 and 1.5
+        draw(Setup(trained, sampler, guide), INDEX, labels=INDEX, after_step=lambda *counts: shown.append(counts))
+    assert shown == 2 * [(1, 5), (3, 5), (5, 5)]  # sigma is 157, 9.3 and 1.5
 
 
 def test_the_grid_is_logged_where_that_is_asked_for(
@@ -298,10 +295,11 @@ def test_a_request_is_another_if_its_pixels_are(trained: Trained) -> None:
     guided = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
 
     def key(guide: Trained | None = None, sampler: SamplerSpec = guided, **numbers: int) -> str:
-        return Request.of(trained, sampler, [0, 1], guide, **{"seed": 0, "count": 4, "batch_images": 2, **numbers}).key
+        return Setup(trained, sampler, guide).request([0, 1], **{**usual, **numbers}).key
 
-    half = Request.of(trained_of(tiny_spec(), dtype=torch.bfloat16), guided, [0, 1], seed=0, count=4, batch_images=2)
-    one = Request.of(trained, guided, [3], seed=0, count=4, batch_images=2)
+    usual = {"seed": 0, "count": 4, "batch_images": 2}
+    half = Setup(trained_of(tiny_spec(), dtype=torch.bfloat16), guided).request([0, 1], **usual)
+    one = Setup(trained, guided).request([3], **usual)
     changes = {key(seed=1), key(count=5), key(first=1), key(sampler=FAST_SAMPLER), half.key, one.key}
     assert len({key(), key(worse), key(other), *changes}) == 9
     assert key(worse) == key(replace(worse, origin="moved")) == key(worse, batch_images=4)

@@ -13,7 +13,6 @@ DIR/
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,14 +85,14 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
     name, kind = scheduler_class(trained.diffusion, text=text is not None), class_of(trained.unet_spec)
     pipeline: str | None = "DDPMPipeline"
-    parts: dict[str, Any] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
+    parts: dict[str, object] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
     if text is not None:
         pipeline, more = copy_parts(trained, folder)
         parts |= more
     elif trained.autoencoder is not None:
         pipeline, parts[AUTOENCODER_FOLDER] = "LDMPipeline", ["diffusers", "AutoencoderKL"]
         trained.autoencoder.copy_to(folder / AUTOENCODER_FOLDER)
-    configs = {
+    configs: dict[str, tuple[str, dict[str, object]]] = {
         "unet/" + CONFIG: (kind, unet),
         "scheduler/" + SCHEDULER_CONFIG: (name, scheduler),
         **({} if pipeline is None else {PIPELINE: (pipeline, parts)}),

@@ -11,7 +11,6 @@ ComfyUI, A1111 and diffusers' ``from_single_file`` read them.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,13 +38,13 @@ EDM = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
 """Tensors of models whose noise has no timesteps."""
 _TRUE = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False, "None": False}
 _PREDICTIONS = {"epsilon": "eps", "eps": "eps", "v": "v", "v_prediction": "v", "v-prediction": "v"}
-_METADATA: dict[str, dict[str, Any]] = {
+_METADATA: Mapping[str, Mapping[str, str | bool]] = {
     "modelspec.prediction_type": _PREDICTIONS,
     "modelspec.predict_key": _PREDICTIONS,
     "ss_v_parameterization": {text: "v" if yes else "eps" for text, yes in _TRUE.items()},
     "ss_zero_terminal_snr": _TRUE,
 }
-"""Keys of a single file's metadata that its noise depends on, and what their values mean."""
+"""Keys of a single file's metadata that its noise depends on, and the meanings of their values."""
 AVERAGED = "model_ema."
 _PARTS = {"time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out"}
 FIRST = "input_blocks.0.0.weight"
@@ -146,7 +145,10 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
     Raises ValueError unless they are exactly the names of diffusers' U-Net with these layers.
     """
     names = list(names)
-    stored = {_present_name(name): name for name in names}
+    stored = {}
+    for name in names:
+        old = _OLD_ATTENTION.fullmatch(name)  # attention once had `query`, `key`, `value` and `proj_attn`
+        stored[f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name] = name
     wrong = stored.keys() ^ {name for _, theirs in tensor_names(layers) for name in theirs}
     if wrong:
         raise ValueError(f"{len(wrong)} tensor names don't match the U-Net, the first is {min(wrong)}")
@@ -154,12 +156,6 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
         twice = min(set(names) - set(stored.values()))
         raise ValueError(f"{twice} is there under its present and its old name")
     return stored
-
-
-def _present_name(name: str) -> str:
-    """Return the present name of a diffusers tensor; attention once had `query`, `key`, `value` and `proj_attn`."""
-    old = _OLD_ATTENTION.fullmatch(name)
-    return f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name
 
 
 def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -248,8 +244,8 @@ class SingleFile:
         try:
             self._file = open_tensors(path)
             self._all, self._metadata = set(self._file.keys()), self._file.metadata() or {}
-            self._prefix = self._found_prefix()
-            inside = {name.removeprefix(self._prefix): name for name in self._all if name.startswith(self._prefix)}
+            prefix = self._prefix()
+            inside = {name.removeprefix(prefix): name for name in self._all if name.startswith(prefix)}
             self._names = {name: stored for name, stored in inside.items() if name.partition(".")[0] in _PARTS}
             shapes = {name: tuple(self._file.get_slice(stored).get_shape()) for name, stored in self._names.items()}
         except OSError as error:
@@ -262,8 +258,8 @@ class SingleFile:
         except (LookupError, ValueError, ZeroDivisionError):
             raise CheckpointError(f"{path} is none of SD 1, SD 2 and SDXL: its U-Net is built differently") from None
 
-    def _found_prefix(self) -> str:
-        """Return what stands before the names of the U-Net."""
+    def _prefix(self) -> str:
+        """Return the prefix of the U-Net's names."""
         places = sorted(name.removesuffix(FIRST) for name in self._all if name.endswith(FIRST))
         places = [place for place in places if place in ("", UNET) or place.endswith(".")]
         of_control = any("zero_convs." in name or "input_hint_block." in name for name in self._all)
@@ -286,15 +282,16 @@ class SingleFile:
         """Whether it is of SDXL's kind, with a pooled text."""
         return "addition_embed_type" in self.config
 
-    def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, Any], bool]:
-        """Return the arguments of the scheduler, and whether the file says what is predicted. A ``typed`` objective
-        counts before that, and ``silent`` where the file does not say it.
+    def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, object], bool]:
+        """Return the arguments of the scheduler, and whether the file names its objective. A ``typed`` objective counts
+        before that, and ``silent`` where the file names none.
 
         Raises ValueError: it says something that can't be expressed, or two things.
         """
         if edm := sorted(self._all.intersection(EDM)):
             raise ValueError(f"{edm[0]}: its noise is EDM's for {', '.join(edm)}, with a scale that ours has not")
-        says = {key: value for key, value in ((V, "v"), (ZERO_SNR, True)) if key in self._all}
+        says: dict[str, str | bool] = {V: "v"} if V in self._all else {}
+        says |= {ZERO_SNR: True} if ZERO_SNR in self._all else {}
         for key, meanings in _METADATA.items():
             if (text := self._metadata.get(key)) is not None:
                 if text not in meanings:
@@ -325,7 +322,7 @@ class SingleFile:
         return {name: self._file.get_tensor(self._names[original]) for name, original in originals.items()}
 
 
-def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """Return diffusers' configuration of a U-Net with tensors of these names; raises LookupError for another kind."""
     widths, depths, counts = [0], [0], [0]
     number = 1
