@@ -1,5 +1,5 @@
-"""Trials for the largest micro-batch that fits: rehearsals of the training command with one micro-batch, in processes
-that may run out of memory, and the search over them, from the planner's bound on. Imports no torch before that.
+"""Search for the largest micro-batch that fits. A trial rehearses training with one micro-batch, in processes that may
+run out of memory; the search begins at the planner's bound. Torch is not imported before that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddpm_ds.schema.layout import divisors
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 60.0  # in which the other ranks notice that one has failed, and end
-LIBRARY_BYTES = 750 * 2**20  # of a process on a CPU that the planner does not count: interpreter and libraries
+LIBRARY_BYTES = 750 * 2**20  # interpreter and libraries of a process on a CPU, which the planner does not count
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
@@ -57,7 +57,7 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
 
 
 class TrialError(UserError):
-    """A trial ended for another reason than memory; it has the last words and the exit code of its ranks."""
+    """A trial ended for another reason than memory; it has the last lines and the exit code of its ranks."""
 
     def __init__(self, lines: Sequence[str], code: int) -> None:
         super().__init__(*(line.removeprefix(ERROR) for line in lines))
@@ -79,7 +79,7 @@ class Task:
     device: str  # its type, cpu or cuda
     budget_bytes: int | None
     """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
-    steps: int  # that are timed
+    steps: int  # number of timed steps
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""

@@ -34,7 +34,7 @@ from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
-    from ddpm_ds.evaluate.ensembles import Evaluated
+    from ddpm_ds.evaluate.ensembles import FieldScores
     from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.sampling import Setup
     from ddpm_ds.evaluate.scores import Score
@@ -214,12 +214,14 @@ def _evaluate(options: argparse.Namespace) -> None:
         held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
     if draws:
         work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
-    losses: list[Any] = []
+    tables = []
     if measures:
-        losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images))
-    found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers] if draws else []
-    tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
-    print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
+        losses = evaluate_losses(trained, held_out, options.out, options.batch_images)
+        tables.append(loss_table(trained.weights, losses))
+    if draws:
+        found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
+        tables.append((ensemble_table if trained.is_conditioned else table)(found))
+    print(*(f"\n{text}" for text in tables), sep="\n")
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
@@ -253,7 +255,7 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[[Setup
     return lambda setup: evaluate(setup.with_prompts(texts, options.negative), scorer, options.out, **numbers)
 
 
-def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[[Setup], Evaluated]:
+def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
     """Return a function that evaluates a setup with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs

@@ -77,7 +77,7 @@ class Scale:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Where the images of a micro-batch are cropped to ``size`` (height, width), and which of them are mirrored."""
+    """Crops of the images of a micro-batch to ``size`` (height, width), and their mirroring."""
 
     size: tuple[int, int] | None = None
     """None keeps them whole."""
@@ -133,7 +133,7 @@ class Condition(NamedTuple):
     """(N, tokens, channels), the encoded text; None for a U-Net that reads none"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
-        """Return a condition whose channels, level and vector are changed."""
+        """Return the condition with changed channels, level and vector."""
         return self._replace(channels=change(self.channels), others=tuple(map(change, self.others)))
 
     def followed_by(self, other: Condition) -> Condition:
@@ -146,7 +146,7 @@ class Condition(NamedTuple):
 
 
 class Conditions:
-    """Makes the conditions of images.
+    """Maker of the conditions of images.
 
     Args:
         data: images and their condition.
@@ -263,7 +263,7 @@ class Conditions:
         return (self._scale if unscaled else scale).to_physical(condition.channels[:, :count])
 
     def dropped(self, condition: Condition) -> Condition | None:
-        """Return zeros and the flag in the place of conditions; None if none was dropped in training."""
+        """Return dropped conditions: zeros, and the flag; None if training drops none."""
         if not self.spec.drop:
             return None
         zeros = condition.each(torch.zeros_like)
@@ -299,8 +299,8 @@ class Conditions:
 
 
 def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
-    """Return which channels of an image, and of its stored condition, change sign in a mirrored image, bool each; None
-    if there are none.
+    """Return masks, (C,) bool, of the channels of an image and of its stored condition that change sign in a mirrored
+    image; None if there are none.
     """
     condition = data.condition or ConditionSpec()
     found = []
@@ -363,7 +363,7 @@ class Text:
 
 
 def no_text(spec: TextSpec, empty: Encoded) -> Encoded:
-    """Return the encoded text in the place of a dropped caption, and of a negative prompt that is not given."""
+    """Return the encoded text that replaces a dropped caption and a missing negative prompt."""
     if spec.drop_to == "empty":
         return empty
     return Encoded(torch.zeros_like(empty.tokens), None if empty.pooled is None else torch.zeros_like(empty.pooled))

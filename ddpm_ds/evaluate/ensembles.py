@@ -85,7 +85,7 @@ class FieldScores:
         return {name: value for name, value in found.items() if value is not None}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a table: its header, a row for each channel, and a row for all if there is more than one."""
+        """Return a table: its header, a row for each channel and, of several, a row for all channels."""
         header = ("channel", *(field.name.replace("_", " ") for field in fields(EnsembleScores)))
         lines = [*self.channels.items(), *([("all", self.total)] if len(self.channels) > 1 else [])]
         return [header, *((name, *map(rounded, vars(scores).values())) for name, scores in lines)]
@@ -182,17 +182,9 @@ def power_spectrum(values: Tensor) -> NDArray[np.float64]:
     return np.stack([np.bincount(ring, weights=power.ravel()) for power in powers]) / modes
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """Scores of the ensembles of a request."""
-
-    request: Request
-    scores: FieldScores
-
-
 def evaluate_ensembles(
     setup: Setup, out: Path | None, *, count: int | None, members: int | None, **numbers: int
-) -> Evaluated:
+) -> tuple[Request, FieldScores]:
     """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
     in a folder of their own in ``out``. ``numbers`` are ``seed`` and ``batch_images``.
 
@@ -222,14 +214,13 @@ def evaluate_ensembles(
             pictures["spectra"] = lambda path: spectra_plot(spectra, list(scores.channels), path)
         facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
         report(trained, folder, facts, asdict(scores), scores.metrics(), **pictures)
-    return Evaluated(request, scores)
+    return request, scores
 
 
-def ensemble_table(results: Sequence[Evaluated]) -> str:
-    """Return a table with a line for each channel of some evaluations, and all that it depends on."""
+def ensemble_table(results: Sequence[tuple[Request, FieldScores]]) -> str:
+    """Return a table of some evaluations, with a line for each channel that names all its settings."""
     rows: list[tuple[str, ...]] = []
-    for found in results:
-        request, scores = found.request, found.scores
+    for request, scores in results:
         header, *lines = scores.rows()
         how = {
             "inputs": f"{scores.inputs:,}",

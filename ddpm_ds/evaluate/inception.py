@@ -1,5 +1,5 @@
-"""Scores by models that others have trained: of Inception v3's features by torch-fidelity (extra ``fid``), and how well
-images fit their prompts by a CLIP model (extra ``text``); and Fréchet distances of raw pixels.
+"""Scores by published models: Inception v3's features by torch-fidelity (extra ``fid``), and a CLIP model that judges
+how well images fit their prompts (extra ``text``); and Fréchet distances of raw pixels.
 
 FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use features
 of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures brightness,

@@ -67,7 +67,7 @@ class Request(BaseModel):
     prompts: tuple[str, ...] | None = None
     """Prompts that the images take in turn; None for a U-Net that reads no text."""
     negative: str | None = None
-    """What guidance leads away from; None is no text."""
+    """Negative prompt, which guidance leads away from; None is no text."""
 
     @property
     def index(self) -> range:
@@ -296,7 +296,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_recordable(trained: Trained) -> None:
-    """Raise SpecError, before any work is done, if MLflow can't keep it as a child of the run of ``trained``."""
+    """Raise SpecError, before any work is done, if MLflow can't record it as a child of the run of ``trained``."""
     if trained.run_dir is not None:
         check_tracking_uri(trained.run_dir.parent)
 

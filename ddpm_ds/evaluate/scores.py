@@ -64,17 +64,14 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:
         raise DataError(
-            f"{origin} is an export, which does not say what it learned; name the folder of its prepared images with "
-            "--dataset DIR"
+            f"{origin} is an export, without a data set; name the folder of its prepared images with --dataset DIR"
         )
     else:
         data = spec.data if (group := spec.bucket_group) is None else buckets_of(spec.data, group)[0]
         reference = prepare_images(pixels_of(data), progress=True, learned=learned)
     if learned is not None:
         if reference.meta.sha256 != learned:
-            raise DataError(
-                f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
-            )
+            raise DataError(f"{reference.path} is not the data set of {origin}; name that one with --dataset DIR")
         reference = reference.centre(trained.picture_shape[1:])
     if reference.meta.shape != trained.picture_shape:
         there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.picture_shape))
@@ -310,7 +307,7 @@ def short(count: int) -> str:
 
 
 def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
-    """Return a table of the same scores of some evaluations, with a line for each and all that it depends on."""
+    """Return a table of the same scores of some evaluations, with a line for each that names all its settings."""
     rows = [HEADER]
     for same in zip(*(scores for _, scores in results), strict=True):
         for score, (request, _) in zip(same, results, strict=True):
@@ -337,19 +334,9 @@ def rounded(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Held-out loss of some weights."""
-
-    weights: str
-    """Kind of weights, as in :class:`Trained`."""
-    values: Mapping[str, float]
-    """Values by their names in MLflow, those of training."""
-
-
-def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Losses:
+def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Mapping[str, float]:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
-    ``out``.
+    ``out``; return its values by their names in MLflow, those of training.
 
     Raises:
         LayoutError: the device has no memory for so many images.
@@ -371,15 +358,14 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
     with torch.inference_mode(), fitting(batch_images):
         for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
-    found = Losses(trained.weights, loss.values(sums.cpu()))
+    values = loss.values(sums.cpu())
     facts = {name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")}
     facts["reference"] = {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256}
-    report(trained, folder, facts, found.values, found.values)
-    return found
+    report(trained, folder, facts, values, values)
+    return values
 
 
-def loss_table(results: Sequence[Losses]) -> str:
-    """Return a table with a line for each value, and a column for each kind of weights."""
-    rows = [("held-out loss", *(found.weights for found in results))]
-    rows += [(name, *(rounded(found.values[name]) for found in results)) for name in results[0].values]
+def loss_table(weights: str, values: Mapping[str, float]) -> str:
+    """Return a table of the held-out loss of some ``weights``, with a line for each value."""
+    rows = [("held-out loss", weights), *((name, rounded(value)) for name, value in values.items())]
     return "\n".join(aligned(rows, {0}))

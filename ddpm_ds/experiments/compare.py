@@ -70,7 +70,7 @@ def of_folder(folder: Path) -> Compared:
 
 
 def find_compared(folder: Path) -> list[Compared]:
-    """Return the run in a folder, or the trials of a sweep's in the order of their starts.
+    """Return the run in a folder or, for the folder of a sweep, its trials in the order of their starts.
 
     Raises:
         ExperimentError: there is none, or one can't be read.

@@ -79,9 +79,9 @@ def plant_fields(folder: Path, condition: dict[str, Any] | None = CONDITION, **s
     return plant_on(store, folder / "run", spec)
 
 
-def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec, apart: DatasetCache | None = None) -> Planted:
-    """Save a checkpoint of a run on prepared images, with what a run keeps of them and of those held out apart."""
-    plant(run_dir, data_sha256=checksums_of(store, apart or store), facts=store.meta.facts, **sections_of(spec))
+def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec, held_out: DatasetCache | None = None) -> Planted:
+    """Save a checkpoint of a run on prepared images, and on ``held_out`` images of a data set of their own."""
+    plant(run_dir, data_sha256=checksums_of(store, held_out or store), facts=store.meta.facts, **sections_of(spec))
     if store.constants is not None:
         shutil.copy(store.path / CONSTANTS, run_dir / CONSTANTS)
     return Planted(run_dir, spec, store)

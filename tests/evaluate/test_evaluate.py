@@ -205,7 +205,7 @@ def test_a_data_set_that_does_not_fit_is_one_line(
 ) -> None:
     larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=tmp_path))
     lines = [evaluate("--dataset", larger.path, code=2)]
-    assert "holds other images than those that" in lines[0]
+    assert "is not the data set of" in lines[0]
     exported(tmp_path, monkeypatch)
     lines.append(evaluate("--dataset", larger.path, code=2))
     assert "has images of 1x16x16, export draws 1x8x8" in lines[1]
@@ -218,12 +218,12 @@ def test_images_held_out_in_another_file_are_not_in_the_reference(tmp_path: Path
     paths = {"path": str(tmp_path / "train.npy"), "held_out_path": str(tmp_path / "val.npy")}
     section = {"source": "arrays", **paths, "store_root": str(tmp_path / "stores")}
     spec = tiny_spec(data=section, **UNLABELLED)
-    store, apart = prepare_all(spec.data)
-    checkpoint = plant(tmp_path / "run", data_sha256=checksums_of(store, apart), data=section, **UNLABELLED)
+    store, held_out = prepare_all(spec.data)
+    checkpoint = plant(tmp_path / "run", data_sha256=checksums_of(store, held_out), data=section, **UNLABELLED)
     learned = replace(trained_of(spec), origin=str(checkpoint))
     assert open_reference(learned, None).path == store.path
-    with pytest.raises(DataError, match="holds other images than those that"):
-        open_reference(learned, apart.path)
+    with pytest.raises(DataError, match="is not the data set of"):
+        open_reference(learned, held_out.path)
 
 
 def test_for_a_run_that_learned_crops_the_centres_are_the_reference(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
     run_dir: Path, digits: DatasetCache, trackers: list[Any], evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", None)
-    said = evaluate("--metrics", "loss")
+    printed = evaluate("--metrics", "loss")
     content = report(run_dir / "evaluations")
     assert (content["weights"], content["images_seen"], content["precision"]) == ("ema", 320, "fp32")
     assert content["reference"] == {"store": str(digits.path), "images": 20, "sha256": digits.meta.sha256}
@@ -269,8 +269,8 @@ def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
     )
     (child,) = trackers
     assert (child.kind, child.logged, child.artifacts) == ("evaluate", scores, [("scores.json", "")])
-    assert f"held out   20 images of {digits.path}" in said
-    rows = dict(line.rsplit(maxsplit=1) for line in said.split("\n\n")[-1].splitlines())
+    assert f"held out   20 images of {digits.path}" in printed
+    rows = dict(line.rsplit(maxsplit=1) for line in printed.split("\n\n")[-1].splitlines())
     assert rows == {"held-out loss": "ema", **{name: f"{value:.4g}" for name, value in scores.items()}}
 
 
@@ -330,7 +330,7 @@ def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
         (
             "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out",
             "images-000000320 has held out no image (data.held_out_images = 0); leave it out",
-            f"{fields.store.path} holds other images than those that ",
+            f"{fields.store.path} is not the data set of ",
             "--metrics pixel is of images without conditions",
             f"data.path = {tmp_path / 'fields' / 'fields.npz'}",
             "--metrics loss: export is an export; leave it out",
@@ -376,8 +376,8 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     plant(run_dir, data_sha256=digits.meta.sha256, data=data, sampler={"guidance": 2.0})
 
     record_child(load_trained(run_dir), "sample", {}, artifacts={})  # its run is not in this MLflow yet
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "stands alone" in line]
-    assert str(run_dir) in said
+    (printed,) = [line for line in capfd.readouterr().err.splitlines() if "stands alone" in line]
+    assert str(run_dir) in printed
     experiment = client.get_experiment_by_name("ddpm_ds")
     assert experiment is not None
     (alone,) = client.search_runs([experiment.experiment_id])

@@ -1,5 +1,5 @@
 """Folder of a model or a pipeline of diffusers, and its weights: one file, or shards with an index, in full precision
-or rounded; read without diffusers and without executing anything in it.
+or rounded; read without diffusers and without executing code in it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FIELDS = "fields.json"
 AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 TEXT_AUTOENCODER = "vae"
-"""The same in pipelines of text."""
+"""Name of that folder in a pipeline that reads text."""
 IMPORTED = (
     *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
     *(SCHEDULER_CONFIG, f"scheduler/{SCHEDULER_CONFIG}", PIPELINE),

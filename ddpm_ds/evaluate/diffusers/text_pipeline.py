@@ -1,4 +1,4 @@
-"""Export of a U-Net that reads text: what a pipeline needs beside it, in a folder or in a single file.
+"""Export of a U-Net that reads text: the other parts of its pipeline, in a folder or in a single file.
 
 The text encoders and their tokenizers are copied from the folder in ``data.text.encoders``, or from the Hugging Face
 hub, the autoencoder from ``data.autoencoder``.
@@ -145,7 +145,7 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
-    """Refuse a U-Net that its file can't describe: readers take heads, groups and the like from the kind."""
+    """Refuse a U-Net with other heads, groups and the like than readers assume for its kind."""
     mine, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
     assert mine.text is not None and found.text is not None
     text = found.text.model_copy(update={"tokens": mine.text.tokens})  # which are not the U-Net's

@@ -341,7 +341,7 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     added, out = shapes.get("label_emb.0.0.weight"), shapes["out.2.weight"][0]
     if (added is not None) != (linear and len(widths) == 3) or "label_emb.weight" in shapes:
         raise LookupError
-    return {
+    found: dict[str, object] = {
         "_class_name": WITH_TEXT,
         "sample_size": 64 if not linear else 96 if added is None else 128,
         "in_channels": shapes["input_blocks.0.0.weight"][1],
@@ -355,16 +355,11 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
         "cross_attention_dim": context,
         "use_linear_projection": linear,
         "upcast_attention": linear and added is None,
-        **(
-            {
-                "addition_embed_type": "text_time",
-                "addition_time_embed_dim": 256,
-                "projection_class_embeddings_input_dim": added[1],
-            }
-            if added
-            else {}
-        ),
     }
+    if added:
+        found |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+        found["projection_class_embeddings_input_dim"] = added[1]
+    return found
 
 
 def _depth(shapes: Mapping[str, tuple[int, ...]], place: str) -> int:

@@ -63,14 +63,13 @@ Depths = Annotated[int, Field(ge=1, le=64)]
 
 
 class UnetArguments(Arguments):
-    """Arguments that both classes take, as far as our U-Net has them."""
+    """Arguments that both classes take, as far as our U-Net has them; others are read if they are null or false."""
 
     ignored: ClassVar = AVERAGE
 
     sample_size: Pixels | tuple[Pixels, Pixels] | None = None
     in_channels: Channels
     out_channels: ImageChannels
-    center_input_sample: Literal[False] = False
     time_embedding_type: Literal["positional"] = "positional"
     time_embedding_dim: Channels | None = None
     freq_shift: Literal[0, 1] = 0
@@ -179,33 +178,23 @@ class TextArguments(UnetArguments):
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
     up_block_types: tuple[Literal["UpBlock2D", "CrossAttnUpBlock2D"], ...] = ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3)
     only_cross_attention: Literal[False] | tuple[Literal[False], ...] = False
-    mid_block_only_cross_attention: Literal[False] | None = None
     block_out_channels: Widths = (320, 640, 1280, 1280)
     layers_per_block: Blocks | tuple[Blocks, ...] = 2  # type: ignore[assignment]
     cross_attention_dim: Width | tuple[Width, ...] = 1280
     transformer_layers_per_block: Depths | tuple[Depths, ...] = 1
-    reverse_transformer_layers_per_block: None = None
     encoder_hid_dim: Width | None = None
     encoder_hid_dim_type: str | None = None
     attention_head_dim: Heads | tuple[Heads, ...] = 8
     """Number of heads, not their width: diffusers keeps an old error so that old models can be read."""
-    num_attention_heads: None = None
-    dual_cross_attention: Literal[False] = False
     use_linear_projection: bool = False
     addition_embed_type: Literal["text_time"] | None = None
     addition_time_embed_dim: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] | None = None
     projection_class_embeddings_input_dim: Width | None = None
     upcast_attention: bool | None = False
-    resnet_skip_time_act: Literal[False] = False
     resnet_out_scale_factor: Literal[1] = 1
-    time_embedding_act_fn: None = None
-    timestep_post_act: None = None
-    time_cond_proj_dim: None = None
     conv_in_kernel: Literal[3] = 3
     conv_out_kernel: Literal[3] = 3
     attention_type: Literal["default"] = "default"
-    class_embeddings_concat: Literal[False] = False
-    cross_attention_norm: None = None
     addition_embed_type_num_heads: int = 64
     """Has no effect on ``text_time``."""
 
