@@ -56,8 +56,8 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
     return sizes[fitting] if fitting >= 0 else None
 
 
-class TrialError(UserError):
-    """A trial ended for another reason than memory; it has the last lines and the exit code of its ranks."""
+class AttemptError(UserError):
+    """An attempt ended for another reason than memory; it has the last lines and the exit code of its ranks."""
 
     def __init__(self, lines: Sequence[str], code: int) -> None:
         super().__init__(*(line.removeprefix(ERROR) for line in lines))
@@ -107,8 +107,7 @@ class Task:
     def sizes(self) -> Sequence[int]:
         """Return all possible micro-batches, ascending.
 
-        Raises:
-            UserError: there is none; the message has the reason.
+        Raises UserError: there is none; the message has the reason.
         """
         if self.accumulation is not None:
             self.plan(1)
@@ -203,7 +202,7 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
     """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``.
 
     Raises:
-        TrialError: it failed for a reason other than memory.
+        AttemptError: it failed for a reason other than memory.
         KeyboardInterrupt: a signal asked the search to end.
     """
     layout, run_dir, log = task.plan(size).ds.layout, folder / str(size), folder / f"{size}.log"
@@ -226,8 +225,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
     They are negative for a signal, and None for a rank that had not ended some time after another one had failed. No
     process is left running.
 
-    Raises:
-        KeyboardInterrupt: a signal asked to end.
+    Raises KeyboardInterrupt: a signal asked to end.
     """
     with heard_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
@@ -250,8 +248,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:
     """Return how ranks that ended with these codes ran out of memory; empty if they ended well.
 
-    Raises:
-        TrialError: they failed for another reason.
+    Raises AttemptError: they failed for another reason.
     """
     for line in output.splitlines():  # of the rank that was the first to notice
         if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
@@ -264,5 +261,5 @@ def out_of_memory(codes: Sequence[int | None], output: str) -> str:
     if any(code != 0 for code in codes):
         first = next((code for code in codes if code not in (0, EXIT_PEER_LOST, None)), EXIT_PEER_LOST)
         assert first is not None
-        raise TrialError(explanation(output), first if first > 0 else 128 - first)
+        raise AttemptError(explanation(output), first if first > 0 else 128 - first)
     return ""

@@ -34,8 +34,7 @@ class Diffusion:
     of :meth:`draws`. Nothing waits for the device. Images and noise are (N, C, H, W) tensors in channels-last memory
     format.
 
-    Raises:
-        SpecError: the schedule is impossible.
+    Raises SpecError: the schedule is impossible.
     """
 
     def __init__(self, spec: DiffusionSpec, seed: int, device: torch.device | str) -> None:

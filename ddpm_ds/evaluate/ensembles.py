@@ -20,7 +20,7 @@ from ddpm_ds.command_line import aligned
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.outputs import Request, titled_grid
 from ddpm_ds.evaluate.sampling import Setup, request_for
-from ddpm_ds.evaluate.scores import drawn_for_scores, guidance_in_words, report, rounded
+from ddpm_ds.evaluate.scores import drawn_for_scores, four_digits, guidance_in_words, report
 from ddpm_ds.tracking.pictures import write_png
 
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
@@ -88,7 +88,7 @@ class FieldScores:
         """Return a table: its header, a row for each channel and, of several, a row for all channels."""
         header = ("channel", *(field.name.replace("_", " ") for field in fields(EnsembleScores)))
         lines = [*self.channels.items(), *([("all", self.total)] if len(self.channels) > 1 else [])]
-        return [header, *((name, *map(rounded, vars(scores).values())) for name, scores in lines)]
+        return [header, *((name, *map(four_digits, vars(scores).values())) for name, scores in lines)]
 
 
 class FieldScorer:

@@ -62,7 +62,6 @@ DOWNLOADED = ("*.json", "merges.txt", "*.safetensors")
 TOKENIZERS = ("tokenizer.json", "vocab.json")
 AT_ONCE = 32
 """Images that are embedded together."""
-COLOURS = 3
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ class Clip:
             texts = [prompts[number % len(prompts)] for number in range(first, first + len(part))]
             inputs = self._processor(
                 text=texts,
-                images=[*part.expand(-1, COLOURS, -1, -1)],
+                images=[*part.expand(-1, 3, -1, -1)],
                 return_tensors="pt",
                 padding=True,
                 truncation=True,

@@ -48,7 +48,6 @@ class Request(BaseModel):
     guide: str | None = None
     """Path of the guiding weights, if any; without, guidance uses "no label"."""
     guide_digest: str | None = None
-    """Checksum of the guiding weights."""
     sampler: SamplerSpec
     """Sampler; its number of steps is filled in."""
     seed: int
@@ -189,11 +188,8 @@ def titled_grid(
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
-    names = (
-        []
-        if trained.spec is None
-        else class_names(trained.spec.data, trained.spec.bucket_group, trained.spec.unet.classes)
-    )
+    spec = trained.spec
+    names = [] if spec is None else class_names(spec.data, spec.bucket_group, spec.unet.classes)
     classes = [] if labels is None else labels.tolist()
     captions = [names[label] if names else str(label) for label in classes]
     if request is not None and request.prompts is not None:

@@ -96,11 +96,7 @@ class Setup:
         trained, guide = self.trained, self.guide if self.sampler.guidance != 1.0 else None
         return Request.model_validate(
             {
-                "origin": trained.origin,
-                "weights": trained.weights,
-                "images_seen": trained.images_seen,
-                "digest": trained.digest,
-                "precision": trained.precision,
+                **trained.identity,
                 "guide": None if guide is None else guide.origin,
                 "guide_digest": None if guide is None else guide.digest,
                 "sampler": self.sampler.model_copy(update={"steps": self.sampler.steps_of(trained.diffusion)}),
@@ -138,7 +134,7 @@ def draw(
         if inputs is not None:
             numbers = (index // members).tolist() if numbers is None else numbers
             condition, base = inputs.condition(numbers, trained.device), inputs.base(numbers)
-        elif trained.takes_condition:
+        elif trained.interface.condition_channels or trained.interface.numbers:  # constants, which need no inputs
             condition = trained.conditions.at_rest({}, placed, trained.scale)
         if condition is not None:
             dropped = trained.conditions.dropped(condition)

@@ -103,12 +103,6 @@ class Score:
     """The same score of real images, if there is one."""
     details: Mapping[str, object] = field(default_factory=dict)
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Values of the score by their names in MLflow."""
-        real = {} if self.real is None else {f"eval/{self.name}_real": self.real}
-        return {f"eval/{self.name}": self.value, **real}
-
 
 class Scorer:
     """Scorer that computes the requested scores, or all that this machine can compute."""
@@ -281,7 +275,8 @@ def evaluate(
                 facts["reference"] = real or there
         labels_shown = request.labels_of(request.index[:GRID_IMAGES])
         grid = titled_grid(trained, setup.sampler, images[:GRID_IMAGES], labels_shown)
-        metrics = {name: value for score in scores for name, value in score.metrics.items()}
+        metrics = {f"eval/{score.name}": score.value for score in scores}
+        metrics |= {f"eval/{score.name}_real": score.real for score in scores if score.real is not None}
         every = kept + [asdict(score) for score in scores]
         report(trained, folder, facts, every, metrics, samples=lambda path: write_png(grid, path))
     return request, scores
@@ -313,7 +308,7 @@ def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
         for score, (request, _) in zip(same, results, strict=True):
             counts = f"{score.samples:,}", f"{score.references:,}"
             how = request.sampler.kind, str(request.sampler.steps), request.weights, guidance_in_words(request)
-            rows.append((score.title, rounded(score.value), rounded(score.real), *counts, *how, score.tool))
+            rows.append((score.title, four_digits(score.value), four_digits(score.real), *counts, *how, score.tool))
     return "\n".join(aligned(rows, TEXT_COLUMNS))
 
 
@@ -329,7 +324,7 @@ def guidance_in_words(request: Request) -> str:
     return f"{sampler.guidance:g}{where}{'' if request.guide is None else ' by guide'}"
 
 
-def rounded(value: float | None) -> str:
+def four_digits(value: float | None) -> str:
     """Return a score with four digits; ``-`` if there is none."""
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
@@ -359,7 +354,7 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
         for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
     values = loss.values(sums.cpu())
-    facts = {name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")}
+    facts = trained.identity
     facts["reference"] = {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256}
     report(trained, folder, facts, values, values)
     return values
@@ -367,5 +362,5 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
 
 def loss_table(weights: str, values: Mapping[str, float]) -> str:
     """Return a table of the held-out loss of some ``weights``, with a line for each value."""
-    rows = [("held-out loss", weights), *((name, rounded(value)) for name, value in values.items())]
+    rows = [("held-out loss", weights), *((name, four_digits(value)) for name, value in values.items())]
     return "\n".join(aligned(rows, {0}))

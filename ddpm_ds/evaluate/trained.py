@@ -45,7 +45,7 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
-Weights = Literal["ema", "raw"]
+WeightsKind = Literal["ema", "raw"]
 """Names in a checkpoint of the averaged weights and of the weights as trained."""
 EXPECTED = (
     f"name a checkpoint ({MANIFEST}), a run's folder (checkpoints/), an export (unet/config.json), or OWNER/NAME on "
@@ -111,6 +111,12 @@ class Trained:
         return next(name for name, (_, dtype) in DTYPES.items() if dtype is self.dtype)
 
     @property
+    def identity(self) -> dict[str, object]:
+        """Facts about the weights that requests and reports record."""
+        keys = ("origin", "weights", "images_seen", "digest", "precision")
+        return {key: getattr(self, key) for key in keys}
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
         return unet_layers(self.unet_spec, self.interface)
@@ -154,11 +160,6 @@ class Trained:
         """Names of the channels of fields: those of their source, or numbers."""
         names = () if self.facts is None else self.facts.fields["images"].channels
         return names or tuple(map(str, range(self.interface.channels)))
-
-    @property
-    def takes_condition(self) -> bool:
-        """Whether the U-Net takes anything beside x_t, t and labels; constants need no inputs."""
-        return bool(self.interface.condition_channels or self.interface.numbers)
 
     @functools.cached_property
     def conditions(self) -> Conditions:
@@ -242,7 +243,7 @@ def _known(dtype: torch.dtype) -> torch.dtype:
 def load_trained(
     path: GivenPath,
     *,
-    weights: Weights = "ema",
+    weights: WeightsKind = "ema",
     autoencoder: FilePath | None = None,
     device: Annotated[torch.device | str, AfterValidator(usable_device)] = "cpu",
     dtype: Annotated[torch.dtype, AfterValidator(_known)] = torch.float32,
@@ -306,7 +307,7 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
 
 
 def _load_checkpoint(
-    reader: Reader, weights: Weights, moved: Path | None, device: torch.device | str, dtype: torch.dtype
+    reader: Reader, weights: WeightsKind, moved: Path | None, device: torch.device | str, dtype: torch.dtype
 ) -> Trained:
     path, manifest, kind, facts = reader.path, reader.manifest, KINDS[weights], None
     if kind not in manifest.kinds:

@@ -9,16 +9,11 @@ import random
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from ddpm_ds.evaluate.diffusers.unet import from_diffusers, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import TextArguments, diffusers_config, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import TransformerBlockLayer, unet_layers
-from ddpm_ds.unet.model import UNet
-from ddpm_ds.unet.spec import Interface, UnetSpec
-from tests.evaluate.test_diffusers_unet import assert_the_same_gradients
-from tests.unet.variants import randomise, rounding
+from ddpm_ds.unet.spec import UnetSpec
+from tests.evaluate.test_diffusers_unet import assert_the_same
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
 
@@ -120,62 +115,6 @@ def narrowed(config: dict[str, Any]) -> dict[str, Any]:
         "norm_num_groups": 8,
         "sample_size": 8,
     }
-
-
-LARGEST = 32
-"""Above all timesteps, levels and sizes among the inputs of the U-Nets."""
-
-
-def inputs_of(
-    unet: UnetSpec, interface: Interface, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
-    """Two images: the inputs of ours, their context, and what diffusers takes beside the first two inputs."""
-    assert unet.text is not None
-    x_t = torch.randn(2, interface.channels + interface.condition_channels, *interface.size, dtype=dtype)
-    context = torch.randn(2, 3, unet.text.context_channels, dtype=dtype)
-    ours = [x_t, torch.tensor([3, 31])]
-    theirs: dict[str, Any] = {"encoder_hidden_states": context}
-    if unet.classes is not None:
-        ours.append(torch.tensor([1, unet.classes]))
-        theirs["class_labels"] = ours[-1]
-    if interface.told_level:
-        ours.append(torch.tensor([12.5, 0.5], dtype=dtype))
-        theirs["class_labels"] = ours[-1]
-    if unet.text.pooled_channels is not None:
-        pooled = torch.randn(2, unet.text.pooled_channels, dtype=dtype)
-        sizes = torch.randint(0, LARGEST, (2, 6)).to(dtype)
-        ours.append(torch.cat((pooled, sizes), dim=1))
-        theirs["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
-    return ours, context, theirs
-
-
-def assert_the_same(config: dict[str, Any], seed: int) -> None:
-    """The same predictions and every gradient by name, and the way back."""
-    torch.manual_seed(seed)
-    theirs = diffusers.UNet2DConditionModel.from_config(config).eval()
-    randomise(theirs, seed)
-    unet, interface = unet_spec_from_diffusers(config)
-    layers = unet_layers(unet, interface)
-    ours, state = UNet(layers, 0).eval(), theirs.state_dict()
-    ours.layers.load_state_dict(from_diffusers(state, layers), strict=True)
-    assert unet.text is not None
-    back = to_diffusers(ours.layers.state_dict(), layers, linear_projection=unet.text.linear_projection)
-    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
-    again = json.loads(json.dumps({**diffusers_config(unet, interface), "_class_name": "UNet2DConditionModel"}))
-    assert unet_spec_from_diffusers(again) == (unet, interface)
-
-    mine, context, others = inputs_of(unet, interface)
-    with torch.no_grad():
-        prediction, expected = ours(*mine, context=context), theirs(*mine[:2], **others).sample
-    torch.testing.assert_close(prediction, expected, rtol=0, atol=rounding(layers) * expected.abs().max().item())
-
-    mine, context, others = inputs_of(unet, interface, torch.float64)
-    prediction, expected = ours.double()(*mine, context=context), theirs.double()(*mine[:2], **others).sample
-    # Only sinusoids are in fp32: of a division, product, exponential and product, each within half a unit, of numbers
-    # below LARGEST.
-    tolerance = 4 * LARGEST * 2**-24
-    torch.testing.assert_close(prediction, expected, rtol=0, atol=tolerance * expected.abs().max().item())
-    assert_the_same_gradients(ours, theirs, (prediction, expected), layers, tolerance)
 
 
 QUICK = (1, 4, 5, 6, 9, 20)

@@ -171,9 +171,8 @@ class _PipelineArguments(Arguments):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        settings = {
-            key: value for key, value in config.items() if key in cls.model_fields or not isinstance(value, list)
-        }
+        parts = {key for key, value in config.items() if isinstance(value, list)} - cls.model_fields.keys()
+        settings = {key: value for key, value in config.items() if key not in parts}
         return super().read({**settings, "_class_name": cls.class_names[0]})
 
 
@@ -182,10 +181,9 @@ class DiffusersFolder:
     or a single file with the original names.
 
     The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
-    zeros, is added. ``hub_name`` is that of the repository on the Hugging Face hub that the folder is a copy of.
+    zeros, is added. ``hub_name`` names the repository on the Hugging Face hub that the folder is a copy of.
 
-    Raises:
-        CheckpointError: by any method, if a file is missing, can't be read or describes what our U-Net can't express.
+    Raises CheckpointError, by any method: a file is missing, can't be read, or our U-Net can't express it.
     """
 
     def __init__(self, path: Path, *, last_label_is_class: bool = False, hub_name: str | None = None) -> None:

@@ -19,14 +19,13 @@ from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.unet.layers import SIZES
 
-PREDICTION_TOLERANCE = 1e-5
-"""Maximum difference between our prediction and diffusers', relative to the largest value."""
+TOLERANCE = 1e-5
+"""Maximum difference of predictions, relative to the largest value, and of alpha_bar or denoised images; diffusers
+computes its schedule in fp32."""
 COMPARED_TIMESTEPS = 32
 """Number of timesteps, from 0, whose predictions are compared. Both sides compute t x frequency in fp32, and at
 t = 1000 its rounding error is 1e-5.
 """
-SCHEDULE_TOLERANCE = 1e-5
-"""Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 PICTURE_TOLERANCE = 1.0
 """Maximum difference of pixels from 0 to 255: ours are rounded, which is half of it."""
 
@@ -79,7 +78,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
     schedule, compared = _schedule_difference(trained, scheduler, x_t, t, ours)
     # Not written with "greater than", which is false for NaN.
-    if not (prediction <= PREDICTION_TOLERANCE and schedule <= SCHEDULE_TOLERANCE):
+    if not (prediction <= TOLERANCE and schedule <= TOLERANCE):
         raise OutputError(
             f"diffusers {diffusers.__version__} reads something else than {trained.origin}: predictions differ by "
             f"{prediction:.1e} of the largest, {compared} by {schedule:.1e}; nothing was written, please report it"

@@ -49,21 +49,13 @@ AVERAGED = "model_ema."
 _PARTS = {"time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out"}
 FIRST = "input_blocks.0.0.weight"
 _HEAD = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
+    **{"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"},
+    **{"add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2"},
+    **{"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"},
 }
 _ORIGINAL_BLOCK = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
+    **{"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1"},
+    **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
 }
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
 
@@ -72,33 +64,20 @@ CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_MODULES: dict[type[Layer], dict[str, tuple[str, ...]]] = {
-    InputLayer: {"conv": ("conv_in",)},
-    OutputLayer: {"norm": ("conv_norm_out",), "conv": ("conv_out",)},
-    BlockLayer: {
-        "norm1": ("norm1",),
-        "conv1": ("conv1",),
-        "time_projection": ("time_emb_proj",),
-        "norm2": ("norm2",),
-        "conv2": ("conv2",),
-    },
-    AttentionLayer: {"norm": ("group_norm",), "qkv": ("to_q", "to_k", "to_v"), "projection": ("to_out.0",)},
-    TransformerInputLayer: {"norm": ("norm",), "projection": ("proj_in",)},
+_MODULES: dict[type[Layer], dict[str, str]] = {
+    InputLayer: {"conv": "conv_in"},
+    OutputLayer: {"norm": "conv_norm_out", "conv": "conv_out"},
+    BlockLayer: {name: name for name in ("norm1", "conv1", "norm2", "conv2")} | {"time_projection": "time_emb_proj"},
+    AttentionLayer: {"norm": "group_norm", "qkv": "to_q to_k to_v", "projection": "to_out.0"},
+    TransformerInputLayer: {"norm": "norm", "projection": "proj_in"},
     TransformerBlockLayer: {
-        "norm1": ("norm1",),
-        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "projection1": ("attn1.to_out.0",),
-        "norm2": ("norm2",),
-        "q": ("attn2.to_q",),
-        "kv": ("attn2.to_k", "attn2.to_v"),
-        "projection2": ("attn2.to_out.0",),
-        "norm3": ("norm3",),
-        "gated": ("ff.net.0.proj",),
-        "projection3": ("ff.net.2",),
+        **{"norm1": "norm1", "qkv": "attn1.to_q attn1.to_k attn1.to_v", "projection1": "attn1.to_out.0"},
+        **{"norm2": "norm2", "q": "attn2.to_q", "kv": "attn2.to_k attn2.to_v", "projection2": "attn2.to_out.0"},
+        **{"norm3": "norm3", "gated": "ff.net.0.proj", "projection3": "ff.net.2"},
     },
-    TransformerOutputLayer: {"projection": ("proj_out",)},
+    TransformerOutputLayer: {"projection": "proj_out"},
 }
-"""Modules of diffusers by those of our layers; a layer that is not here has a `conv`."""
+"""Modules of diffusers, which are fused in ours, by modules of our layers; a layer that is not here has a `conv`."""
 _WITHOUT_BIAS = {"qkv", "q", "kv"}
 """Modules of a transformer block without a bias."""
 
@@ -162,14 +141,14 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
     """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
-        modules = {**_MODULES.get(type(layer), {"conv": ("conv",)})}
+        modules = {**_MODULES.get(type(layer), {"conv": "conv"})}
         if isinstance(layer, EmbedLayer):
             pairs = {"linear": "time_embedding"}
             pairs |= {"level": "class_embedding"} if layer.told_level else {}
             pairs |= {"text": "add_embedding"} if layer.pooled_channels else {}
-            modules = {f"{ours}{n}": (f"{theirs}.linear_{n}",) for ours, theirs in pairs.items() for n in (1, 2)}
+            modules = {f"{ours}{n}": f"{theirs}.linear_{n}" for ours, theirs in pairs.items() for n in (1, 2)}
         if isinstance(layer, BlockLayer) and layer.has_shortcut:
-            modules["shortcut"] = ("conv_shortcut",)
+            modules["shortcut"] = "conv_shortcut"
         outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)
         place = "" if outside else f"{_place(layer.name, levels)}."
         if isinstance(layer, TransformerBlockLayer):
@@ -177,7 +156,7 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
         for ours, theirs in modules.items():
             without_bias = isinstance(layer, TransformerBlockLayer) and ours in _WITHOUT_BIAS
             for kind in ("weight",) if without_bias else ("weight", "bias"):
-                yield f"{index}.{ours}.{kind}", tuple(f"{place}{name}.{kind}" for name in theirs)
+                yield f"{index}.{ours}.{kind}", tuple(f"{place}{name}.{kind}" for name in theirs.split())
         if isinstance(layer, EmbedLayer) and layer.classes is not None:
             yield f"{index}.label_embedding.weight", (CLASS_EMBEDDING,)
 
