@@ -179,7 +179,7 @@ def expected(task: Task, sizes: Sequence[int]) -> int:
     limit = task.budget_bytes or 0
     if task.device == "cpu":
         limit -= LIBRARY_BYTES
-    elif not limit:  # that of the first GPU, without opening it
+    elif not limit:  # asks the first GPU, without opening it
         import pynvml
 
         with contextlib.suppress(pynvml.NVMLError):

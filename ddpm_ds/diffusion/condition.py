@@ -49,7 +49,7 @@ class Scale:
     def of(
         cls, normalise: Normalise, statistics: Statistics | None, device: torch.device | str, *, pictures: bool = False
     ) -> Scale:
-        """Return the scale of a data set: that of bytes for ``pictures``, else by ``normalise``; null keeps values."""
+        """Return the scale of a data set: of bytes for ``pictures``, else by ``normalise``; null keeps values."""
         if pictures:
             return cls(127.5, 127.5)
         if normalise is None:
@@ -126,7 +126,7 @@ class Condition(NamedTuple):
     """The U-Net's inputs from the conditions of images, beside x_t, t and labels."""
 
     channels: Tensor
-    """(N, C', H, W) float32, which follow those of x_t"""
+    """(N, C', H, W) float32, which follow the channels of x_t"""
     others: tuple[Tensor, ...]
     """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
     context: Tensor | None = None
@@ -137,7 +137,7 @@ class Condition(NamedTuple):
         return self._replace(channels=change(self.channels), others=tuple(map(change, self.others)))
 
     def followed_by(self, other: Condition) -> Condition:
-        """Return the inputs of these images, then those of the ``other`` images."""
+        """Return the inputs of these images, then of the ``other`` images."""
         others = (torch.cat(pair) for pair in zip(self.others, other.others, strict=True))
         context = None
         if self.context is not None and other.context is not None:
@@ -150,7 +150,7 @@ class Conditions:
 
     Args:
         data: images and their condition.
-        statistics: those of a stored condition, if it is normalised.
+        statistics: for a stored condition that is normalised.
         constants: (C, H, W), the same for all images, of their stored size.
     """
 
@@ -240,7 +240,7 @@ class Conditions:
     def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
         """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
 
-        ``fields`` are those of :attr:`reads` as they are stored, on the device, and ``scale`` is that of the images.
+        ``fields`` are stored values of :attr:`reads`, on the device, and ``scale`` is the images' scale.
         Rectangles are cut out by ``index`` (N,); a field ``hole`` (N, 1, H, W), bool, cuts out these pixels instead.
         """
         moves = Moves(self._shape[1:])
@@ -336,7 +336,7 @@ class Text:
 
     Args:
         empty: the encoded empty text, N = 1, on the device; dropped captions become it, or zeros, as the spec says.
-        seed: that of the run.
+        seed: of the run.
     """
 
     def __init__(self, spec: TextSpec, empty: Encoded, seed: int) -> None:

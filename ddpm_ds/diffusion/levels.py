@@ -66,8 +66,8 @@ class Visit(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Noise over signal, at most MOST_SIGMA, which is also that of neither; rounded to 12 digits, so that a level
-        written as 80 is exactly 80.
+        """Noise over signal, at most MOST_SIGMA, also without either; rounded to 12 digits, so that a level written as
+        80 is exactly 80.
         """
         return min(MOST_SIGMA, float(f"{float(self.level.noise / self.level.signal):.12g}"))
 
@@ -235,7 +235,7 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
 def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:
     """Return the `steps` timesteps in [0, T) that a sampler visits, strictly falling.
 
-    They equal those of the diffusers scheduler of the same kind and spacing, with S steps:
+    They equal the timesteps of diffusers' scheduler of the same kind and spacing, with S steps:
 
     - trailing: from T - 1 down by T / S, rounded, for every kind.
     - leading: multiples of T // S from 0 up; of T // (S + 1) for a kind that leaves out 0, such as dpm_solver.

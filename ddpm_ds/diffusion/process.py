@@ -52,7 +52,7 @@ class Diffusion:
         more_words: Mapping[int, int] = MappingProxyType({}),
         more_normals: Mapping[int, int] = MappingProxyType({}),
     ) -> Draws:
-        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), with those of more streams."""
+        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), and draws of more streams."""
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
         normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
         if self.spec.noise_offset:
@@ -246,7 +246,7 @@ class Drawing:
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
     None without classes or for "no label", whose number is `no_label`. `conditions` are the U-Net's other inputs, and
-    those of a dropped condition, by which images with a text or without labels are guided.
+    its inputs for a dropped condition, which guides images with a text or without labels.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Drawing:
             self._guided_given = self._given.followed_by(without) if self._doubled else without
         twice = self._doubled or guide is not None
         self.evaluations = tuple(2 if guided and twice else 1 for guided in sampler.guided)
-        """Evaluations of a U-Net per image at each call, those of the guide among them."""
+        """Evaluations of U-Nets per image at each call, the guide's among them."""
         self._x = sampler.first_noise * self._noise(Stream.SAMPLE)  # (N, C, H, W)
         self._x0: Tensor | None = None
         self._taken = 0

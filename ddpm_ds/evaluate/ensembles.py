@@ -94,7 +94,7 @@ class FieldScores:
 class FieldScorer:
     """Scorer that takes the ensemble of one input at a time, so that large fields need not be in memory at once.
 
-    The CRPS is an unbiased estimate of that of infinitely many members (Ferro 2014, "Fair scores for ensemble
+    The CRPS is an unbiased estimate for infinitely many members (Ferro 2014, "Fair scores for ensemble
     forecasts").
     """
 

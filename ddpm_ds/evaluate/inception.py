@@ -2,8 +2,8 @@
 how well images fit their prompts (extra ``text``); and Fréchet distances of raw pixels.
 
 FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use features
-of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures brightness,
-colours and which pixels vary together; it can't be compared with an FID.
+of VGG-16; Inception's features, as here and in ADM, give other numbers. A Fréchet distance of pixels depends on
+brightness, colours and the pixels that vary together; it can't be compared with an FID.
 
 The CLIP score is 100 times the cosine of the embeddings of image and prompt, and 0 where that is negative, as
 torchmetrics defines it. Source: Hessel et al. 2021, "CLIPScore", who multiply by 2.5 instead.
@@ -76,7 +76,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)), the squared 2-Wasserstein distance (Dowson and Landau 1982).
 
     The trace of (A B)^(1/2) is the sum of the singular values of A^(1/2) B^(1/2). Both roots come from eigenvalues of
-    symmetric matrices; those that are zero up to rounding are dropped, so singular covariances are exact, too.
+    symmetric matrices. Eigenvalues that are zero up to rounding are dropped, so singular covariances are exact, too.
     """
     difference = a.mean - b.mean
     common = np.linalg.svd(_root(a.covariance).T @ _root(b.covariance), compute_uv=False).sum()
@@ -118,7 +118,7 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
 
 
 class Unavailable(Exception):
-    """Error: Inception's scores can't be computed on this machine; the message says why, and what to do."""
+    """Error: Inception's scores can't be computed on this machine; the message has the reason and the fix."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def inception_scores(
     device: torch.device,
 ) -> dict[str, float]:
     """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against
-    those of ``reference``.
+    a ``reference``.
 
     ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, under its
     ``key``, the weights and the version of torch-fidelity.

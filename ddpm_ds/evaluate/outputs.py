@@ -231,7 +231,7 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
     """Write a ``.npy`` of images, or an ``.npz``: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64,
     if any.
 
-    Names and axes of the archive are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
+    Names and axes of the archive follow guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
     Images (N, C, H, W) that are mapped from a file are copied in pieces.
 
     Raises OutputError: it can't be written.

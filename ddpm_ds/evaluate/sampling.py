@@ -57,7 +57,7 @@ class Setup:
     ) -> Self:
         """Return a setup with the encoded prompts ``texts`` and ``negative``; without text the same setup.
 
-        By default they are those of the run's own pictures, or else the empty text, which is logged.
+        The default, which is logged, is the prompts of the run's own pictures, or else the empty text.
 
         Raises:
             SpecError: the U-Net reads no text, or guidance does not lead away from the negative prompt.
@@ -75,7 +75,7 @@ class Setup:
             if len(text) > MOST_PROMPT:
                 raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
         if texts is not None and not texts:
-            raise SpecError("prompts = [] has none; use None for those of the run's own pictures")
+            raise SpecError("prompts = [] has none; use None for the prompts of the run's own pictures")
         if negative is not None and (self.guide is not None or not self.sampler.guides):
             why = f"--guidance is {self.sampler.guidance:g}" if self.guide is None else "another U-Net guides"
             raise SpecError(f'--negative "{negative}" has no effect, since {why}; leave one of them out')
@@ -85,7 +85,7 @@ class Setup:
                 known = EncodedPrompts.read(trained.run_dir / PROMPTS)
             default = "the empty text"
             if known is not None:
-                default = f"those of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
+                default = f"the prompts of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
             log(f"no prompt is given, so it draws for {default}")
         if known is None:
             known = EncodedPrompts.of(_encoding(trained), texts or ("",), trained.device, log, trained.learned_encoders)
@@ -271,7 +271,7 @@ def draw_batch(
 ) -> Tensor:
     """Draw the images ``index`` of a request as one batch, (N, C, H, W), or several steps ahead, (N, steps, C, H, W).
 
-    Each state is the input of the next one. The noise of later ones is that of images beyond all others.
+    Each state is the input of the next one. Later states have the noise of image numbers beyond all others.
 
     Raises LayoutError: the device has no memory for them.
     """

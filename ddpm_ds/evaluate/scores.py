@@ -51,7 +51,7 @@ VERSIONS = {"ddpm_ds": __version__, "torch": torch.__version__}
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
-    """Open the prepared images at ``given``, or those of the checkpoint's spec, prepared now if they are missing.
+    """Open the prepared images at ``given``, or the data set of the checkpoint's spec, prepared now if it is missing.
 
     Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
     on latents it is the pixels that they were encoded from.
@@ -331,7 +331,7 @@ def four_digits(value: float | None) -> str:
 
 def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Mapping[str, float]:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
-    ``out``; return its values by their names in MLflow, those of training.
+    ``out``; return its values by their names in MLflow, as in training.
 
     Raises:
         LayoutError: the device has no memory for so many images.

@@ -157,7 +157,7 @@ class Trained:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """Names of the channels of fields: those of their source, or numbers."""
+        """Names of the channels of fields in their source, or numbers."""
         names = () if self.facts is None else self.facts.fields["images"].channels
         return names or tuple(map(str, range(self.interface.channels)))
 

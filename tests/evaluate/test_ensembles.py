@@ -274,7 +274,7 @@ def test_spectra_are_means_over_inputs_of_members_of_their_mean_and_of_the_truth
     assert field_scores(members, truths, masks).spectra is None, "an input with holes has no Fourier modes"
 
 
-def test_the_table_and_the_names_in_mlflow_tell_channels_apart() -> None:
+def test_the_table_and_the_names_in_mlflow_have_each_channel() -> None:
     members, truths, _ = random_fields()
     scores = field_scores(members, truths, channels=["t2m", "wind/10m @ sea"])
     header, *rows = scores.rows()

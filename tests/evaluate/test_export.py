@@ -431,15 +431,6 @@ def shapes_of(**unet: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in unet_of(spec, 1).layers.named_parameters()}
 
 
-def test_a_consolidated_checkpoint_is_read_piece_by_piece(checkpoint: Path, tmp_path: Path) -> None:
-    consolidate(checkpoint, tmp_path / "weights.safetensors", "ema", "bf16")
-    stored = load_file(tmp_path / "weights.safetensors")
-    read = InitialWeights(tmp_path / "weights.safetensors", shapes_of())
-    for name, tensor in stored.items():
-        flat = tensor.float().flatten()
-        assert read.read(name).equal(flat) and read.read(name, 1, len(flat) // 3).equal(flat[1 : 1 + len(flat) // 3])
-
-
 def test_initial_weights_of_another_unet_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     consolidate(checkpoint, path, "ema", "fp32")

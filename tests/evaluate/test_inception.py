@@ -140,7 +140,7 @@ def test_fid_is_the_frechet_distance_of_features_of_grey_images_in_three_colours
 
 
 @pytest.mark.long
-def test_scores_of_equal_sets_of_sets_apart_and_of_a_part(network: Inception, tmp_path: Path) -> None:
+def test_scores_of_equal_sets_distant_sets_and_a_part(network: Inception, tmp_path: Path) -> None:
     near = score(network, images(0, 12), images(0, 12), tmp_path / "near")
     far = score(network, images(0, 12), images(2, 12), tmp_path / "far")
     assert near["fid"] < 1e-2 * far["fid"] and near["kid"] < far["kid"]

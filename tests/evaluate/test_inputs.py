@@ -20,7 +20,6 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import REGRESSION, fields_of
 from ddpm_ds.data.held_out import checksums_of, prepare_all
 from ddpm_ds.data.loader import MicroBatch, split
@@ -231,11 +230,6 @@ def test_a_run_without_held_out_images_or_condition_is_refused(tmp_path: Path) -
         Inputs.held_out(load_trained(planted.run_dir))
     with pytest.raises(SpecError, match=r"trained without a condition"):
         Inputs.held_out(trained_of(tiny_spec()))
-
-
-def test_images_that_a_run_has_not_learned_are_refused(trained: Trained, digits: DatasetCache) -> None:
-    with pytest.raises(DataError, match=r"is not the data set of "):
-        Inputs.held_out(trained, digits.path)
 
 
 def given(trained: Trained, path: Path) -> Inputs:

@@ -160,7 +160,7 @@ def test_without_a_prompt_what_is_drawn_instead_is_said(
         printed = verb("--count", 2, "--out", tmp_path / "kept.npz")
     finally:
         (run_dir / PROMPTS).unlink()
-    assert f"no prompt is given, so it draws for those of the run's own pictures, 1 in {PROMPTS}" in printed
+    assert f"no prompt is given, so it draws for the prompts of the run's own pictures, 1 in {PROMPTS}" in printed
     verb("--prompt", "a red circle", "--count", 2, "--out", tmp_path / "given.npz")
     assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
 

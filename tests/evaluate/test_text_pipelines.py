@@ -258,7 +258,7 @@ def test_what_a_single_file_says_of_its_noise_is_read(
         return
     spec, _ = import_of(path, base, tmp_path / "out", *words)
     assert (spec.diffusion.objective, spec.diffusion.zero_terminal_snr) == expected
-    assert ("does not say what it predicts" in capsys.readouterr().out) == (case == "nothing")
+    assert ("does not name its objective" in capsys.readouterr().out) == (case == "nothing")
     assert spec.data.text is not None
     assert (spec.data.text.layer, spec.data.text.drop_to) == (
         ("penultimate", "zeros") if kind == "SDXL" else ("last", "empty")

@@ -43,7 +43,7 @@ DIFFUSERS_VERSION = "0.42.1"
 
 @torch.no_grad()
 def without_labels(trained: Trained, row: int) -> Trained:
-    """Return an unconditional U-Net that predicts what a class-conditional one, on the CPU, predicts for one label.
+    """Return an unconditional U-Net that predicts as a class-conditional one, on the CPU, does for one label.
 
     The embedding of label ``row`` is added to the preceding bias, so the two agree up to rounding.
     """
@@ -70,8 +70,8 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
 
 
 def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
-    """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``; for a U-Net
-    that reads text those of ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as they are at hand.
+    """Write the configurations and weights of a ``DDPMPipeline`` or ``LDMPipeline`` into ``folder``. For a U-Net that
+    reads text it is a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as its parts are at hand.
 
     Raises CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """

@@ -283,7 +283,7 @@ class DiffusersFolder:
         self, base: DiffusionSpec | None = None, objective: str | None = None
     ) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and the noise levels of
-        its sampler, if it names any. An ``objective`` that was typed counts before what a single file says.
+        its sampler, if it names any. A typed ``objective`` counts before the one that a single file names.
         """
         if not self.has_schedule:
             raise CheckpointError(

@@ -72,9 +72,7 @@ def import_weights(
     typed = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
     says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
     if not says and not any(item.startswith("diffusion.objective") for item in typed):
-        lines.append(
-            f"{path} does not say what it predicts, and is read as eps; --set diffusion.objective=v if it is v"
-        )
+        lines.append(f"{path} does not name its objective, and is read as eps; --set diffusion.objective=v if it is v")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *typed])}"]
 

@@ -34,7 +34,7 @@ PICTURE_TOLERANCE = 1.0
 def check_in_diffusers(trained: Trained, folder: Path) -> str:
     """Read a written pipeline back with diffusers and compare it with the U-Net it was made from, in fp64 on the CPU.
 
-    Returns one line that says what was compared, or that diffusers is not installed.
+    Returns one line with the differences, or about diffusers that is missing.
 
     Raises OutputError: they differ.
     """
@@ -105,7 +105,7 @@ def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
 
 
 def _check_picture(trained: Trained, pipeline: Any) -> None:
-    """Raise OutputError unless the pixels of a picture that a pipeline draws are those of its latents to us."""
+    """Raise OutputError unless our autoencoder makes the same pixels of a pipeline's latents as the pipeline does."""
     autoencoder = trained.autoencoder
     assert autoencoder is not None
     if trained.unet_spec.text is not None:

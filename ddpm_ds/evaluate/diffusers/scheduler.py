@@ -19,7 +19,7 @@ LONGEST_VALUE = 80
 
 
 class Arguments(BaseModel):
-    """Arguments with diffusers' defaults; a subclass's types allow only what we can express.
+    """Arguments with diffusers' defaults; a subclass's types allow only values that we can express.
 
     Keys that begin with an underscore are diffusers' own notes, not arguments.
     """
@@ -209,7 +209,7 @@ class _EdmArguments(_Noise):
 
 
 class _FlowMatchArguments(_Noise):
-    """Arguments of a scheduler that knows flow matching alone; those of noise in timesteps have no effect there."""
+    """Arguments of a scheduler that knows flow matching alone, where arguments of noise in timesteps have no effect."""
 
     class_names: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 

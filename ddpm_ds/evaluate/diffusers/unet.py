@@ -1,4 +1,4 @@
-"""Tensors of our U-Net by diffusers' names, and by those of single files, without importing it.
+"""Tensors of our U-Net by the names in diffusers and in single files, without importing diffusers.
 
 diffusers has separate q, k and v, counts decoder levels from the deepest, stores
 convolution weights as (out, in, k, k) instead of (out, k, k, in), and has 1x1 convolutions for some linear layers.
@@ -101,7 +101,7 @@ def to_diffusers(
 def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Return tensors by our names from tensors by diffusers' names, present or old.
 
-    Raises ValueError if the names are not those of diffusers' U-Net with these layers.
+    Raises ValueError if diffusers' U-Net with these layers has other names.
     """
     stored, projections = stored_names(state, layers), _projections(layers)
     found = {}

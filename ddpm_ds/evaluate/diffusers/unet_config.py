@@ -247,7 +247,7 @@ def class_of(unet: UnetSpec) -> str:
 
 
 def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, object]:
-    """Return the arguments of the U-Net of diffusers that equals that of a spec, of the class :func:`class_of`.
+    """Return the arguments of :func:`class_of` in diffusers for which its U-Net equals that of a spec.
 
     Raises ValueError: diffusers has no such U-Net.
     """
@@ -272,7 +272,7 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, object]:
     if text is None:
         # Without the last, scale_shift would leave out the normalisation before the middle attention.
         return found | _theirs(unet, OF_PLAIN) | {"attn_norm_num_groups": unet.norm_groups}
-    # diffusers does not read the number at a level without attention, and takes that of the last level in the middle.
+    # diffusers ignores the number at a level without attention; its middle has the number of the last level.
     blocks = (*(blocks or 1 for blocks in text.blocks[:-1]), text.middle_blocks)
     # diffusers reads the second as the number of heads.
     for key, values in (("transformer_layers_per_block", blocks), ("attention_head_dim", text.heads)):
@@ -320,9 +320,9 @@ def divides_by_zero(width: int, shift: int) -> bool:
 def unet_spec_from_diffusers(
     config: Mapping[str, object], *, last_label_is_class: bool = False
 ) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net that equals one of diffusers, and what it takes and predicts: input channels beyond those of
-    the output are a condition, and a timestep as its class is the noise level of that. Missing keys take its defaults,
-    and a missing class is ``UNet2DModel``.
+    """Return the U-Net that equals one of diffusers, and its interface. Input channels beyond the number of outputs are
+    a condition, and a timestep as its class is the condition's noise level. Missing keys take diffusers' defaults, and
+    a missing class is ``UNet2DModel``.
 
     The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
     ``last_label_is_class``.
