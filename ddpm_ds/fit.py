@@ -1,5 +1,5 @@
-"""Trials for the largest micro-batch that fits: rehearsals of the training command with one micro-batch, in processes
-that may run out of memory, and the search over them, from the planner's bound on. Imports no torch before that.
+"""Search for the largest micro-batch that fits. A trial rehearses training with one micro-batch, in processes that may
+run out of memory; the search begins at the planner's bound. Torch is not imported before that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddpm_ds.schema.layout import divisors
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 60.0  # in which the other ranks notice that one has failed, and end
-LIBRARY_BYTES = 750 * 2**20  # of a process on a CPU that the planner does not count: interpreter and libraries
+LIBRARY_BYTES = 750 * 2**20  # interpreter and libraries of a process on a CPU, which the planner does not count
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
@@ -56,8 +56,8 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
     return sizes[fitting] if fitting >= 0 else None
 
 
-class TrialError(UserError):
-    """A trial ended for another reason than memory; it has the last words and the exit code of its ranks."""
+class AttemptError(UserError):
+    """An attempt ended for another reason than memory; it has the last lines and the exit code of its ranks."""
 
     def __init__(self, lines: Sequence[str], code: int) -> None:
         super().__init__(*(line.removeprefix(ERROR) for line in lines))
@@ -79,7 +79,7 @@ class Task:
     device: str  # its type, cpu or cuda
     budget_bytes: int | None
     """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
-    steps: int  # that are timed
+    steps: int  # number of timed steps
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
@@ -107,8 +107,7 @@ class Task:
     def sizes(self) -> Sequence[int]:
         """Return all possible micro-batches, ascending.
 
-        Raises:
-            UserError: there is none; the message has the reason.
+        Raises UserError: there is none; the message has the reason.
         """
         if self.accumulation is not None:
             self.plan(1)
@@ -177,8 +176,16 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
     """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    given = task.budget_bytes or 0
-    limit = given - LIBRARY_BYTES if task.device == "cpu" else given or _device_bytes()
+    limit = task.budget_bytes or 0
+    if task.device == "cpu":
+        limit -= LIBRARY_BYTES
+    elif not limit:  # asks the first GPU, without opening it
+        import pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            limit = usable(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total), on_cpu=False)
     return largest(sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, sizes[0]) or sizes[0]
 
 
@@ -191,21 +198,11 @@ def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
     return peak_bytes(job, fitted(job, plan.ds.layout, plan.bounds, device_bytes), plan.bounds)
 
 
-def _device_bytes() -> int:
-    """Return the bytes that tensors may take of this host's first GPU, without opening it; 0 if it can't be asked."""
-    import pynvml
-
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        return usable(int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total), on_cpu=False)
-    return 0
-
-
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:
     """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``.
 
     Raises:
-        TrialError: it failed for a reason other than memory.
+        AttemptError: it failed for a reason other than memory.
         KeyboardInterrupt: a signal asked the search to end.
     """
     layout, run_dir, log = task.plan(size).ds.layout, folder / str(size), folder / f"{size}.log"
@@ -228,8 +225,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
     They are negative for a signal, and None for a rank that had not ended some time after another one had failed. No
     process is left running.
 
-    Raises:
-        KeyboardInterrupt: a signal asked to end.
+    Raises KeyboardInterrupt: a signal asked to end.
     """
     with received_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
@@ -252,8 +248,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:
     """Return how ranks that ended with these codes ran out of memory; empty if they ended well.
 
-    Raises:
-        TrialError: they failed for another reason.
+    Raises AttemptError: they failed for another reason.
     """
     for line in output.splitlines():  # of the rank that was the first to notice
         if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
@@ -266,5 +261,5 @@ def out_of_memory(codes: Sequence[int | None], output: str) -> str:
     if any(code != 0 for code in codes):
         first = next((code for code in codes if code not in (0, EXIT_PEER_LOST, None)), EXIT_PEER_LOST)
         assert first is not None
-        raise TrialError(explanation(output), first if first > 0 else 128 - first)
+        raise AttemptError(explanation(output), first if first > 0 else 128 - first)
     return ""

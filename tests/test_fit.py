@@ -18,7 +18,7 @@ import ddpm_ds.fit
 from ddpm_ds.command_line import MOST_BATCH
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
-from ddpm_ds.fit import Task, TrialError, TriedSize, expected, largest, out_of_memory, run_ranks, search, try_size
+from ddpm_ds.fit import AttemptError, Task, TriedSize, expected, largest, out_of_memory, run_ranks, search, try_size
 from tests.launching import REPOSITORY, wait_for
 
 
@@ -118,7 +118,7 @@ def test_ranks_that_run_out_of_memory_are_no_error_and_any_other_end_has_its_las
 ) -> None:
     try:
         assert out_of_memory(codes, output) == why
-    except TrialError as error:
+    except AttemptError as error:
         assert (str(error), error.exit_code) == why
 
 

@@ -419,19 +419,16 @@ def _sample(options: argparse.Namespace) -> int:
         write_pngs,
         write_zarr,
     )
-    from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of
+    from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for
     from ddpm_ds.unet.operations import widening
 
     trained, (sampler,), guide = load(options)
     inputs = _inputs(options, trained)
-    texts, negative = texts_of(options, trained), options.negative
-    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print)
+    setup = Setup(trained, sampler, guide, inputs).with_prompts(texts_of(options, trained), options.negative)
     given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
     numbers: dict[str, Any] = {name: value for name in given if (value := getattr(options, name)) is not None}
-    numbers |= said_of(prompts, negative)
-    request = request_for(
-        trained, sampler, _labels(options, trained), guide, inputs, options.labels is not None, **numbers
-    )
+    labels = _labels(options, trained)
+    request = request_for(setup, labels if options.labels else "all", **numbers)
     channel = _channel(options, trained)
     out, kind = _out_and_format(options, trained)
     _check_format(options, trained, out, kind)
@@ -447,17 +444,17 @@ def _sample(options: argparse.Namespace) -> int:
     if line := widening(trained.device.type, trained.dtype):
         print(line)
     try:
-        draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
-        images, labels = drawn.images(), request.labels_of(request.index)
+        draw_missing(setup, request, drawn)
+        images, shown = drawn.images(), request.labels_of(request.index)
         if kind == "npy":
             write_numpy(out, images if inputs is None else request.by_input(images))
         elif kind == "zarr":
             write_zarr(out, trained, request.by_input(images), options.first)
         elif kind == "npz":
-            write_numpy(out, images, labels)
+            write_numpy(out, images, shown)
         else:
             how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
-            grid = titled_grid(trained, sampler, images, labels, **how)
+            grid = titled_grid(trained, sampler, images, shown, **how)
             write_pngs(out, grid, images, request.index)
         drawn.remove()
     except KeyboardInterrupt:

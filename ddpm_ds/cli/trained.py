@@ -10,7 +10,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,9 @@ from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
-    from ddpm_ds.evaluate.ensembles import Evaluated
+    from ddpm_ds.evaluate.ensembles import FieldScores
     from ddpm_ds.evaluate.outputs import Request
+    from ddpm_ds.evaluate.sampling import Setup
     from ddpm_ds.evaluate.scores import Score
     from ddpm_ds.evaluate.trained import Trained
 
@@ -197,6 +197,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
     from ddpm_ds.evaluate.outputs import check_recordable
+    from ddpm_ds.evaluate.sampling import Setup
     from ddpm_ds.evaluate.scores import evaluate_losses, loss_table, table
 
     measures = "loss" in (options.metrics or ())
@@ -213,12 +214,14 @@ def _evaluate(options: argparse.Namespace) -> None:
         held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
     if draws:
         work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
-    losses: list[Any] = []
+    tables = []
     if measures:
-        losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images))
-    found: list[Any] = [work(trained, sampler, guide) for sampler in samplers] if draws else []
-    tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
-    print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
+        losses = evaluate_losses(trained, held_out, options.out, options.batch_images)
+        tables.append(loss_table(trained.weights, losses))
+    if draws:
+        found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
+        tables.append((ensemble_table if trained.is_conditioned else table)(found))
+    print(*(f"\n{text}" for text in tables), sep="\n")
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
@@ -229,8 +232,8 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise SpecError(f"--{name.replace('_', '-')} {said}{why}; leave it out")
 
 
-def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]]]:
-    """Return what evaluates weights without conditions by a sampler and a guide."""
+def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[[Setup], tuple[Request, list[Score]]]:
+    """Return a function that evaluates a setup without conditions."""
     from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
@@ -248,12 +251,12 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., t
     reference = None if options.metrics == ("clip",) else open_reference(trained, options.dataset)
     scorer = Scorer(options.metrics, reference, options.inception_weights, clip)
     numbers = {"seed": options.seed, "count": count, "batch_images": options.batch_images}
-    prompts = {"texts": texts_of(options, trained), "negative": options.negative}
-    return partial(evaluate, scorer=scorer, out=options.out, **prompts, **numbers)
+    texts = texts_of(options, trained)
+    return lambda setup: evaluate(setup.with_prompts(texts, options.negative), scorer, options.out, **numbers)
 
 
-def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated]:
-    """Return what evaluates weights with conditions by a sampler and a guide."""
+def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
+    """Return a function that evaluates a setup with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
@@ -264,7 +267,7 @@ def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[...
     else:
         inputs = Inputs.open(options.conditions, trained)
     numbers = {name: getattr(options, name) for name in ("count", "members", "seed", "batch_images")}
-    return partial(evaluate_ensembles, inputs=inputs, out=options.out, **numbers)
+    return lambda setup: evaluate_ensembles(replace(setup, inputs=inputs), options.out, **numbers)
 
 
 def add_export(verbs: Verbs) -> None:

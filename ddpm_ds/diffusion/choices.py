@@ -87,30 +87,13 @@ def _rising(spec: DiffusionSpec) -> Tensor:
     return torch.linspace(first, last, spec.timesteps, dtype=torch.float64) ** root
 
 
-def _cosine(spec: DiffusionSpec) -> Tensor:
-    """Return the betas of a squared-cosine alpha_bar. Source: Nichol and Dhariwal 2021, eq. 17, with s = 0.008."""
-    offset = 0.008
-    f = ((_progress(spec) + offset) / (1.0 + offset) * math.pi / 2.0).cos() ** 2
-    return _betas_of(f / f[0])
-
-
-def _sigmoid(spec: DiffusionSpec) -> Tensor:
-    """Return the betas of a sigmoid alpha_bar. Source: Jabri et al. 2022; Chen 2023, algorithm 1."""
-    start, end, tau = -3.0, 3.0, 1.0
-    curve = ((start + (end - start) * _progress(spec)) / tau).sigmoid()
-    return _betas_of((curve[-1] - curve) / (curve[-1] - curve[0]))
-
-
-def _progress(spec: DiffusionSpec) -> Tensor:
-    """Return t / T from 0 to 1, (T + 1,) float64."""
+def _curved(spec: DiffusionSpec, curve: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return betas whose alpha_bar follows a ``curve`` of t / T, stretched so that it falls from 1 to 0."""
     import torch
 
-    return torch.linspace(0.0, 1.0, spec.timesteps + 1, dtype=torch.float64)
-
-
-def _betas_of(remaining: Tensor) -> Tensor:
-    """Return the betas (T,) for the remaining shares of the image's variance, (T + 1,) falling from 1."""
-    return (1.0 - remaining[1:] / remaining[:-1]).clamp(max=MAX_BETA)
+    f = curve(torch.linspace(0.0, 1.0, spec.timesteps + 1, dtype=torch.float64))
+    alpha_bar = (f - f[-1]) / (f[0] - f[-1])
+    return (1.0 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
 
 
 def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
@@ -136,20 +119,19 @@ def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
     return [math.log(sigma) / 4.0 for sigma in sigmas]
 
 
-def _flow_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
-    """Return the level on the line from image (t = 0) to noise (t = 1000). Source: Lipman et al. 2023."""
-    return NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES)
-
-
 FLOW_TIMES = 1000.0
 """Time at which flow matching reaches pure noise, on the scale for which the sinusoidal embedding is made."""
 
 NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
     "linear": NoiseSchedule(_rising, "linear"),
     "scaled_linear": NoiseSchedule(_rising, "scaled_linear"),
-    "cosine": NoiseSchedule(_cosine, "squaredcos_cap_v2"),
-    # diffusers' "sigmoid" is a different schedule: a sigmoid of the betas, not of alpha_bar.
-    "sigmoid": NoiseSchedule(_sigmoid, "trained_betas"),
+    # Nichol and Dhariwal 2021, eq. 17, with s = 0.008.
+    "cosine": NoiseSchedule(
+        lambda spec: _curved(spec, lambda t: ((t + 0.008) / (1.0 + 0.008) * math.pi / 2.0).cos() ** 2),
+        "squaredcos_cap_v2",
+    ),
+    # Jabri et al. 2022; Chen 2023, algorithm 1, from -3 to 3 with tau = 1. diffusers' "sigmoid" is a sigmoid of betas.
+    "sigmoid": NoiseSchedule(lambda spec: _curved(spec, lambda t: (-3.0 + 6.0 * t).sigmoid()), "trained_betas"),
     "edm": ContinuousSchedule(
         time=lambda spec, normal: _noise(spec, normal) / 4.0,  # c_noise = log(sigma) / 4
         level=_edm_level,
@@ -160,7 +142,8 @@ NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
     ),
     "flow": ContinuousSchedule(
         time=lambda spec, normal: FLOW_TIMES * _noise(spec, normal).sigmoid(),
-        level=_flow_level,
+        # The line from image (t = 0) to noise (t = 1000): Lipman et al. 2023.
+        level=lambda spec, t: NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES),
         visited=lambda spec, steps: [FLOW_TIMES * (steps - number) / steps for number in range(steps)],
         noise_mean=0.0,
         noise_std=1.0,

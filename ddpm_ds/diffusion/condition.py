@@ -49,7 +49,7 @@ class Scale:
     def of(
         cls, normalise: Normalise, statistics: Statistics | None, device: torch.device | str, *, pictures: bool = False
     ) -> Scale:
-        """Return the scale of a data set: that of bytes for ``pictures``, else by ``normalise``; null keeps values."""
+        """Return the scale of a data set: of bytes for ``pictures``, else by ``normalise``; null keeps values."""
         if pictures:
             return cls(127.5, 127.5)
         if normalise is None:
@@ -77,7 +77,7 @@ class Scale:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Where the images of a micro-batch are cropped to ``size`` (height, width), and which of them are mirrored."""
+    """Crops of the images of a micro-batch to ``size`` (height, width), and their mirroring."""
 
     size: tuple[int, int] | None = None
     """None keeps them whole."""
@@ -126,23 +126,31 @@ class Condition(NamedTuple):
     """The U-Net's inputs from the conditions of images, beside x_t, t and labels."""
 
     channels: Tensor
-    """(N, C', H, W) float32, which follow those of x_t"""
+    """(N, C', H, W) float32, which follow the channels of x_t"""
     others: tuple[Tensor, ...]
     """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
     context: Tensor | None = None
     """(N, tokens, channels), the encoded text; None for a U-Net that reads none"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
-        """Return a condition whose channels, level and vector are changed."""
+        """Return the condition with changed channels, level and vector."""
         return self._replace(channels=change(self.channels), others=tuple(map(change, self.others)))
+
+    def followed_by(self, other: Condition) -> Condition:
+        """Return the inputs of these images, then of the ``other`` images."""
+        others = (torch.cat(pair) for pair in zip(self.others, other.others, strict=True))
+        context = None
+        if self.context is not None and other.context is not None:
+            context = torch.cat((self.context, other.context))
+        return Condition(torch.cat((self.channels, other.channels)), tuple(others), context)
 
 
 class Conditions:
-    """Makes the conditions of images.
+    """Maker of the conditions of images.
 
     Args:
         data: images and their condition.
-        statistics: those of a stored condition, if it is normalised.
+        statistics: for a stored condition that is normalised.
         constants: (C, H, W), the same for all images, of their stored size.
     """
 
@@ -159,7 +167,12 @@ class Conditions:
         self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
         self._negated = negated(data, device)[1]
         self._luma = torch.tensor(LUMA, device=device)[:, None, None]
-        fixed = [_grid(self.spec.grid_channels, self._size)] if self.spec.grid_channels else []
+        waves: list[Tensor] = []  # sine and cosine of the position downwards, then to the right, of 1, 2, ... periods
+        for periods in range(1, self.spec.grid_channels // 4 + 1):
+            for axis, pixels in enumerate(self._size):
+                angle = 2.0 * math.pi * periods * (torch.arange(pixels) + 0.5) / pixels
+                waves += [wave[:, None] if axis == 0 else wave[None, :] for wave in (angle.sin(), angle.cos())]
+        fixed = [torch.stack([wave.expand(self._size) for wave in waves])] if waves else []
         if constants is not None:
             fixed.insert(0, _normalised(constants, self.spec.normalise))
         self._fixed = torch.cat(fixed)[None].to(device) if fixed else None  # (1, C, H, W)
@@ -193,7 +206,9 @@ class Conditions:
                     level = torch.zeros_like(x0[:, 0, 0, 0])
                     if given.trained:
                         level = draws.uniform(Stream.CONDITION_LEVEL)[:, 0] * spec.noise  # (N,)
-                        small = self._noised(small, level, draws.normal(Stream.CONDITION_NOISE))
+                        noise, share = draws.normal(Stream.CONDITION_NOISE), level[:, None, None, None]
+                        # Images of variance 1 keep it.
+                        small = (1.0 - share.square()).sqrt() * small + share * noise.reshape(small.shape)
                 parts.append(self._resized(small, x0.shape[2:]))
             case "grey":
                 parts.append((x0 * self._luma).sum(dim=1, keepdim=True))
@@ -225,7 +240,7 @@ class Conditions:
     def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
         """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
 
-        ``fields`` are those of :attr:`reads` as they are stored, on the device, and ``scale`` is that of the images.
+        ``fields`` are stored values of :attr:`reads`, on the device, and ``scale`` is the images' scale.
         Rectangles are cut out by ``index`` (N,); a field ``hole`` (N, 1, H, W), bool, cuts out these pixels instead.
         """
         moves = Moves(self._shape[1:])
@@ -248,7 +263,7 @@ class Conditions:
         return (self._scale if unscaled else scale).to_physical(condition.channels[:, :count])
 
     def dropped(self, condition: Condition) -> Condition | None:
-        """Return zeros and the flag in the place of conditions; None if none was dropped in training."""
+        """Return dropped conditions: zeros, and the flag; None if training drops none."""
         if not self.spec.drop:
             return None
         zeros = condition.each(torch.zeros_like)
@@ -269,12 +284,6 @@ class Conditions:
         smaller = images.shape[2] > size[0] or images.shape[3] > size[1]
         return F.interpolate(images, size, mode=mode, align_corners=False, antialias=smaller)
 
-    @staticmethod
-    def _noised(images: Tensor, level: Tensor, noise: Tensor) -> Tensor:
-        """Mix noise (N, pixels) into images (N, C, h, w), which keeps the variance of images of variance 1."""
-        level = level[:, None, None, None]
-        return (1.0 - level.square()).sqrt() * images + level * noise.reshape(images.shape)
-
     def _hole(self, drawn: Tensor) -> Tensor:
         """Return 1 in a rectangle of each image, (N, 1, H, W) bool, from uniform draws (N, 4): its height and width,
         then its place, uniform over all places.
@@ -290,8 +299,8 @@ class Conditions:
 
 
 def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
-    """Return which channels of an image, and of its stored condition, change sign in a mirrored image, bool each; None
-    if there are none.
+    """Return masks, (C,) bool, of the channels of an image and of its stored condition that change sign in a mirrored
+    image; None if there are none.
     """
     condition = data.condition or ConditionSpec()
     found = []
@@ -305,18 +314,6 @@ def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, 
         ]
         found.append(torch.tensor(signs, device=device) if any(signs) else None)
     return found[0], found[1]
-
-
-def _grid(channels: int, size: tuple[int, int]) -> Tensor:
-    """Return sinusoids of the position, (channels, H, W): sine and cosine downwards, then to the right, of 1, 2, ...
-    periods.
-    """
-    waves = []
-    for periods in range(1, channels // 4 + 1):
-        for axis, pixels in enumerate(size):
-            angle = 2.0 * math.pi * periods * (torch.arange(pixels) + 0.5) / pixels
-            waves += [wave[:, None] if axis == 0 else wave[None, :] for wave in (angle.sin(), angle.cos())]
-    return torch.stack([wave.expand(size) for wave in waves])
 
 
 def _normalised(constants: npt.NDArray[np.float32], normalise: Normalise) -> Tensor:
@@ -339,7 +336,7 @@ class Text:
 
     Args:
         empty: the encoded empty text, N = 1, on the device; dropped captions become it, or zeros, as the spec says.
-        seed: that of the run.
+        seed: of the run.
     """
 
     def __init__(self, spec: TextSpec, empty: Encoded, seed: int) -> None:
@@ -366,7 +363,7 @@ class Text:
 
 
 def no_text(spec: TextSpec, empty: Encoded) -> Encoded:
-    """Return the encoded text in the place of a dropped caption, and of a negative prompt that is not given."""
+    """Return the encoded text that replaces a dropped caption and a missing negative prompt."""
     if spec.drop_to == "empty":
         return empty
     return Encoded(torch.zeros_like(empty.tokens), None if empty.pooled is None else torch.zeros_like(empty.pooled))
@@ -386,6 +383,7 @@ class Prompts:
         against: the encoded negative prompt, or the result of :func:`no_text`, N = 1.
         size: height and width of the images in pixels; they are drawn as images of this size that were not cropped.
         texts: the prompts in words.
+        negative: the negative prompt in words; None is no text.
     """
 
     def __init__(
@@ -397,8 +395,10 @@ class Prompts:
         size: tuple[int, int],
         device: torch.device,
         texts: Sequence[str] = (),
+        negative: str | None = None,
     ) -> None:
-        self._encoded, self._against, self.texts = encoded.on(device), against.on(device), tuple(texts)
+        self._encoded, self._against = encoded.on(device), against.on(device)
+        self.texts, self.negative = tuple(texts), negative
         self._sizes = None
         if unet.pooled_channels is not None:
             self._sizes = torch.tensor([*size, 0.0, 0.0, *size], device=device)

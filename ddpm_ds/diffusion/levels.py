@@ -29,8 +29,7 @@ def betas(spec: DiffusionSpec) -> Tensor:
     did: the last beta is 1. Source: Lin et al. 2024, "Common diffusion noise schedules and sample steps are flawed",
     algorithm 1.
 
-    Raises:
-        SpecError: a beta of the linear schedule is not below 1.
+    Raises SpecError: a beta of the linear schedule is not below 1.
     """
     schedule = NOISE[spec.schedule]
     assert not isinstance(schedule, ContinuousSchedule), "it has no timesteps"
@@ -46,8 +45,7 @@ def alpha_bars(spec: DiffusionSpec) -> Tensor:
     """Return the remaining share of the image's variance, strictly falling, (T,) float64; the last is 0 with
     `zero_terminal_snr`. Source: DDPM, above eq. 4.
 
-    Raises:
-        SpecError: a beta of the linear schedule is not below 1.
+    Raises SpecError: a beta of the linear schedule is not below 1.
     """
     return torch.cumprod(1.0 - betas(spec), dim=0)
 
@@ -68,8 +66,8 @@ class Visit(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Noise over signal, at most MOST_SIGMA, which is also that of neither; rounded to 12 digits, so that a level
-        written as 80 is exactly 80.
+        """Noise over signal, at most MOST_SIGMA, also without either; rounded to 12 digits, so that a level written as
+        80 is exactly 80.
         """
         return min(MOST_SIGMA, float(f"{float(self.level.noise / self.level.signal):.12g}"))
 
@@ -77,8 +75,7 @@ class Visit(NamedTuple):
 class Timesteps:
     """Noise levels of T timesteps, as in DDPM; the only state is float32 tables on `device`.
 
-    Raises:
-        SpecError: the schedule is impossible.
+    Raises SpecError: the schedule is impossible.
     """
 
     dtype = torch.int64
@@ -181,8 +178,7 @@ class Noiseless:
 def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timesteps | Continuous | Noiseless:
     """Return the noise levels of a process, with their tables on `device`.
 
-    Raises:
-        SpecError: the schedule is impossible.
+    Raises SpecError: the schedule is impossible.
     """
     if not OBJECTIVES[spec.objective].diffuses:
         return Noiseless()
@@ -192,8 +188,7 @@ def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timest
 def check_guidance(sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
     """Check that some steps of a sampler are in its interval of guidance.
 
-    Raises:
-        SpecError: none is, or the schedule is impossible.
+    Raises SpecError: none is, or the schedule is impossible.
     """
     if sampler.guidance == 1.0 or sampler.guidance_between == ALL_SIGMAS:
         return
@@ -240,7 +235,7 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
 def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:
     """Return the `steps` timesteps in [0, T) that a sampler visits, strictly falling.
 
-    They equal those of the diffusers scheduler of the same kind and spacing, with S steps:
+    They equal the timesteps of diffusers' scheduler of the same kind and spacing, with S steps:
 
     - trailing: from T - 1 down by T / S, rounded, for every kind.
     - leading: multiples of T // S from 0 up; of T // (S + 1) for a kind that leaves out 0, such as dpm_solver.

@@ -34,8 +34,7 @@ class Diffusion:
     of :meth:`draws`. Nothing waits for the device. Images and noise are (N, C, H, W) tensors in channels-last memory
     format.
 
-    Raises:
-        SpecError: the schedule is impossible.
+    Raises SpecError: the schedule is impossible.
     """
 
     def __init__(self, spec: DiffusionSpec, seed: int, device: torch.device | str) -> None:
@@ -53,7 +52,7 @@ class Diffusion:
         more_words: Mapping[int, int] = MappingProxyType({}),
         more_normals: Mapping[int, int] = MappingProxyType({}),
     ) -> Draws:
-        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), with those of more streams."""
+        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), and draws of more streams."""
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
         normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
         if self.spec.noise_offset:
@@ -246,8 +245,8 @@ class Drawing:
     "Applying guidance in a limited interval".
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
-    None without classes or for "no label", whose number is `no_label`. `condition` has the U-Net's other inputs, and
-    `dropped` those of a dropped condition, by which images with a text or without labels are guided.
+    None without classes or for "no label", whose number is `no_label`. `conditions` are the U-Net's other inputs, and
+    its inputs for a dropped condition, which guides images with a text or without labels.
     """
 
     def __init__(
@@ -259,10 +258,10 @@ class Drawing:
         shape: tuple[int, int, int],
         labels: Tensor | None = None,
         no_label: int | None = None,
-        condition: Condition | None = None,
-        dropped: Condition | None = None,
+        conditions: tuple[Condition | None, Condition | None] = (None, None),
         guide: Callable[..., Tensor] | None = None,
     ) -> None:
+        condition, dropped = conditions
         self.calls = len(sampler.times)
         """Number of predictions to take."""
         self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
@@ -277,10 +276,10 @@ class Drawing:
                 without = _given(torch.full_like(labels, no_label), condition)
         self._doubled = without is not None and sampler.spec.guides
         if without is not None:
-            self._guided_given = _joined(self._given, without) if self._doubled else without
+            self._guided_given = self._given.followed_by(without) if self._doubled else without
         twice = self._doubled or guide is not None
         self.evaluations = tuple(2 if guided and twice else 1 for guided in sampler.guided)
-        """Evaluations of a U-Net per image at each call, those of the guide among them."""
+        """Evaluations of U-Nets per image at each call, the guide's among them."""
         self._x = sampler.first_noise * self._noise(Stream.SAMPLE)  # (N, C, H, W)
         self._x0: Tensor | None = None
         self._taken = 0
@@ -337,12 +336,3 @@ def _given(labels: Tensor | None, condition: Condition | None) -> Condition:
     """Return the U-Net's inputs beside x_t and t: labels come first."""
     condition = Condition(torch.empty(0, 0), ()) if condition is None else condition
     return condition if labels is None else condition._replace(others=(labels, *condition.others))
-
-
-def _joined(one: Condition, other: Condition) -> Condition:
-    """Return the inputs for the images of ``one``, then for those of ``other``."""
-    others = (torch.cat(pair) for pair in zip(one.others, other.others, strict=True))
-    context = None
-    if one.context is not None and other.context is not None:
-        context = torch.cat((one.context, other.context))
-    return Condition(torch.cat((one.channels, other.channels)), tuple(others), context)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import EvaluationError
-from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import Request, titled_grid
-from ddpm_ds.evaluate.sampling import prompts_for, request_for, said_of
-from ddpm_ds.evaluate.scores import drawn_for_scores, guidance_said, report, rounded
-from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.evaluate.sampling import Setup, request_for
+from ddpm_ds.evaluate.scores import drawn_for_scores, four_digits, guidance_in_words, report
 from ddpm_ds.tracking.pictures import write_png
 
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
@@ -89,16 +85,16 @@ class FieldScores:
         return {name: value for name, value in found.items() if value is not None}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a table: its header, a row for each channel, and a row for all if there is more than one."""
+        """Return a table: its header, a row for each channel and, of several, a row for all channels."""
         header = ("channel", *(field.name.replace("_", " ") for field in fields(EnsembleScores)))
         lines = [*self.channels.items(), *([("all", self.total)] if len(self.channels) > 1 else [])]
-        return [header, *((name, *map(rounded, vars(scores).values())) for name, scores in lines)]
+        return [header, *((name, *map(four_digits, vars(scores).values())) for name, scores in lines)]
 
 
 class FieldScorer:
     """Scorer that takes the ensemble of one input at a time, so that large fields need not be in memory at once.
 
-    The CRPS is an unbiased estimate of that of infinitely many members (Ferro 2014, "Fair scores for ensemble
+    The CRPS is an unbiased estimate for infinitely many members (Ferro 2014, "Fair scores for ensemble
     forecasts").
     """
 
@@ -120,9 +116,17 @@ class FieldScorer:
         for channel in range(len(self._channels)):
             x, y = members[:, channel].double(), truth[channel].double()  # (K, H, W), (H, W)
             if not self._masked:
-                self._add_spectra(channel, x, y)
+                found = np.stack([power_spectrum(field).mean(axis=0) for field in (x, x.mean(dim=0)[None], y[None])])
+                if self._powers is None:
+                    self._powers = np.zeros((3, len(self._channels), found.shape[-1]))
+                self._powers[:, channel] += found
             counted = ... if mask is None else (mask != 0).expand(truth.shape)[channel]
-            self._add_sums(channel, x[:, counted].flatten(1), y[counted].flatten())
+            x, y = x[:, counted].flatten(1), y[counted].flatten()  # (K, pixels), (pixels)
+            if len(y):
+                error = x.mean(dim=0) - y
+                variance = x.var(dim=0).sum() if len(x) > 1 else error.new_zeros(())
+                sums = (error.square().sum(), variance, crps(x, y).sum())
+                self._sums[channel] += (len(y), *(float(value) for value in sums))
 
     def scores(self) -> FieldScores:
         """Return the scores of all inputs so far, one at least.
@@ -135,29 +139,11 @@ class FieldScorer:
                     f"no pixel of channel {name!r} counts in any input; leave it out or change the mask"
                 )
         channels = {name: self._of(sums) for name, sums in zip(self._channels, self._sums, strict=True)}
-        return FieldScores(self._inputs, self._members, self._of(self._sums.sum(axis=0)), channels, self._spectra())
-
-    def _add_sums(self, channel: int, x: Tensor, y: Tensor) -> None:
-        """Add the members (K, P) and the truth (P) of pixels."""
-        if not len(y):
-            return
-        error = x.mean(dim=0) - y
-        variance = x.var(dim=0).sum() if len(x) > 1 else error.new_zeros(())
-        sums = (error.square().sum(), variance, crps(x, y).sum())
-        self._sums[channel] += (len(y), *(float(value) for value in sums))
-
-    def _add_spectra(self, channel: int, x: Tensor, y: Tensor) -> None:
-        found = np.stack([power_spectrum(field).mean(axis=0) for field in (x, x.mean(dim=0)[None], y[None])])
-        if self._powers is None:
-            self._powers = np.zeros((3, len(self._channels), found.shape[-1]))
-        self._powers[:, channel] += found
-
-    def _spectra(self) -> Spectra | None:
-        if self._masked or self._powers is None:
-            return None
-        powers = (self._powers / self._inputs).tolist()
-        modes = np.bincount(rings(*self._size).ravel()).tolist()
-        return Spectra(tuple(modes), *(tuple(map(tuple, of_channels)) for of_channels in powers))
+        spectra = None
+        if not self._masked and self._powers is not None:
+            powers, modes = (self._powers / self._inputs).tolist(), np.bincount(rings(*self._size).ravel()).tolist()
+            spectra = Spectra(tuple(modes), *(tuple(map(tuple, of_channels)) for of_channels in powers))
+        return FieldScores(self._inputs, self._members, self._of(self._sums.sum(axis=0)), channels, spectra)
 
     def _of(self, sums: NDArray[np.float64]) -> EnsembleScores:
         squared, variance, score = (sums[1:] / sums[0]).tolist()
@@ -196,69 +182,45 @@ def power_spectrum(values: Tensor) -> NDArray[np.float64]:
     return np.stack([np.bincount(ring, weights=power.ravel()) for power in powers]) / modes
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """Scores of the ensembles of a request."""
-
-    request: Request
-    scores: FieldScores
-
-
 def evaluate_ensembles(
-    trained: Trained,
-    sampler: SamplerSpec,
-    guide: Trained | None,
-    inputs: Inputs,
-    out: Path | None,
-    *,
-    count: int | None,
-    members: int | None,
-    seed: int,
-    batch_images: int,
-) -> Evaluated:
+    setup: Setup, out: Path | None, *, count: int | None, members: int | None, **numbers: int
+) -> tuple[Request, FieldScores]:
     """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
-    in a folder of their own in ``out``.
+    in a folder of their own in ``out``. ``numbers`` are ``seed`` and ``batch_images``.
 
     Raises:
         EvaluationError: the true images of the inputs are not known.
         SpecError: there are fewer inputs, or a regression is asked for several members.
     """
+    setup = setup.with_prompts(None, None)
+    trained, inputs = setup.trained, setup.inputs
+    assert inputs is not None, "ensembles are drawn for inputs"
     if not inputs.are_known:
         raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
-    labels = None if trained.unet_spec.classes is None else range(trained.unet_spec.classes)
-    prompts = prompts_for(trained, None, None, sampler, guided=guide is not None, log=print)
-    numbers: dict[str, Any] = {"seed": seed, "batch_images": batch_images, **said_of(prompts, None)}
     count = len(inputs) if count is None else count
-    request = request_for(trained, sampler, labels, guide, inputs, False, count=count, members=members, **numbers)
+    request = request_for(setup, "all", count=count, members=members, **numbers)
     count, members = request.count // request.members, request.members
     against = {"inputs": f"{count:,}, with {members} member{'s' if members > 1 else ''} each"}
-    how: dict[str, Any] = {"guide": guide, "inputs": inputs, "prompts": prompts}
-    with drawn_for_scores(trained, request, out, f"{count}x{members}", against, **how) as (folder, images):
-        scores = _scored(trained, inputs, request, images)
-        grid = titled_grid(trained, sampler, images, None, inputs=inputs, request=request)
+    with drawn_for_scores(setup, request, out, f"{count}x{members}", against) as (folder, images):
+        scorer = FieldScorer(trained.channels if trained.are_fields else COLOURS[trained.interface.channels])
+        for number, each in enumerate(request.by_input(images)):
+            truth, mask = inputs.truth([number]), inputs.mask([number])
+            assert truth is not None, "the true images are known"
+            scorer.add(torch.from_numpy(np.array(each)).float(), truth[0], None if mask is None else mask[0])
+        scores = scorer.scores()
+        grid = titled_grid(trained, setup.sampler, images, None, inputs=inputs, request=request)
         pictures: dict[str, Callable[[Path], object]] = {"samples": lambda path: write_png(grid, path)}
         if (spectra := scores.spectra) is not None:
             pictures["spectra"] = lambda path: spectra_plot(spectra, list(scores.channels), path)
         facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
         report(trained, folder, facts, asdict(scores), scores.metrics(), **pictures)
-    return Evaluated(request, scores)
+    return request, scores
 
 
-def _scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarray) -> FieldScores:
-    """Return the scores of images (N K, C, H, W), which are K members of each of N inputs."""
-    scorer = FieldScorer(trained.channels if trained.are_fields else COLOURS[trained.interface.channels])
-    for number, each in enumerate(request.by_input(images)):
-        truth, mask = inputs.truth([number]), inputs.mask([number])
-        assert truth is not None, "the true images are known"
-        scorer.add(torch.from_numpy(np.array(each)).float(), truth[0], None if mask is None else mask[0])
-    return scorer.scores()
-
-
-def ensemble_table(results: Sequence[Evaluated]) -> str:
-    """Return a table with a line for each channel of some evaluations, and all that it depends on."""
+def ensemble_table(results: Sequence[tuple[Request, FieldScores]]) -> str:
+    """Return a table of some evaluations, with a line for each channel that names all its settings."""
     rows: list[tuple[str, ...]] = []
-    for found in results:
-        request, scores = found.request, found.scores
+    for request, scores in results:
         header, *lines = scores.rows()
         how = {
             "inputs": f"{scores.inputs:,}",
@@ -266,7 +228,7 @@ def ensemble_table(results: Sequence[Evaluated]) -> str:
             "sampler": request.sampler.kind,
             "steps": str(request.sampler.steps),
             "weights": request.weights,
-            "guidance": guidance_said(request),
+            "guidance": guidance_in_words(request),
         }
         rows = rows or [(*header, *how)]
         rows += [(*line, *how.values()) for line in lines]

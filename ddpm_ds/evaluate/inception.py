@@ -1,9 +1,9 @@
-"""Scores by models that others have trained: of Inception v3's features by torch-fidelity (extra ``fid``), and how well
-images fit their prompts by a CLIP model (extra ``text``); and Fréchet distances of raw pixels.
+"""Scores by published models: Inception v3's features by torch-fidelity (extra ``fid``), and a CLIP model that judges
+how well images fit their prompts (extra ``text``); and Fréchet distances of raw pixels.
 
 FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use features
-of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures brightness,
-colours and which pixels vary together; it can't be compared with an FID.
+of VGG-16; Inception's features, as here and in ADM, give other numbers. A Fréchet distance of pixels depends on
+brightness, colours and the pixels that vary together; it can't be compared with an FID.
 
 The CLIP score is 100 times the cosine of the embeddings of image and prompt, and 0 where that is negative, as
 torchmetrics defines it. Source: Hessel et al. 2021, "CLIPScore", who multiply by 2.5 instead.
@@ -35,8 +35,8 @@ Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
 
 LARGEST_SIDE_PIXELS = 32
-"""Maximum height and width in pixels; what is larger is averaged down to it, since there are too few images for
-the covariance of more pixels.
+"""Maximum height and width in pixels; larger images are averaged down to it, since there are too few images for the
+covariance of more pixels.
 """
 CHUNK_IMAGES = 4096
 EXTRACTOR = "inception-v3-compat"
@@ -50,14 +50,18 @@ DISTANCES_AT_ONCE = 2048
 """Number of rows of a distance matrix that are in memory at once, for precision and recall."""
 ANSWER_SECONDS = 10.0
 """Maximum seconds for each answer from the host of the weights; without a limit a download could hang."""
-SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
+SAFE_TO_UNPICKLE: list[Any] = [
+    np.empty(0).__reduce__()[0],
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(t)) for t in "fd"),
+]
 """Classes that torch-fidelity's cached statistics contain besides tensors."""
 EXPECTED = "name the folder of a CLIPModel with its processor, or its name on the hub: openai/clip-vit-large-patch14"
 DOWNLOADED = ("*.json", "merges.txt", "*.safetensors")
 TOKENIZERS = ("tokenizer.json", "vocab.json")
 AT_ONCE = 32
 """Images that are embedded together."""
-COLOURS = 3
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)), the squared 2-Wasserstein distance (Dowson and Landau 1982).
 
     The trace of (A B)^(1/2) is the sum of the singular values of A^(1/2) B^(1/2). Both roots come from eigenvalues of
-    symmetric matrices; those that are zero up to rounding are dropped, so singular covariances are exact, too.
+    symmetric matrices. Eigenvalues that are zero up to rounding are dropped, so singular covariances are exact, too.
     """
     difference = a.mean - b.mean
     common = np.linalg.svd(_root(a.covariance).T @ _root(b.covariance), compute_uv=False).sum()
@@ -114,7 +118,7 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
 
 
 class Unavailable(Exception):
-    """Error: Inception's scores can't be computed on this machine; the message says why, and what to do."""
+    """Error: Inception's scores can't be computed on this machine; the message has the reason and the fix."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ def inception_scores(
     device: torch.device,
 ) -> dict[str, float]:
     """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against
-    those of ``reference``.
+    a ``reference``.
 
     ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, under its
     ``key``, the weights and the version of torch-fidelity.
@@ -196,7 +200,12 @@ def inception_scores(
     from torch_fidelity import calculate_metrics
 
     kept = f"{key[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
-    _drop_damaged(cache, kept)
+    for path in cache.glob(f"{kept}-*.pt"):  # files that torch-fidelity can't read, or that hold code, are removed
+        try:
+            with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # a damaged file can make its reader raise anything
+            path.unlink()
     found = calculate_metrics(
         input1=_Rgb(images),
         input2=_Rgb(reference),
@@ -233,16 +242,6 @@ def kid_subset_images(samples: int, reference: int) -> int:
     return min(KID_SUBSET_IMAGES, samples, reference)
 
 
-def _drop_damaged(cache: Path, kept: str) -> None:
-    """Remove cached files that torch-fidelity can't read, or whose unpickling would execute code."""
-    for path in cache.glob(f"{kept}-*.pt"):
-        try:
-            with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
-                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception:  # a damaged file can make its reader raise anything
-            path.unlink()
-
-
 class _Rgb(Dataset[Tensor]):
     """Images as torch-fidelity takes them, uint8 RGB (3, H, W)."""
 
@@ -257,35 +256,48 @@ class _Rgb(Dataset[Tensor]):
 
 
 class Clip:
-    """CLIP model with its processor, of which the weights are loaded at the first use.
+    """CLIP model with its processor; the weights are loaded when images are scored.
 
-    Raises DataError: by all, if transformers is not installed, or the model is missing, damaged or of another kind.
+    Raises DataError: transformers is not installed, or the model is missing, damaged or of another kind.
     """
 
     def __init__(self, name: Path) -> None:
         """Open the model in the folder ``name``, or of that name on the Hugging Face hub."""
         self.name = str(name)
-        said = f"--clip-model {name}"
+        option = f"--clip-model {name}"
         if importlib.util.find_spec("transformers") is None:
-            raise DataError(f"{said} needs transformers: pip install 'ddpm_ds[text]'")
+            raise DataError(f"{option} needs transformers: pip install 'ddpm_ds[text]'")
         if name.exists():
             self._open(name)
         else:
-            from_hub(self.name, DOWNLOADED, self._open, said=said, expected=EXPECTED)
+            from_hub(self.name, DOWNLOADED, self._open, said=option, expected=EXPECTED)
 
     def scores(self, images: Pixels, prompts: Sequence[str], device: torch.device) -> Array:
         """Return the score (N,) of each of the images (N, C, H, W), which show the ``prompts`` in turn.
 
-        What a prompt has beyond the model's tokens is cut off.
+        A prompt that has more tokens than the model reads is cut off.
         """
-        model = self._model().to(device)
-        found = []
+        import transformers
+
+        with self._faults():
+            found: Any = transformers.CLIPModel.from_pretrained(
+                self._folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            model, notes = found
+            if missing := sorted(notes["missing_keys"]):
+                raise ValueError(f"its weights lack {missing[0]}")
+        model = model.eval().to(device)
+        scores: list[Tensor] = []
         for first in range(0, len(images), AT_ONCE):
             part = torch.from_numpy(np.array(images[first : first + AT_ONCE]))
             texts = [prompts[number % len(prompts)] for number in range(first, first + len(part))]
             inputs = self._processor(
                 text=texts,
-                images=[*part.expand(-1, COLOURS, -1, -1)],
+                images=[*part.expand(-1, 3, -1, -1)],
                 return_tensors="pt",
                 padding=True,
                 truncation=True,
@@ -294,8 +306,8 @@ class Clip:
             with torch.no_grad():
                 drawn = model(**inputs)
             cosine = (drawn.image_embeds * drawn.text_embeds).sum(dim=-1)  # of unit length
-            found.append(100.0 * cosine.clamp(min=0.0).double().cpu())
-        return torch.cat(found).numpy()
+            scores.append(100.0 * cosine.clamp(min=0.0).double().cpu())
+        return torch.cat(scores).numpy()
 
     def _open(self, folder: Path) -> None:
         import transformers
@@ -309,17 +321,6 @@ class Clip:
             if not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
                 raise ValueError(f"it has neither {' nor '.join(TOKENIZERS)}")
             self._processor = transformers.CLIPProcessor.from_pretrained(folder, local_files_only=True)
-
-    def _model(self) -> Any:
-        import transformers
-
-        how: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        with self._faults():
-            found: Any = transformers.CLIPModel.from_pretrained(self._folder, dtype=torch.float32, **how)
-            model, notes = found
-            if missing := sorted(notes["missing_keys"]):
-                raise ValueError(f"its weights lack {missing[0]}")
-        return model.eval()
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Inputs that images are drawn for, by number: the held-out images of a run, or a file or folder of conditions.
 
-Image number I of a request with K members is member I % K of input I // K. By the same inputs a trained regression
-predicts the fields of which a cache of residuals is made.
+Image number I of a request with K members is member I % K of input I // K. A trained regression predicts fields from
+such inputs; their residuals are prepared as a data set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ddpm_ds.schema.types import written
 HELD_OUT = "held-out"
 """Value of ``--conditions`` for the images that a run has held out, and of ``--prompts`` for their captions."""
 CONDITION_KEYS = ("kind", "variables", "channels", "constants", "constant_channels", "vector", "vector_size")
-"""Keys of the condition that a regression and the run on its residuals must have in common."""
+"""Keys of the condition that must be equal in a regression and in the run on its residuals."""
 
 
 class Stored(Protocol):
@@ -52,7 +52,7 @@ class Inputs:
 
     trained: Trained
     fields: Mapping[str, Stored] = field(repr=False)
-    """Fields by name: those of which conditions are made, and a mask of the true images, if they have one."""
+    """Fields by name: the sources of conditions, and a mask of the true images, if they have one."""
     positions: Indices
     key: str
     """Changes whenever the inputs do."""
@@ -61,7 +61,7 @@ class Inputs:
     labels: Indices | None = None
     """(inputs,) int64, if classes are known."""
     are_residuals: bool = False
-    """Whether true images are residuals, if the U-Net draws such."""
+    """Whether true images are residuals, for a U-Net that draws residuals."""
 
     @classmethod
     def open(cls, conditions: Path, trained: Trained) -> Inputs:
@@ -81,7 +81,7 @@ class Inputs:
 
     @classmethod
     def at(cls, path: Path, trained: Trained) -> Inputs:
-        """Open the conditions in a file or folder, of the kind that the run learned; raises DataError for another."""
+        """Open conditions in a file or folder; raises DataError if they are not of the kind that the run learned."""
         found = open_inputs(_conditioned(trained), trained.facts, path)
         key = hashlib.sha256(found.key.encode()).hexdigest()
         return cls(trained, found.fields, np.arange(found.count), key, found.truths)
@@ -102,7 +102,7 @@ class Inputs:
         return self.truths(self.positions[:1]) is not None
 
     def condition(self, numbers: Sequence[int], device: torch.device) -> Condition:
-        """Return the conditions of the inputs with these ``numbers``, of which equal ones are read once."""
+        """Return the conditions of the inputs with these ``numbers``; each input is read once."""
         different, places = np.unique(np.asarray(numbers, np.int64), return_inverse=True)
         trained, conditions = self.trained, self.trained.conditions
         names = [name for name in (*conditions.reads, HOLE) if name in self.fields]
@@ -117,8 +117,8 @@ class Inputs:
         return None if found is None else found.cpu()
 
     def truth(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255, if they are known.
-        Masked values are the mean of their channel.
+        """Return the true images (n, C, H, W), float32 in physical units or, for pictures, 0 to 255; None if they are
+        not known. Masked values are the mean of their channel.
         """
         found = self.truths(self.positions[np.asarray(numbers, np.int64)])
         if found is None:
@@ -147,7 +147,7 @@ class Inputs:
                 seed=0,
                 index=torch.tensor(numbers, device=device),
                 shape=trained.image_shape,
-                condition=self.condition(numbers, device),
+                conditions=(self.condition(numbers, device), None),
             )
             for _ in range(drawing.calls):
                 drawing.take(trained.unet(*drawing.inputs()))
@@ -158,7 +158,7 @@ class Inputs:
 
 
 def check_ahead(trained: Trained) -> None:
-    """Raise SpecError unless drawn images of ``trained`` can be the next ones' conditions."""
+    """Raise SpecError unless images that ``trained`` draws can be conditions of its next images."""
     data = _conditioned(trained)
     condition = data.condition or ConditionSpec()
     fault = None
@@ -182,7 +182,7 @@ def check_unconditioned(trained: Trained) -> None:
 
 
 def _conditioned(trained: Trained) -> DataSpec:
-    """Return the data section of a run with a condition; raises SpecError for another."""
+    """Return the data section of a run with a condition; raises SpecError without one."""
     if not trained.is_conditioned:
         raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")
     return trained.data
@@ -191,12 +191,12 @@ def _conditioned(trained: Trained) -> DataSpec:
 def held_out_images(
     trained: Trained, asked: str, dataset: Path | None = None, *, instead: str = "name a file or folder"
 ) -> Part:
-    """Return a run's held-out images, with the statistics of its training images, from its data set or a copy at
-    ``dataset``.
+    """Return a run's held-out images from its data set or a copy at ``dataset``, with its training statistics.
 
     Raises:
         DataError: the data set is missing, damaged, or not the run's.
-        SpecError: there is no run, or it has held out no image; the message has ``asked`` and ``instead``.
+        SpecError: there is no run, or it has held out no image; the message has the option ``asked`` and the fix
+            ``instead``.
     """
     if trained.spec is None:
         raise SpecError(f"{asked}: {trained.origin} is an export; {instead}")
@@ -216,8 +216,8 @@ def held_out_images(
     else:
         store = DatasetCache.open(dataset, progress=True)
     if store.meta.sha256 != known:
-        what = "learned" if known is learned else "held out"
-        raise DataError(f"{store.path} holds other images than those that {trained.origin} {what}; use theirs")
+        kind = "data set" if known is learned else "held-out data set"
+        raise DataError(f"{store.path} is not the {kind} of {trained.origin}; name that one")
     if trained.facts is not None:
         store = store.with_statistics(trained.facts.statistics)
     return parts(data, store, store)[1]
@@ -264,7 +264,7 @@ class TrainedRegression:
 
 
 def _compared(data: DataSpec) -> dict[str, object]:
-    """Return keys that a regression and the run on its residuals must have in common, with values as in a spec."""
+    """Return keys that must be equal in a regression and in the run on its residuals, with values as in a spec."""
     condition = data.condition or ConditionSpec()
     values = {"data.channels": data.channels, "data.image_size": written(data.size), "data.variables": data.variables}
     values |= {f"data.condition.{key}": getattr(condition, key) for key in CONDITION_KEYS}

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,7 +48,6 @@ class Request(BaseModel):
     guide: str | None = None
     """Path of the guiding weights, if any; without, guidance uses "no label"."""
     guide_digest: str | None = None
-    """Checksum of the guiding weights."""
     sampler: SamplerSpec
     """Sampler; its number of steps is filled in."""
     seed: int
@@ -67,34 +66,7 @@ class Request(BaseModel):
     prompts: tuple[str, ...] | None = None
     """Prompts that the images take in turn; None for a U-Net that reads no text."""
     negative: str | None = None
-    """What guidance leads away from; None is no text."""
-
-    @classmethod
-    def of(
-        cls,
-        trained: Trained,
-        sampler: SamplerSpec,
-        labels: Sequence[int] | None,
-        guide: Trained | None = None,
-        /,
-        **numbers: Any,
-    ) -> Self:
-        """Return a request for images of ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are
-        ``seed``, ``first``, ``count`` and ``batch_images``.
-        """
-        guide = guide if sampler.guidance != 1.0 else None
-        return cls(
-            origin=trained.origin,
-            weights=trained.weights,
-            images_seen=trained.images_seen,
-            digest=trained.digest,
-            precision=trained.precision,
-            guide=None if guide is None else guide.origin,
-            guide_digest=None if guide is None else guide.digest,
-            sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion)}),
-            labels=None if labels is None else tuple(labels),
-            **numbers,
-        )
+    """Negative prompt, which guidance leads away from; None is no text."""
 
     @property
     def index(self) -> range:
@@ -133,7 +105,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{path} can't be written ({error.strerror or error}); fix that and run the same command again, which "
-            "keeps what is drawn, or name another --out"
+            "keeps the images so far, or name another --out"
         ) from None
 
 
@@ -148,7 +120,7 @@ class DrawnImages:
             000000064-64.npy
             images.npy          all images, once none is missing; it replaces the batches
 
-    Which files are there says what is drawn, so the folder's name has to hold the request's key.
+    The names of the files tell which images are drawn, so the folder's name has to hold the request's key.
 
     Raises OutputError: the file system refuses; every method may raise it.
     """
@@ -180,7 +152,15 @@ class DrawnImages:
         """Return all images in order, mapped into memory; none may be missing."""
         with writing(self._folder):
             if not self._whole.exists():
-                self._join_batches()
+                temporary = self._whole.with_name(".images.npy.tmp")
+                first = np.load(self._path(self._request.batches[0]), mmap_mode="r")
+                shape = (self._request.count, *first.shape[1:])
+                whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=first.dtype, shape=shape)
+                for batch in self._request.batches:
+                    start = batch.start - self._request.first
+                    whole[start : start + len(batch)] = np.load(self._path(batch))
+                whole.flush()
+                temporary.replace(self._whole)
             for path in self._folder.glob("*-*.npy"):
                 path.unlink()
         return np.load(self._whole, mmap_mode="r")
@@ -188,17 +168,6 @@ class DrawnImages:
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _join_batches(self) -> None:
-        temporary = self._whole.with_name(".images.npy.tmp")
-        first = np.load(self._path(self._request.batches[0]), mmap_mode="r")
-        shape = (self._request.count, *first.shape[1:])
-        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=first.dtype, shape=shape)
-        for batch in self._request.batches:
-            start = batch.start - self._request.first
-            whole[start : start + len(batch)] = np.load(self._path(batch))
-        whole.flush()
-        temporary.replace(self._whole)
 
     def _path(self, batch: range) -> Path:
         return self._folder / f"{batch.start:09}-{len(batch)}.npy"
@@ -219,11 +188,8 @@ def titled_grid(
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
-    names = (
-        []
-        if trained.spec is None
-        else class_names(trained.spec.data, trained.spec.bucket_group, trained.spec.unet.classes)
-    )
+    spec = trained.spec
+    names = [] if spec is None else class_names(spec.data, spec.bucket_group, spec.unet.classes)
     classes = [] if labels is None else labels.tolist()
     captions = [names[label] if names else str(label) for label in classes]
     if request is not None and request.prompts is not None:
@@ -265,7 +231,7 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
     """Write a ``.npy`` of images, or an ``.npz``: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64,
     if any.
 
-    Names and axes of the archive are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
+    Names and axes of the archive follow guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
     Images (N, C, H, W) that are mapped from a file are copied in pieces.
 
     Raises OutputError: it can't be written.
@@ -326,7 +292,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_recordable(trained: Trained) -> None:
-    """Raise SpecError, before any work is done, if MLflow can't keep it as a child of the run of ``trained``."""
+    """Raise SpecError, before any work is done, if MLflow can't record it as a child of the run of ``trained``."""
     if trained.run_dir is not None:
         check_tracking_uri(trained.run_dir.parent)
 

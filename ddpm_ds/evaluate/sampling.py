@@ -6,8 +6,9 @@ An image is a function of the weights, the sampler, the seed, its number and its
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, InstanceOf
@@ -38,16 +39,82 @@ MOST_PROMPT = 10_000
 """Maximum number of characters of a prompt."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """Everything that images are drawn with, except their numbers, labels and seed."""
+
+    trained: Trained
+    sampler: SamplerSpec
+    guide: Trained | None = None
+    """U-Net that guides instead of "no label", see :class:`Drawing`."""
+    inputs: Inputs | None = None
+    """Inputs that images are drawn for, which a U-Net with a condition of each image needs."""
+    prompts: Prompts | None = None
+    """Prompts that images take in turn, for a U-Net that reads text."""
+
+    def with_prompts(
+        self, texts: Sequence[str] | None, negative: str | None, log: Callable[[str], None] = print
+    ) -> Self:
+        """Return a setup with the encoded prompts ``texts`` and ``negative``; without text the same setup.
+
+        The default, which is logged, is the prompts of the run's own pictures, or else the empty text.
+
+        Raises:
+            SpecError: the U-Net reads no text, or guidance does not lead away from the negative prompt.
+            DataError: the encoders can't be used.
+        """
+        trained = self.trained
+        if trained.unet_spec.text is None:
+            for name, value in (("--prompt", texts), ("--negative", negative)):
+                if value is not None:
+                    raise SpecError(
+                        f"{name}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out"
+                    )
+            return self
+        for text in (*(texts or ()), negative or ""):
+            if len(text) > MOST_PROMPT:
+                raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
+        if texts is not None and not texts:
+            raise SpecError("prompts = [] has none; use None for the prompts of the run's own pictures")
+        if negative is not None and (self.guide is not None or not self.sampler.guides):
+            why = f"--guidance is {self.sampler.guidance:g}" if self.guide is None else "another U-Net guides"
+            raise SpecError(f'--negative "{negative}" has no effect, since {why}; leave one of them out')
+        known = None
+        if texts is None:
+            if trained.run_dir is not None:
+                known = EncodedPrompts.read(trained.run_dir / PROMPTS)
+            default = "the empty text"
+            if known is not None:
+                default = f"the prompts of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
+            log(f"no prompt is given, so it draws for {default}")
+        if known is None:
+            known = EncodedPrompts.of(_encoding(trained), texts or ("",), trained.device, log, trained.learned_encoders)
+        return replace(self, prompts=trained.prompts(known, negative))
+
+    def request(self, labels: Sequence[int] | None, **fields: int | str) -> Request:
+        """Return a request with the labels that images take in turn, and other ``fields`` such as ``seed``."""
+        trained, guide = self.trained, self.guide if self.sampler.guidance != 1.0 else None
+        return Request.model_validate(
+            {
+                **trained.identity,
+                "guide": None if guide is None else guide.origin,
+                "guide_digest": None if guide is None else guide.digest,
+                "sampler": self.sampler.model_copy(update={"steps": self.sampler.steps_of(trained.diffusion)}),
+                "labels": None if labels is None else tuple(labels),
+                "inputs": None if self.inputs is None else self.inputs.key,
+                "prompts": None if self.prompts is None else self.prompts.texts,
+                "negative": None if self.prompts is None else self.prompts.negative,
+                **fields,
+            }
+        )
+
+
 def draw(
-    trained: Trained,
-    sampler: SamplerSpec,
+    setup: Setup,
     index: Tensor,
     *,
     labels: Tensor | None,
-    seed: int,
-    guide: Trained | None = None,
-    inputs: Inputs | None = None,
-    prompts: Prompts | None = None,
+    seed: int = 0,
     members: int = 1,
     numbers: Sequence[int] | None = None,
     after_step: Callable[[int, int], None] | None = None,
@@ -55,34 +122,31 @@ def draw(
     """Draw the images with the numbers ``index`` (N,) int64 as one batch; return (N, C, H, W) on the CPU, uint8, or
     float32 in physical units for fields.
 
-    ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
-    Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net with a condition of each
-    image needs; ``numbers`` (N,) names other inputs. Images take ``prompts`` in turn, for a U-Net that reads text.
-    ``after_step`` is called with the numbers of U-Net evaluations per image: those done, and all.
+    ``labels`` are (N,) int64, or None for no label. Image I is member I % ``members`` of input I // ``members``;
+    ``numbers`` (N,) names other inputs. ``after_step`` is called with the numbers of U-Net evaluations per image: those
+    done, and all.
 
     Raises EvaluationError: an image is not finite.
     """
+    trained, inputs = setup.trained, setup.inputs
     condition, dropped, base, placed = None, None, None, index.to(trained.device)
     with torch.inference_mode():
         if inputs is not None:
             numbers = (index // members).tolist() if numbers is None else numbers
             condition, base = inputs.condition(numbers, trained.device), inputs.base(numbers)
-        elif trained.takes_condition:
+        elif trained.interface.condition_channels or trained.interface.numbers:  # constants, which need no inputs
             condition = trained.conditions.at_rest({}, placed, trained.scale)
         if condition is not None:
             dropped = trained.conditions.dropped(condition)
-        if prompts is not None:
-            condition, dropped = prompts.beside(condition, placed)
         drawing = Drawing(
-            Sampler(sampler, trained.diffusion),
+            Sampler(setup.sampler, trained.diffusion),
             seed=seed,
             index=placed,
             shape=trained.image_shape,
             labels=None if labels is None else labels.to(trained.device),
             no_label=trained.unet_spec.classes,
-            condition=condition,
-            dropped=dropped,
-            guide=None if guide is None else guide.unet,
+            conditions=(condition, dropped) if setup.prompts is None else setup.prompts.beside(condition, placed),
+            guide=None if setup.guide is None else setup.guide.unet,
         )
         for number in range(drawing.calls):
             drawing.take(trained.unet(*drawing.inputs(), context=drawing.context(number)))
@@ -92,27 +156,11 @@ def draw(
         if (bad := ~drawn.isfinite().flatten(1).all(dim=1)).any():
             number = int(index[bad.cpu()][0])
             raise EvaluationError(
-                f"image {number} of {trained.origin} is drawn with NaN or infinity by {sampler.kind}; draw with other "
-                "--steps or another --sampler, or from an earlier checkpoint"
+                f"image {number} of {trained.origin} is drawn with NaN or infinity by {setup.sampler.kind}; draw with "
+                "other --steps or another --sampler, or from an earlier checkpoint"
             )
         images = trained.finished(drawn).cpu()
         return images if base is None else images + base
-
-
-def draw_ahead(
-    trained: Trained, sampler: SamplerSpec, index: Tensor, *, inputs: Inputs, members: int, steps: int, **how: Any
-) -> Tensor:
-    """Draw ``steps`` states after each input, (N, steps, C, H, W) float32 on the CPU; the next is drawn for each.
-
-    The first one is what :func:`draw` draws; the noise of the later ones is that of images beyond all others.
-    """
-    states: list[Tensor] = []
-    numbers: Sequence[int] = (index // members).tolist()
-    for step in range(steps):
-        drawn = draw(trained, sampler, index + step * AHEAD, inputs=inputs, numbers=numbers, **how)
-        states.append(drawn)
-        inputs, numbers = Inputs.of_states(trained, drawn), range(len(drawn))
-    return torch.stack(states, dim=1)
 
 
 def sample(
@@ -147,7 +195,7 @@ def sample(
             other images, classes or noise levels.
         LayoutError: the device has no memory for ``batch_images`` at once.
     """
-    sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
+    sampler = sampler or trained.sampler
     try:
         check_sampler(sampler, trained.diffusion, guide=guide is not None, **trained.sampler_checks)
     except ValueError as error:
@@ -155,60 +203,54 @@ def sample(
     check_guidance(sampler, trained.diffusion)
     if guide is not None:
         check_guide(guide, trained, [sampler])
-    inputs = None
     if conditions is None:
         check_unconditioned(trained)
-    else:
-        inputs = Inputs.open(Path(conditions), trained)
-    asked = labels != "all"
-    if labels == "all":
-        labels = None if classes is None else range(classes)
+        if members is not None:
+            raise SpecError(f"members = {members} needs conditions, which is None")
+    inputs = None if conditions is None else Inputs.open(Path(conditions), trained)
     if labels is not None and not labels:
         raise SpecError("labels = [] names no class; use None to draw without labels")
-    for label in labels or ():
-        check_label(label, classes)
-    if inputs is None and members is not None:
-        raise SpecError(f"members = {members} are of conditions, which is None")
+    for label in labels or () if labels != "all" else ():
+        check_label(label, trained.unet_spec.classes)
     texts = (prompts,) if isinstance(prompts, str) else prompts
-    encoded = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print_to_stderr)
-    numbers: dict[str, Any] = {"seed": seed, "first": first, "batch_images": batch_images, **said_of(encoded, negative)}
-    request = request_for(trained, sampler, labels, guide, inputs, asked, count=count, members=members, **numbers)
+    setup = Setup(trained, sampler, guide, inputs).with_prompts(texts, negative, print_to_stderr)
+    numbers = {"seed": seed, "first": first, "batch_images": batch_images}
+    request = request_for(setup, labels, count=count, members=members, **numbers)
     batches = tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
-    images = torch.cat([_draw_batch(trained, request, batch, guide, inputs, encoded) for batch in batches])
+    images = torch.cat([draw_batch(setup, request, batch) for batch in batches])
     return images if inputs is None else images.unflatten(0, (-1, request.members))
 
 
 def request_for(
-    trained: Trained,
-    sampler: SamplerSpec,
-    labels: Sequence[int] | None,
-    guide: Trained | None,
-    inputs: Inputs | None,
-    labels_asked: bool,
+    setup: Setup,
+    labels: Sequence[int] | Literal["all"] | None,
     *,
     first: int = 0,
     count: int | None = None,
     members: int | None = None,
     steps_ahead: int = 1,
-    **numbers: Any,
+    **numbers: int,
 ) -> Request:
-    """Return the request for ``count`` images from the ``first`` on (None: 64, or one of each prompt) or, with
-    ``inputs``, for the ``members`` of so many of these (None: 8 of all, of 64 at most).
+    """Return the request for ``count`` images from the ``first`` on (None: 64, or one of each prompt) or, with inputs,
+    for the ``members`` of so many of these (None: 8 of all, of 64 at most). ``numbers`` are ``seed`` and
+    ``batch_images``.
 
-    Inputs take ``labels`` in turn if they were asked for, else those that they are known to have.
+    ``labels`` are taken in turn; ``"all"`` stands for each class or, with inputs, for the labels that they have.
 
     Raises:
         SpecError: there are no such inputs, a regression is asked for several members, or there are more prompts than
             images.
     """
-    prompts: Sequence[str] = numbers.get("prompts") or ()
+    trained, inputs = setup.trained, setup.inputs
+    prompts = () if setup.prompts is None else setup.prompts.texts
     if inputs is None:
+        if labels == "all":
+            labels = None if trained.unet_spec.classes is None else range(trained.unet_spec.classes)
         if count is not None and count < len(prompts):
             raise SpecError(
                 f"--count {count:,}: {len(prompts):,} prompts are an image each; use at least {len(prompts)}"
             )
-        count = count or len(prompts) or USUAL_COUNT
-        return Request.of(trained, sampler, labels, guide, first=first, count=count, **numbers)
+        return setup.request(labels, first=first, count=count or len(prompts) or USUAL_COUNT, **numbers)
     regresses = not OBJECTIVES[trained.diffusion.objective].diffuses
     if regresses and members not in (None, 1):
         raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
@@ -218,37 +260,31 @@ def request_for(
         raise SpecError(
             f"--first {first} and --count {count:,}: --conditions has {len(inputs):,} inputs; name some of these"
         )
-    if not labels_asked and labels is not None:
+    if labels == "all":
         labels = None if inputs.labels is None else inputs.labels.tolist()
-    return Request.of(
-        trained,
-        sampler,
-        None if labels is None else tuple(label for label in labels for _ in range(members)),
-        guide,
-        inputs=inputs.key,
-        members=members,
-        steps_ahead=steps_ahead,
-        first=first * members,
-        count=count * members,
-        **numbers,
-    )
+    numbers |= {"first": first * members, "count": count * members, "members": members, "steps_ahead": steps_ahead}
+    return setup.request(None if labels is None else [label for label in labels for _ in range(members)], **numbers)
 
 
-def _draw_batch(
-    trained: Trained,
-    request: Request,
-    index: Sequence[int],
-    guide: Trained | None,
-    inputs: Inputs | None = None,
-    prompts: Prompts | None = None,
-    after_step: Callable[[int, int], None] | None = None,
+def draw_batch(
+    setup: Setup, request: Request, index: Sequence[int], after_step: Callable[[int, int], None] | None = None
 ) -> Tensor:
-    """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
-    how: dict[str, Any] = {"labels": request.labels_of(index), "seed": request.seed, "guide": guide}
-    how |= {"inputs": inputs, "members": request.members, "prompts": prompts, "after_step": after_step}
-    steps: dict[str, Any] = {"steps": request.steps_ahead} if request.steps_ahead > 1 else {}
+    """Draw the images ``index`` of a request as one batch, (N, C, H, W), or several steps ahead, (N, steps, C, H, W).
+
+    Each state is the input of the next one. Later states have the noise of image numbers beyond all others.
+
+    Raises LayoutError: the device has no memory for them.
+    """
+    states: list[Tensor] = []
+    labels, numbers = request.labels_of(index), None
     with fitting(request.batch_images):
-        return (draw_ahead if steps else draw)(trained, request.sampler, torch.tensor(index), **how, **steps)
+        for step in range(request.steps_ahead):
+            at, how = torch.tensor(index) + step * AHEAD, {"seed": request.seed, "members": request.members}
+            states.append(draw(setup, at, labels=labels, numbers=numbers, after_step=after_step, **how))
+            if request.steps_ahead > 1:
+                setup = replace(setup, inputs=Inputs.of_states(setup.trained, states[-1]))
+                numbers = range(len(index))
+    return torch.stack(states, dim=1) if request.steps_ahead > 1 else states[0]
 
 
 @contextlib.contextmanager
@@ -262,52 +298,6 @@ def fitting(batch_images: int) -> Iterator[None]:
         raise LayoutError(
             f"--batch-images = {batch_images}: the device has no memory for so many images at once; use fewer"
         ) from None
-
-
-def prompts_for(
-    trained: Trained,
-    texts: Sequence[str] | None,
-    negative: str | None,
-    sampler: SamplerSpec,
-    *,
-    guided: bool,
-    log: Callable[[str], None],
-) -> Prompts | None:
-    """Return the encoded prompts ``texts``; None for a U-Net that reads no text.
-
-    By default they are those of the run's own pictures, or else the empty text, which is logged. ``guided`` means that
-    another U-Net guides.
-
-    Raises:
-        SpecError: the U-Net reads no text, or nothing is guided by the negative prompt.
-        DataError: the encoders can't be used.
-    """
-    if trained.unet_spec.text is None:
-        for name, value in (("--prompt", texts), ("--negative", negative)):
-            if value is not None:
-                raise SpecError(
-                    f"{name}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out"
-                )
-        return None
-    for text in (*(texts or ()), negative or ""):
-        if len(text) > MOST_PROMPT:
-            raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
-    if texts is not None and not texts:
-        raise SpecError("prompts = [] has none; use None for those of the run's own pictures")
-    if negative is not None and (guided or not sampler.guides):
-        what = "another U-Net guides" if guided else f"--guidance is {sampler.guidance:g}"
-        raise SpecError(f'--negative "{negative}" is what guidance leads away from, and {what}; leave one of them out')
-    known = None
-    if texts is None and trained.run_dir is not None:
-        known = EncodedPrompts.read(trained.run_dir / PROMPTS)
-    if texts is None:
-        those = "the empty text"
-        if known is not None:
-            those = f"those of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
-        log(f"no prompt is given, so it draws for {those}")
-    if known is None:
-        known = EncodedPrompts.of(_encoding(trained), texts or ("",), trained.device, log, trained.learned_encoders)
-    return trained.prompts(known, negative)
 
 
 def _encoding(trained: Trained) -> TextSpec:
@@ -329,11 +319,6 @@ def _encoding(trained: Trained) -> TextSpec:
             f"{found or 'none'}; put its own there"
         )
     return text
-
-
-def said_of(prompts: Prompts | None, negative: str | None) -> dict[str, Any]:
-    """Return the prompts as fields of a request."""
-    return {} if prompts is None else {"prompts": prompts.texts, "negative": negative}
 
 
 def check_label(label: int | str, classes: int | None, option: str = "--labels") -> None:
@@ -371,17 +356,8 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
             )
 
 
-def draw_missing(
-    trained: Trained,
-    request: Request,
-    drawn: DrawnImages,
-    *,
-    guide: Trained | None = None,
-    inputs: Inputs | None = None,
-    prompts: Prompts | None = None,
-) -> None:
-    """Draw the images of a request that are not there; ``guide``, ``inputs`` and ``prompts`` must be those of the
-    request.
+def draw_missing(setup: Setup, request: Request, drawn: DrawnImages) -> None:
+    """Draw the images of a request that are not there, with the ``setup`` that it was made for.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
@@ -404,5 +380,5 @@ def draw_missing(
             bar.update(0)
 
         for batch in drawn.missing():
-            drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, prompts, show))
+            drawn.keep(batch, draw_batch(setup, request, batch, show))
             bar.update(drawn.count - bar.n)

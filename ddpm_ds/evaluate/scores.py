@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ from ddpm_ds.data.held_out import Part, told_apart
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.prepare import buckets_of, prepare_images
-from ddpm_ds.diffusion.condition import Prompts
-from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
@@ -38,9 +35,8 @@ from ddpm_ds.evaluate.inception import (
     kid_subset_images,
     pixel_gaussian,
 )
-from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import draw_missing, fitting, prompts_for, said_of
+from ddpm_ds.evaluate.sampling import Setup, draw_missing, fitting
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
 from ddpm_ds.schema.types import ALL_SIGMAS
@@ -55,7 +51,7 @@ VERSIONS = {"ddpm_ds": __version__, "torch": torch.__version__}
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
-    """Open the prepared images at ``given``, or those of the checkpoint's spec, prepared now if they are missing.
+    """Open the prepared images at ``given``, or the data set of the checkpoint's spec, prepared now if it is missing.
 
     Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
     on latents it is the pixels that they were encoded from.
@@ -68,17 +64,14 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:
         raise DataError(
-            f"{origin} is an export, which does not say what it learned; name the folder of its prepared images with "
-            "--dataset DIR"
+            f"{origin} is an export, without a data set; name the folder of its prepared images with --dataset DIR"
         )
     else:
         data = spec.data if (group := spec.bucket_group) is None else buckets_of(spec.data, group)[0]
         reference = prepare_images(pixels_of(data), progress=True, learned=learned)
     if learned is not None:
         if reference.meta.sha256 != learned:
-            raise DataError(
-                f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
-            )
+            raise DataError(f"{reference.path} is not the data set of {origin}; name that one with --dataset DIR")
         reference = reference.centre(trained.picture_shape[1:])
     if reference.meta.shape != trained.picture_shape:
         there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.picture_shape))
@@ -96,7 +89,7 @@ def labels_like(reference: DatasetCache, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Score:
-    """Score, and what is needed to interpret it."""
+    """Score, with the counts and the program that one has to know to interpret it."""
 
     name: str
     """Name in MLflow, without its ``eval/``."""
@@ -109,12 +102,6 @@ class Score:
     real: float | None = None
     """The same score of real images, if there is one."""
     details: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Values of the score by their names in MLflow."""
-        real = {} if self.real is None else {f"eval/{self.name}_real": self.real}
-        return {f"eval/{self.name}": self.value, **real}
 
 
 class Scorer:
@@ -157,16 +144,37 @@ class Scorer:
         if reference is not None and self._inception is not None:
             found += self._inception_scores(reference, *self._inception, images, device)
         if reference is not None and "pixel" in self._wanted:
-            found.append(self._pixel_score(reference, images))
+            real = reference.images
+            fitted, half = pixel_gaussian(real), np.array_split(shuffled(len(real)), 2)
+            dims = len(fitted.mean)
+            found.append(
+                Score(
+                    f"pixel_frechet_{short(len(images))}",
+                    f"pixel Fréchet distance, {dims:,} dims",
+                    frechet_distance(pixel_gaussian(images), fitted),
+                    len(images),
+                    len(real),
+                    f"ddpm_ds {__version__}",
+                    real=frechet_distance(*(pixel_gaussian(real, np.sort(places)) for places in half)),
+                    details={"dims": dims, "real_is": "between two halves of the reference"},
+                )
+            )
         if self._clip is not None:
-            found.append(_clip_score(self._clip, images, prompts, device))
+            values = self._clip.scores(images, prompts, device)
+            details = {"standard_deviation": float(values.std()), "model": self._clip.name}
+            title, tool = f"CLIP score, {Path(self._clip.name).name}", f"transformers {version('transformers')}"
+            counts = len(images), len(set(prompts[: len(images)]))
+            found.append(
+                Score(f"clip_{short(len(images))}", title, float(values.mean()), *counts, tool, details=details)
+            )
         return found
 
     def _inception_scores(
         self, reference: DatasetCache, inception: Inception, cache: Path, images: Pixels, device: torch.device
     ) -> list[Score]:
-        known: dict[str, Any] = {"key": reference.key, "cache": cache, "wanted": self._wanted}
-        values = inception_scores(inception, images, reference.images, device=device, **known)
+        values = inception_scores(
+            inception, images, reference.images, key=reference.key, cache=cache, wanted=self._wanted, device=device
+        )
         subset = kid_subset_images(len(images), len(reference))
         details = {"kid": {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}}
         counts = (len(images), len(reference), inception.tool)
@@ -181,48 +189,16 @@ class Scorer:
             for name, value in values.items()
         ]
 
-    def _pixel_score(self, source: DatasetCache, images: Pixels) -> Score:
-        real = source.images
-        reference = pixel_gaussian(real)
-        dims = len(reference.mean)
-        halves = [pixel_gaussian(real, np.sort(half)) for half in np.array_split(shuffled(len(real)), 2)]
-        return Score(
-            f"pixel_frechet_{short(len(images))}",
-            f"pixel Fréchet distance, {dims:,} dims",
-            frechet_distance(pixel_gaussian(images), reference),
-            len(images),
-            len(real),
-            f"ddpm_ds {__version__}",
-            real=frechet_distance(*halves),
-            details={"dims": dims, "real_is": "between two halves of the reference"},
-        )
-
-
-def _clip_score(clip: Clip, images: Pixels, prompts: Sequence[str], device: torch.device) -> Score:
-    found = clip.scores(images, prompts, device)
-    details = {"standard_deviation": float(found.std()), "model": clip.name}
-    title, tool = f"CLIP score, {Path(clip.name).name}", f"transformers {version('transformers')}"
-    counts = len(images), len(set(prompts[: len(images)]))
-    return Score(f"clip_{short(len(images))}", title, float(found.mean()), *counts, tool, details=details)
-
 
 @contextlib.contextmanager
 def drawn_for_scores(
-    trained: Trained,
-    request: Request,
-    out: Path | None,
-    counted: str,
-    against: Mapping[str, str],
-    *,
-    guide: Trained | None,
-    inputs: Inputs | None = None,
-    prompts: Prompts | None = None,
+    setup: Setup, request: Request, out: Path | None, counted: str, against: Mapping[str, str]
 ) -> Iterator[tuple[Path, np.ndarray]]:
     """Draw a request's missing images; yield the folder of its evaluation, and all images (N, C, H, W).
 
     ``counted`` stands for the number of images in the folder's name; ``against`` are further lines about the images.
     """
-    kind, steps = request.sampler.kind, request.sampler.steps
+    kind, steps, trained = request.sampler.kind, request.sampler.steps, setup.trained
     folder = folder_for(trained, out, f"{kind}-{steps}-{counted}-{request.key}")
     lines = {
         "weights": f"{request.weights} of {trained.origin}, {request.precision} on {trained.device.type}",
@@ -234,10 +210,10 @@ def drawn_for_scores(
     print(*(f"{name:<10} {text}" for name, text in lines.items()), sep="\n", flush=True)
     drawn = DrawnImages(folder / "drawn", request)
     try:
-        draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
+        draw_missing(setup, request, drawn)
         yield folder, drawn.images()
     except KeyboardInterrupt:
-        print("interrupted: what is drawn is kept, and the same command continues from there")
+        print("interrupted: the finished batches are kept, and the same command continues from there")
         raise
 
 
@@ -250,7 +226,7 @@ def folder_for(trained: Trained, out: Path | None, name: str) -> Path:
 def report(
     trained: Trained,
     folder: Path,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     scores: object,
     metrics: Mapping[str, float],
     **pictures: Callable[[Path], object],
@@ -270,37 +246,26 @@ def report(
 
 
 def evaluate(
-    trained: Trained,
-    sampler: SamplerSpec,
-    guide: Trained | None,
-    scorer: Scorer,
-    out: Path | None,
-    texts: Sequence[str] | None = None,
-    negative: str | None = None,
-    **numbers: int,
+    setup: Setup, scorer: Scorer, out: Path | None, *, count: int, **numbers: int
 ) -> tuple[Request, list[Score]]:
-    """Draw, score and record images of the given weights and sampler, in a folder of their own in ``out``.
+    """Draw, score and record ``count`` images, in a folder of their own in ``out``.
 
-    ``numbers`` are ``seed``, ``count`` and ``batch_images``. A U-Net with text draws for the prompts ``texts``, by
-    default those of its run's pictures, and away from the ``negative`` one. Scores of an earlier evaluation of the same
-    images against the same reference stay, unless they are computed again.
+    ``numbers`` are ``seed`` and ``batch_images``. Scores of an earlier evaluation of the same images against the same
+    reference stay, unless they are computed again.
     """
-    reference, count = scorer.reference, numbers["count"]
-    labels = None
+    reference, trained, labels = scorer.reference, setup.trained, None
     if (classes := trained.unet_spec.classes) is not None:
         labels = list(range(classes)) if reference is None else labels_like(reference, count)
-    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print)
-    request = Request.of(trained, sampler, labels, guide, **numbers, **said_of(prompts, negative))
+    request = setup.request(labels, count=count, **numbers)
     against, real = {}, None
     if reference is not None:
         against = {"reference": f"{reference.path}, {len(reference):,} images"}
         real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
     facts = request.model_dump(mode="json", exclude={"batch_images"})
     facts |= {"labels": None if labels is None else "in the proportions of the reference", "reference": real}
-    drawing = drawn_for_scores(trained, request, out, short(count), against, guide=guide, prompts=prompts)
-    with drawing as (folder, images):
+    with drawn_for_scores(setup, request, out, short(count), against) as (folder, images):
         scores = scorer.scores(images, trained.device, request.prompts or ())
-        kept: list[dict[str, Any]] = []
+        kept: list[dict[str, object]] = []
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
             before = read_json(folder / "scores.json")
             there = before["reference"]
@@ -308,8 +273,10 @@ def evaluate(
                 names = {score.name for score in scores}
                 kept = [score for score in before["scores"] if score["name"] not in names]
                 facts["reference"] = real or there
-        grid = titled_grid(trained, sampler, images[:GRID_IMAGES], request.labels_of(request.index[:GRID_IMAGES]))
-        metrics = {name: value for score in scores for name, value in score.metrics.items()}
+        labels_shown = request.labels_of(request.index[:GRID_IMAGES])
+        grid = titled_grid(trained, setup.sampler, images[:GRID_IMAGES], labels_shown)
+        metrics = {f"eval/{score.name}": score.value for score in scores}
+        metrics |= {f"eval/{score.name}_real": score.real for score in scores if score.real is not None}
         every = kept + [asdict(score) for score in scores]
         report(trained, folder, facts, every, metrics, samples=lambda path: write_png(grid, path))
     return request, scores
@@ -335,17 +302,17 @@ def short(count: int) -> str:
 
 
 def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
-    """Return a table of the same scores of some evaluations, with a line for each and all that it depends on."""
+    """Return a table of the same scores of some evaluations, with a line for each that names all its settings."""
     rows = [HEADER]
     for same in zip(*(scores for _, scores in results), strict=True):
         for score, (request, _) in zip(same, results, strict=True):
             counts = f"{score.samples:,}", f"{score.references:,}"
-            how = request.sampler.kind, str(request.sampler.steps), request.weights, guidance_said(request)
-            rows.append((score.title, rounded(score.value), rounded(score.real), *counts, *how, score.tool))
+            how = request.sampler.kind, str(request.sampler.steps), request.weights, guidance_in_words(request)
+            rows.append((score.title, four_digits(score.value), four_digits(score.real), *counts, *how, score.tool))
     return "\n".join(aligned(rows, TEXT_COLUMNS))
 
 
-def guidance_said(request: Request) -> str:
+def guidance_in_words(request: Request) -> str:
     """Return the guidance in words, such as ``2 at 0.3-5 by guide``; its noise levels and guide are left out if they
     are the usual ones.
     """
@@ -357,24 +324,14 @@ def guidance_said(request: Request) -> str:
     return f"{sampler.guidance:g}{where}{'' if request.guide is None else ' by guide'}"
 
 
-def rounded(value: float | None) -> str:
+def four_digits(value: float | None) -> str:
     """Return a score with four digits; ``-`` if there is none."""
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Held-out loss of some weights."""
-
-    weights: str
-    """Kind of weights, as in :class:`Trained`."""
-    values: Mapping[str, float]
-    """Values by their names in MLflow, those of training."""
-
-
-def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Losses:
+def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Mapping[str, float]:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
-    ``out``.
+    ``out``; return its values by their names in MLflow, as in training.
 
     Raises:
         LayoutError: the device has no memory for so many images.
@@ -396,15 +353,14 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
     with torch.inference_mode(), fitting(batch_images):
         for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
-    found = Losses(trained.weights, loss.values(sums.cpu()))
-    facts = {name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")}
+    values = loss.values(sums.cpu())
+    facts = trained.identity
     facts["reference"] = {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256}
-    report(trained, folder, facts, found.values, found.values)
-    return found
+    report(trained, folder, facts, values, values)
+    return values
 
 
-def loss_table(results: Sequence[Losses]) -> str:
-    """Return a table with a line for each value, and a column for each kind of weights."""
-    rows = [("held-out loss", *(found.weights for found in results))]
-    rows += [(name, *(rounded(found.values[name]) for found in results)) for name in results[0].values]
+def loss_table(weights: str, values: Mapping[str, float]) -> str:
+    """Return a table of the held-out loss of some ``weights``, with a line for each value."""
+    rows = [("held-out loss", weights), *((name, four_digits(value)) for name, value in values.items())]
     return "\n".join(aligned(rows, {0}))

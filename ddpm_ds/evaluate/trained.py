@@ -45,7 +45,7 @@ from ddpm_ds.unet.layers import Layer, parameter_shapes, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
-Weights = Literal["ema", "raw"]
+WeightsKind = Literal["ema", "raw"]
 """Names in a checkpoint of the averaged weights and of the weights as trained."""
 EXPECTED = (
     f"name a checkpoint ({MANIFEST}), a run's folder (checkpoints/), an export (unet/config.json), or OWNER/NAME on "
@@ -64,7 +64,7 @@ class Trained:
     sampler: SamplerSpec
     """Sampler of the run; for an export the default one, under edm from its sigma_max to its sigma_min."""
     interface: Interface
-    """What the U-Net takes and predicts."""
+    """Shapes of the U-Net's inputs and prediction."""
     origin: str
     """Path of the folder that the weights were read from, or their name on the Hugging Face hub."""
     digest: str
@@ -77,10 +77,10 @@ class Trained:
     """Folder of the run, if the checkpoint is in its ``checkpoints``."""
     spec: RunSpec | None = None
     """Spec of the run; None for an export."""
-    exported: DataSpec | None = None
-    """Images and conditions of an export that says them; None for a run."""
-    exported_text: TextSpec | None = None
-    """How the encoders in an export's folder encode prompts; None for a run, and if there are none."""
+    known_data: DataSpec | None = None
+    """Images and conditions; None for an export of pictures or latents without a condition."""
+    text: TextSpec | None = None
+    """How prompts are encoded; None without text, and for an export without encoders."""
     learned_encoders: str | None = None
     """Checksum of the encoders whose text was learned; None without text, and for an export, which has its own."""
     autoencoder: Autoencoder | None = None
@@ -111,6 +111,12 @@ class Trained:
         return next(name for name, (_, dtype) in DTYPES.items() if dtype is self.dtype)
 
     @property
+    def identity(self) -> dict[str, object]:
+        """Facts about the weights that requests and reports record."""
+        keys = ("origin", "weights", "images_seen", "digest", "precision")
+        return {key: getattr(self, key) for key in keys}
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
         return unet_layers(self.unet_spec, self.interface)
@@ -121,21 +127,11 @@ class Trained:
         return to_pixels(self.autoencoder, self.device)
 
     @property
-    def known_data(self) -> DataSpec | None:
-        """The images and conditions; None for an export of pictures or latents without a condition."""
-        return self.exported if self.spec is None else self.spec.data
-
-    @property
     def data(self) -> DataSpec:
-        """The images and conditions; raises SpecError for an export that does not say them."""
+        """Images and conditions; raises SpecError for an export without a file of them."""
         if self.known_data is None:
-            raise SpecError(f"{self.origin} is an export, which does not say its condition; name the run's folder")
+            raise SpecError(f"{self.origin} is an export without a description of its condition; name the run's folder")
         return self.known_data
-
-    @property
-    def text(self) -> TextSpec | None:
-        """How prompts are encoded; None without text, and for an export without encoders."""
-        return self.exported_text if self.spec is None else self.spec.data.text
 
     @property
     def is_conditioned(self) -> bool:
@@ -161,14 +157,9 @@ class Trained:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """Names of the channels of fields: those of their source, or numbers."""
+        """Names of the channels of fields in their source, or numbers."""
         names = () if self.facts is None else self.facts.fields["images"].channels
         return names or tuple(map(str, range(self.interface.channels)))
-
-    @property
-    def takes_condition(self) -> bool:
-        """Whether the U-Net takes anything beside x_t, t and labels; constants need no inputs."""
-        return bool(self.interface.condition_channels or self.interface.numbers)
 
     @functools.cached_property
     def conditions(self) -> Conditions:
@@ -210,7 +201,9 @@ class Trained:
         if negative is not None:
             against = EncodedPrompts.of(text, [negative], self.device, print_to_stderr, self.learned_encoders).encoded
         size = self.picture_shape[1:]
-        return Prompts(unet, known.encoded, against, size=size, device=self.device, texts=known.texts)
+        return Prompts(
+            unet, known.encoded, against, size=size, device=self.device, texts=known.texts, negative=negative
+        )
 
     def finished(self, images: Tensor) -> Tensor:
         """Return drawn images (N, C, H, W) as outputs: fields in physical units, float32, others as uint8."""
@@ -237,8 +230,8 @@ def find_trained(path: Path) -> Path:
         return path
     if checkpoints_of(path).is_dir():
         return checkpoint_at(path, log=print_to_stderr)
-    what = "holds no weights" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
-    raise CheckpointError(f"{path} {what}; {EXPECTED}")
+    fault = "holds no weights" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
+    raise CheckpointError(f"{path} {fault}; {EXPECTED}")
 
 
 def _known(dtype: torch.dtype) -> torch.dtype:
@@ -250,7 +243,7 @@ def _known(dtype: torch.dtype) -> torch.dtype:
 def load_trained(
     path: GivenPath,
     *,
-    weights: Weights = "ema",
+    weights: WeightsKind = "ema",
     autoencoder: FilePath | None = None,
     device: Annotated[torch.device | str, AfterValidator(usable_device)] = "cpu",
     dtype: Annotated[torch.dtype, AfterValidator(_known)] = torch.float32,
@@ -280,7 +273,7 @@ def load_trained(
     def opened(folder: Path) -> Trained:
         trained = _load_export(folder, device, dtype)
         if trained.text is not None:
-            parts_of(trained.text)  # whose weights are read later
+            parts_of(trained.text)  # finds them now; their weights are read later
         return replace(trained, origin=str(path))
 
     return from_hub(str(path), DRAWN_FROM, opened, said=str(path), expected=EXPECTED, newest=True)
@@ -306,15 +299,15 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
         digest=digest,
         weights="export",
         autoencoder=decoder,
-        exported=None if fields is None else fields.data,
-        exported_text=TextSpec.model_validate(encoding) if encoding else None,
+        known_data=None if fields is None else fields.data,
+        text=TextSpec.model_validate(encoding) if encoding else None,
         facts=None if fields is None else fields.facts,
         constants=None if fields is None else _constants(fields.data, found),
     )
 
 
 def _load_checkpoint(
-    reader: Reader, weights: Weights, moved: Path | None, device: torch.device | str, dtype: torch.dtype
+    reader: Reader, weights: WeightsKind, moved: Path | None, device: torch.device | str, dtype: torch.dtype
 ) -> Trained:
     path, manifest, kind, facts = reader.path, reader.manifest, KINDS[weights], None
     if kind not in manifest.kinds:
@@ -354,6 +347,8 @@ def _load_checkpoint(
         images_seen=manifest.images,
         run_dir=run_dir if folder.parent == checkpoints_of(run_dir) else None,
         spec=spec,
+        known_data=data,
+        text=data.text,
         learned_encoders=manifest.data_sha256.get(f"{TEXTS}{ENCODERS}"),
         autoencoder=autoencoder_of(data, manifest.data_sha256),
         facts=facts,

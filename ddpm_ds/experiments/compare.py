@@ -70,10 +70,9 @@ def of_folder(folder: Path) -> Compared:
 
 
 def find_compared(folder: Path) -> list[Compared]:
-    """Return the run in a folder, or the trials of a sweep's in the order of their starts.
+    """Return the run in a folder or, for the folder of a sweep, its trials in the order of their starts.
 
-    Raises:
-        ExperimentError: there is none, or one can't be read.
+    Raises ExperimentError: there is none, or one can't be read.
     """
     trials = list(folder.parent.glob(f"{glob.escape(folder.name)}.*/{IDENTITY}"))
     if not trials or os.path.isfile(folder / SPEC):
@@ -96,8 +95,7 @@ def number(name: str, value: float) -> str:
 def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -> list[list[str]]:
     """Return rows of a name and a text for each run: status if one is unfinished, settings that differ, and metrics.
 
-    Raises:
-        ExperimentError: no run has a metric of ``metrics``.
+    Raises ExperimentError: no run has a metric of ``metrics``.
     """
     there = sorted({name for run in runs for name in run.metrics})
     for name in metrics or ():
@@ -106,7 +104,11 @@ def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -
             known = f"use one such as {', '.join(near)}" if near else "they have no metrics at all"
             raise ExperimentError(f"--metrics {name}: no run has this metric; {known}")
     usual = [name for pattern in DEFAULT for name in there if fnmatchcase(name, pattern)]
-    rows = [["", *_names(runs)]]
+    sweeps = {run.name.partition(".")[0] if "." in run.name else "" for run in runs}
+    prefix = f"{sweeps.pop()}." if len(sweeps) == 1 and len(runs) > 1 else ""
+    names = [run.name.removeprefix(prefix) for run in runs]  # of equal names each gets a number
+    equal = Counter(names)
+    rows = [["", *(name if equal[name] == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1))]]
     if any(run.status != "FINISHED" for run in runs):
         rows.append(["status", *(run.status for run in runs)])
     values = {name: [run.settings.get(name) for run in runs] for run in runs for name in run.settings}
@@ -115,24 +117,12 @@ def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -
             rows.append([name, *(value or "-" for value in values[name])])
     for name in usual if metrics is None else dict.fromkeys(metrics):
         base = runs[0].metrics.get(name, math.nan) if len(runs) > 1 else math.nan
-        rows.append([name, *(_cell(name, run.metrics.get(name), base) for run in runs)])
+        rows.append([name])
+        for value in (run.metrics.get(name) for run in runs):
+            share = value / base if value is not None and base else math.nan
+            relative = f" ({share:.3g}x)" if math.isfinite(share) else ""
+            rows[-1].append("-" if value is None else number(name, value) + relative)
     return [["".join(letter if letter.isprintable() else " " for letter in cell) for cell in row] for row in rows]
-
-
-def _names(runs: Sequence[Compared]) -> list[str]:
-    """Return the runs' names, without the name of a sweep that all have in common; equal names are numbered."""
-    sweeps = {run.name.partition(".")[0] if "." in run.name else "" for run in runs}
-    prefix = f"{sweeps.pop()}." if len(sweeps) == 1 and len(runs) > 1 else ""
-    names = [run.name.removeprefix(prefix) for run in runs]
-    counts = Counter(names)
-    return [name if counts[name] == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
-
-
-def _cell(name: str, value: float | None, base: float) -> str:
-    if value is None:
-        return "-"
-    share = value / base if base else math.nan
-    return number(name, value) + (f" ({share:.3g}x)" if math.isfinite(share) else "")
 
 
 def terminal(runs: Sequence[Compared], metrics: Sequence[str] | None = None, width: int = 120) -> str:

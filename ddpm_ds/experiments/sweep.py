@@ -85,8 +85,7 @@ def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
     ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
 
-    Raises:
-        ExperimentError: an item has another form, a name is unknown, or a name or a value occurs twice.
+    Raises ExperimentError: an item has another form, a name is unknown, or a name or a value occurs twice.
     """
     variables: dict[str, tuple[str, ...]] = {}
     for item in items:
@@ -116,8 +115,7 @@ def make_trials(
 ) -> list[Trial]:
     """Return a trial for each combination of values, planned as training would plan it; ``folder`` is the sweep's.
 
-    Raises:
-        ExperimentError: there are too many, or one can't run; the message has its values and training's message.
+    Raises ExperimentError: there are too many, or one can't run; the message has its values and training's message.
     """
     if (count := math.prod(map(len, variables.values()))) > MOST_TRIALS:
         raise ExperimentError(f"--vary makes {count:,} trials, and {MOST_TRIALS:,} are the most; give fewer values")

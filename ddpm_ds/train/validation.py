@@ -147,8 +147,7 @@ class Previews:
             shape=data.shape,
             labels=None if labels is None else labels.to(device),
             no_label=classes,
-            condition=condition,
-            dropped=dropped,
+            conditions=(condition, dropped),
         )
 
     def _condition(self, inputs: Tensor) -> Condition:

@@ -16,7 +16,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import sampling
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw
+from ddpm_ds.evaluate.sampling import Setup, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, draw_ensembles, field_spec, plant_fields, plant_on
@@ -101,11 +101,11 @@ def test_what_is_interrupted_continues(
     out, words = tmp_path / "x.npy", ("--conditions", "held-out", "--members", 3, "--batch-images", 4)
     calls: list[list[int]] = []
 
-    def stopped(trained: Any, sampler: Any, index: Tensor, **how: Any) -> Tensor:
+    def stopped(setup: Setup, index: Tensor, **how: Any) -> Tensor:
         if len(calls) == 2:
             raise KeyboardInterrupt
         calls.append(index.tolist())
-        return draw(trained, sampler, index, **how)
+        return draw(setup, index, **how)
 
     monkeypatch.setattr(sampling, "draw", stopped)
     assert "8 of 15 images are kept" in sample(*words, "--out", out, code=130)
@@ -160,9 +160,8 @@ def test_a_rollout_feeds_each_state_back(forecast: Planted, tmp_path: Path, samp
     for step in (1, 2):
         before = torch.from_numpy(found[1, 2, step - 1])[None]
         index = torch.tensor([5 + step * 2**49])
-        alone = draw(
-            trained, SAMPLER, index, labels=None, seed=0, inputs=Inputs.of_states(trained, before), numbers=[0]
-        )
+        setup = Setup(trained, SAMPLER, inputs=Inputs.of_states(trained, before))
+        alone = draw(setup, index, labels=None, numbers=[0])
         close(found[1, 2, step], alone[0])
     sample(*words, "--steps-ahead", 3, "--out", tmp_path / "x.zarr", run_dir=forecast.run_dir)
     opened = xarray.open_zarr(tmp_path / "x.zarr", consolidated=False)

@@ -18,7 +18,7 @@ from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw
+from ddpm_ds.evaluate.sampling import Setup, draw
 from ddpm_ds.evaluate.trained import Trained
 from tests.evaluate.planted import plant
 from tests.launching import tiny_spec
@@ -79,9 +79,9 @@ def plant_fields(folder: Path, condition: dict[str, Any] | None = CONDITION, **s
     return plant_on(store, folder / "run", spec)
 
 
-def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec, apart: DatasetCache | None = None) -> Planted:
-    """Save a checkpoint of a run on prepared images, with what a run keeps of them and of those held out apart."""
-    plant(run_dir, data_sha256=checksums_of(store, apart or store), facts=store.meta.facts, **sections_of(spec))
+def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec, held_out: DatasetCache | None = None) -> Planted:
+    """Save a checkpoint of a run on prepared images, and on ``held_out`` images of a data set of their own."""
+    plant(run_dir, data_sha256=checksums_of(store, held_out or store), facts=store.meta.facts, **sections_of(spec))
     if store.constants is not None:
         shutil.copy(store.path / CONSTANTS, run_dir / CONSTANTS)
     return Planted(run_dir, spec, store)
@@ -104,8 +104,8 @@ def draw_ensembles(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of each input in turn with its members, (K, C, H, W) float32, drawn in batches of any size."""
     wanted = torch.tensor([number * members + member for number in numbers for member in range(members)])
-    parts = []
+    setup, parts = Setup(trained, sampler, inputs=inputs), []
     for index in wanted.split(batch_images):
         labels = None if inputs.labels is None else torch.from_numpy(inputs.labels[(index // members).numpy()])
-        parts.append(draw(trained, sampler, index, labels=labels, seed=seed, inputs=inputs, members=members).float())
+        parts.append(draw(setup, index, labels=labels, seed=seed, members=members).float())
     yield from zip(numbers, torch.cat(parts).unflatten(0, (-1, members)), strict=True)

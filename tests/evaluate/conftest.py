@@ -16,7 +16,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.evaluate import outputs, sampling, scores
 from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception
-from ddpm_ds.evaluate.sampling import draw
+from ddpm_ds.evaluate.sampling import Setup, draw
 from ddpm_ds.tracking.tracker import RunLink, RunStart
 from tests.evaluate.planted import UNLABELLED, plant
 from tests.hub_server import HubServer, hub_served
@@ -66,11 +66,11 @@ def watch_drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
         drawn: list[int] = []
         calls = iter(range(10**6))
 
-        def watched(trained: Any, sampler: Any, index: Tensor, **options: Any) -> Tensor:
+        def watched(setup: Setup, index: Tensor, **options: Any) -> Tensor:
             if error is not None and next(calls) >= batches:
                 raise error
             drawn.extend(index.tolist())
-            return draw(trained, sampler, index, **options)
+            return draw(setup, index, **options)
 
         monkeypatch.setattr(sampling, "draw", watched)
         return drawn

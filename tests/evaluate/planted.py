@@ -57,8 +57,9 @@ def trained_of(spec: RunSpec, seed: int = 1, dtype: torch.dtype = torch.float32)
         digest=f"{seed:064}",
         weights="ema",
         images_seen=320,
-        run_dir=None,
         spec=spec,
+        known_data=spec.data,
+        text=spec.data.text,
     )
 
 
@@ -93,8 +94,8 @@ def plant(
     )
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
-    said: list[str] = []
-    writers = ranks(run_dir / "checkpoints", len(bounds), said.append)
+    printed: list[str] = []
+    writers = ranks(run_dir / "checkpoints", len(bounds), printed.append)
     for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
         fragments = []
         for kind, unet in unets.items():
@@ -105,7 +106,7 @@ def plant(
                     fragments.append(Fragment(kind, name, low, parameter.flatten()[low:high].clone()))
                 at += parameter.numel()
         writer.begin(f"rank{rank}", fragments, description, {**scalars(images), "steps": description.step})
-    assert all([writer.wait() for writer in writers]), said
+    assert all([writer.wait() for writer in writers]), printed
     return run_dir / "checkpoints" / f"images-{images:09}"
 
 
@@ -139,10 +140,10 @@ def sample_verb(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
     def run(*arguments: object, code: int = 0, run_dir: Path = planted) -> str:
         capsys.readouterr()
         assert main(["sample", str(run_dir), *FAST, *map(str, arguments)]) == code, capsys.readouterr().err
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         if code != 2:
-            return said.out
-        line, *more = [line for line in said.err.splitlines() if line and "images/s" not in line]
+            return output.out
+        line, *more = [line for line in output.err.splitlines() if line and "images/s" not in line]
         assert line.startswith("ddpm-ds: error: ") and not more
         return line
 

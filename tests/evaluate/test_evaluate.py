@@ -27,6 +27,7 @@ from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.outputs import record_child
+from ddpm_ds.evaluate.sampling import Setup
 from ddpm_ds.evaluate.scores import Score, Scorer, cache_beside, labels_like, open_reference
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.tracking.run_folder import START_TAG, RunFolder
@@ -64,7 +65,7 @@ def no_drawing(*_: Any, **__: Any) -> Tensor:
 def test_real_digits_score_as_real_ones_and_noise_does_not(
     run_dir: Path, digits: DatasetCache, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def real_digits(_: Any, __: Any, index: Tensor, *, labels: Tensor, **___: Any) -> Tensor:
+    def real_digits(_: Setup, index: Tensor, *, labels: Tensor, **__: Any) -> Tensor:
         of_class = [np.flatnonzero(digits.labels == label) for label in range(10)]
         chosen = [of_class[label][i % len(of_class[label])] for i, label in zip(index, labels, strict=True)]
         return torch.from_numpy(np.array(digits.images[chosen]))
@@ -95,12 +96,12 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
 
 
-def test_an_interrupted_evaluation_keeps_what_is_drawn_and_records_nothing(
+def test_an_interrupted_evaluation_keeps_its_batches_and_records_nothing(
     evaluate: Evaluate, trackers: list[Any], watch_drawing: Watch
 ) -> None:
     watch_drawing(2, KeyboardInterrupt())
     out = evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel", code=130)
-    assert "interrupted: what is drawn is kept" in out and trackers == []
+    assert "interrupted: the finished batches are kept" in out and trackers == []
     drawn = watch_drawing()
     evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel")
     assert drawn == [*range(20, 35)] and len(trackers) == 1
@@ -204,7 +205,7 @@ def test_a_data_set_that_does_not_fit_is_one_line(
 ) -> None:
     larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=tmp_path))
     lines = [evaluate("--dataset", larger.path, code=2)]
-    assert "holds other images than those that" in lines[0]
+    assert "is not the data set of" in lines[0]
     exported(tmp_path, monkeypatch)
     lines.append(evaluate("--dataset", larger.path, code=2))
     assert "has images of 1x16x16, export draws 1x8x8" in lines[1]
@@ -217,12 +218,12 @@ def test_images_held_out_in_another_file_are_not_in_the_reference(tmp_path: Path
     paths = {"path": str(tmp_path / "train.npy"), "held_out_path": str(tmp_path / "val.npy")}
     section = {"source": "arrays", **paths, "store_root": str(tmp_path / "stores")}
     spec = tiny_spec(data=section, **UNLABELLED)
-    store, apart = prepare_all(spec.data)
-    checkpoint = plant(tmp_path / "run", data_sha256=checksums_of(store, apart), data=section, **UNLABELLED)
+    store, held_out = prepare_all(spec.data)
+    checkpoint = plant(tmp_path / "run", data_sha256=checksums_of(store, held_out), data=section, **UNLABELLED)
     learned = replace(trained_of(spec), origin=str(checkpoint))
     assert open_reference(learned, None).path == store.path
-    with pytest.raises(DataError, match="holds other images than those that"):
-        open_reference(learned, apart.path)
+    with pytest.raises(DataError, match="is not the data set of"):
+        open_reference(learned, held_out.path)
 
 
 def test_for_a_run_that_learned_crops_the_centres_are_the_reference(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
     run_dir: Path, digits: DatasetCache, trackers: list[Any], evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", None)
-    said = evaluate("--metrics", "loss")
+    printed = evaluate("--metrics", "loss")
     content = report(run_dir / "evaluations")
     assert (content["weights"], content["images_seen"], content["precision"]) == ("ema", 320, "fp32")
     assert content["reference"] == {"store": str(digits.path), "images": 20, "sha256": digits.meta.sha256}
@@ -268,8 +269,8 @@ def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
     )
     (child,) = trackers
     assert (child.kind, child.logged, child.artifacts) == ("evaluate", scores, [("scores.json", "")])
-    assert f"held out   20 images of {digits.path}" in said
-    rows = dict(line.rsplit(maxsplit=1) for line in said.split("\n\n")[-1].splitlines())
+    assert f"held out   20 images of {digits.path}" in printed
+    rows = dict(line.rsplit(maxsplit=1) for line in printed.split("\n\n")[-1].splitlines())
     assert rows == {"held-out loss": "ema", **{name: f"{value:.4g}" for name, value in scores.items()}}
 
 
@@ -329,7 +330,7 @@ def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
         (
             "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out",
             "images-000000320 has held out no image (data.held_out_images = 0); leave it out",
-            f"{fields.store.path} holds other images than those that ",
+            f"{fields.store.path} is not the data set of ",
             "--metrics pixel is of images without conditions",
             f"data.path = {tmp_path / 'fields' / 'fields.npz'}",
             "--metrics loss: export is an export; leave it out",
@@ -375,8 +376,8 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     plant(run_dir, data_sha256=digits.meta.sha256, data=data, sampler={"guidance": 2.0})
 
     record_child(load_trained(run_dir), "sample", {}, artifacts={})  # its run is not in this MLflow yet
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "stands alone" in line]
-    assert str(run_dir) in said
+    (printed,) = [line for line in capfd.readouterr().err.splitlines() if "stands alone" in line]
+    assert str(run_dir) in printed
     experiment = client.get_experiment_by_name("ddpm_ds")
     assert experiment is not None
     (alone,) = client.search_runs([experiment.experiment_id])

@@ -368,8 +368,8 @@ def test_labels_are_classes_and_no_label(tmp_path: Path, capsys: pytest.CaptureF
     assert spec is not None and spec.unet.classes == 10
     assert "its 11 labels are read as 10 classes and, last, no label" in capsys.readouterr().out
     run_import(tmp_path / "model", tmp_path / "other", "--set", "unet.classes=11", code=2)
-    said = capsys.readouterr().err
-    assert "unet.classes = 11, but the model" in said and "has 10 (of 11 labels, see --last-label)" in said
+    printed = capsys.readouterr().err
+    assert "unet.classes = 11, but the model" in printed and "has 10 (of 11 labels, see --last-label)" in printed
 
 
 @pytest.mark.parametrize("labels", [1, 10])
@@ -411,33 +411,24 @@ def change_to_odd_widths(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (change_to_odd_widths, "first level of 9 channels (diffusers: the first of block_out_channels), which is odd"),
         (shutil.rmtree, "does not exist; name a folder of diffusers"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_and_leaves_nothing(
-    model: Path, tmp_path: Path, change: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, change: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = shutil.copytree(model, tmp_path / "models" / "mine")
     change(mine)
     run_import(mine, tmp_path / "out", code=2)
-    assert said in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["models"]
+    assert message in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
 def shapes_of(**unet: Any) -> dict[str, tuple[int, ...]]:
     spec = tiny_spec(unet=unet, train={"label_drop": 0.0})
     return {name: tuple(parameter.shape) for name, parameter in unet_of(spec, 1).layers.named_parameters()}
-
-
-def test_a_consolidated_checkpoint_is_read_piece_by_piece(checkpoint: Path, tmp_path: Path) -> None:
-    consolidate(checkpoint, tmp_path / "weights.safetensors", "ema", "bf16")
-    stored = load_file(tmp_path / "weights.safetensors")
-    read = InitialWeights(tmp_path / "weights.safetensors", shapes_of())
-    for name, tensor in stored.items():
-        flat = tensor.float().flatten()
-        assert read.read(name).equal(flat) and read.read(name, 1, len(flat) // 3).equal(flat[1 : 1 + len(flat) // 3])
 
 
 def test_initial_weights_of_another_unet_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ def export(planted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     def run(*words: str, out: str = "out", code: int = 0) -> str:
         capfd.readouterr()
         assert main(["export", str(planted), str(tmp_path / out), "--samples", "2", *words]) == code
-        said = "".join(capfd.readouterr())
-        assert "hf_" not in said
+        output = "".join(capfd.readouterr())
+        assert "hf_" not in output
         if code == 2:
-            (line,) = [line for line in said.splitlines() if line.startswith("ddpm-ds: error: ")]
+            (line,) = [line for line in output.splitlines() if line.startswith("ddpm-ds: error: ")]
             return line
-        return said
+        return output
 
     yield run
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
@@ -51,9 +51,11 @@ def export(planted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 def test_an_export_is_one_commit_to_a_private_repository_that_is_drawn_from(
     hub: HubServer, planted: Path, tmp_path: Path, export: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = export("--push-to-hub", "me/digits")
+    printed = export("--push-to-hub", "me/digits")
     found, out = hub.repositories["me/digits"], tmp_path / "out"
-    assert found.private and found.commits == ["ema weights of checkpoint in fp32"] and "me/digits: private, " in said
+    assert (
+        found.private and found.commits == ["ema weights of checkpoint in fp32"] and "me/digits: private, " in printed
+    )
     written = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {name: data for name, data in found.files.items() if name != ".gitattributes"} == written
     assert {"README.md", "samples.png", MODEL} <= written.keys()
@@ -92,7 +94,7 @@ def test_a_repository_is_replaced_only_where_that_is_said_and_by_one_commit(
 
 
 @pytest.mark.parametrize(
-    ("token", "name", "option", "said"),
+    ("token", "name", "option", "message"),
     [
         ("", "me/digits", (), "can't be looked up: "),
         ("hf_wrong", "me/digits", (), "can't be looked up: 401: Invalid user token."),
@@ -103,10 +105,10 @@ def test_a_repository_is_replaced_only_where_that_is_said_and_by_one_commit(
     ],
 )
 def test_what_the_hub_would_refuse_is_one_line_before_anything_is_done(
-    hub: HubServer, tmp_path: Path, export: Export, token: str, name: str, option: tuple[str, ...], said: str
+    hub: HubServer, tmp_path: Path, export: Export, token: str, name: str, option: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "token").write_text(token)
-    assert said in export(*(("--push-to-hub", name) if name else ()), *option, code=2)
+    assert message in export(*(("--push-to-hub", name) if name else ()), *option, code=2)
     assert not hub.repositories and not (tmp_path / "out").exists()
     assert {method for method, _, _ in hub.asked} <= {"GET"}
 

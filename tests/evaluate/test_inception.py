@@ -1,4 +1,4 @@
-"""Fréchet distances, and Inception's scores by torch-fidelity with random weights, or what is said without them."""
+"""Fréchet distances, and Inception's scores by torch-fidelity with random weights, and messages without them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_fid_is_the_frechet_distance_of_features_of_grey_images_in_three_colours
 
 
 @pytest.mark.long
-def test_scores_of_equal_sets_of_sets_apart_and_of_a_part(network: Inception, tmp_path: Path) -> None:
+def test_scores_of_equal_sets_distant_sets_and_a_part(network: Inception, tmp_path: Path) -> None:
     near = score(network, images(0, 12), images(0, 12), tmp_path / "near")
     far = score(network, images(0, 12), images(2, 12), tmp_path / "far")
     assert near["fid"] < 1e-2 * far["fid"] and near["kid"] < far["kid"]
@@ -202,9 +202,9 @@ def test_without_torch_fidelity_it_says_how_to_get_it(monkeypatch: pytest.Monkey
         find_inception(None)
 
 
-@pytest.mark.parametrize(("silent", "said"), [(False, "refused"), (True, "timed out")])
+@pytest.mark.parametrize(("silent", "message"), [(False, "refused"), (True, "timed out")])
 def test_without_a_network_it_says_what_to_do_and_does_not_hang(
-    silent: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    silent: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inception, "ANSWER_SECONDS", 0.5)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -213,7 +213,7 @@ def test_without_a_network_it_says_what_to_do_and_does_not_hang(
         port = server.getsockname()[1] if silent else 1
         url = f"http://127.0.0.1:{port}/weights-inception-2015-12-05-6726825d.pth"
         monkeypatch.setattr("torch_fidelity.feature_extractor_inceptionv3.URL_INCEPTION_V3", url)
-        with pytest.raises(Unavailable, match=f"{said}.*--inception-weights") as error:
+        with pytest.raises(Unavailable, match=f"{message}.*--inception-weights") as error:
             find_inception(None)
     assert url in str(error.value) and "\n" not in str(error.value)
 

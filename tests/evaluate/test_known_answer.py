@@ -142,7 +142,7 @@ def test_the_full_job_draws_from_the_posterior_and_a_regression_finds_its_mean(t
     assert scores["spread_over_skill"] == pytest.approx(found.spread_over_skill, rel=1e-4)
 
     (predicted,) = tmp_path.glob("mean/evaluations/*/drawn/images.npy")
-    apart = np.load(predicted)[:, 0].astype(np.float64) - posterior_mean(observations)
-    error = float(np.sqrt((apart**2).mean() / (posterior_sd() ** 2).mean()))
+    errors = np.load(predicted)[:, 0].astype(np.float64) - posterior_mean(observations)
+    error = float(np.sqrt((errors**2).mean() / (posterior_sd() ** 2).mean()))
     print(f"a regression errs by {error:.4f} of the posterior's standard deviation")
     assert error <= 0.1

@@ -99,7 +99,7 @@ def test_scores_compare_decoded_images_with_the_pixels_that_were_encoded(
     facts = report(folder / "scores")
     assert facts["scores"][0]["details"]["dims"] == 768 and facts["reference"]["sha256"] == pixels.meta.sha256
     other = prepare(pixels_of(tiny_spec(**sections).data).model_copy(update={"image_size": 8}))
-    with pytest.raises(DataError, match="holds other images than those that"):
+    with pytest.raises(DataError, match="is not the data set of"):
         open_reference(trained, other.path)
 
 

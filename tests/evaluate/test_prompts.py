@@ -22,7 +22,7 @@ from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.inception import Clip
-from ddpm_ds.evaluate.sampling import draw, sample
+from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.conftest import FakeTracker
 from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, plant, sample_verb, trained_of
@@ -60,15 +60,15 @@ def images(trained: Trained, prompts: str | list[str], negative: str | None = No
     return sample(trained, 4, sampler=FAST_SAMPLER.model_copy(update=sampler), prompts=prompts, negative=negative)
 
 
-def most_apart(one: Tensor, other: Tensor) -> int:
+def largest_difference(one: Tensor, other: Tensor) -> int:
     return int((one.int() - other.int()).abs().max())
 
 
 def test_an_image_is_that_of_its_prompt_whatever_is_drawn_beside_it(trained: Trained) -> None:
     together = images(trained, ["a red circle", "a blue square"], guidance=3.0)
     red, blue = (images(trained, prompt, guidance=3.0) for prompt in ("a red circle", "a blue square"))
-    assert most_apart(together[::2], red[::2]) <= 1 and most_apart(together[1::2], blue[1::2]) <= 1
-    assert most_apart(red, blue) > 20
+    assert largest_difference(together[::2], red[::2]) <= 1 and largest_difference(together[1::2], blue[1::2]) <= 1
+    assert largest_difference(red, blue) > 20
 
 
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
@@ -91,25 +91,25 @@ def test_guidance_is_between_the_prediction_with_the_prompt_and_that_with_no_tex
             predicted.append(trained.unet(x_t, t, vector, context=tokens[row].expand(5, -1, -1)))
         drawing.take(predicted[1] + 3.0 * (predicted[0] - predicted[1]))
     expected = trained.finished(drawing.images())
-    assert most_apart(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
+    assert largest_difference(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
     unguided = sample(trained, 5, sampler=FAST_SAMPLER, prompts="a red circle")
-    assert most_apart(unguided, expected) > 20
+    assert largest_difference(unguided, expected) > 20
 
 
 def test_guidance_of_1_is_none_and_of_0_reads_no_text(trained: Trained) -> None:
     known = EncodedPrompts.of(trained.data.text, ["a red circle", ""], CPU, print)  # type: ignore[arg-type]
     prompts = trained.prompts(known)
-    drawn = draw(trained, FAST_SAMPLER, INDEX * 2, labels=None, seed=0, prompts=prompts)
-    assert most_apart(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
-    assert most_apart(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
+    drawn = draw(Setup(trained, FAST_SAMPLER, prompts=prompts), INDEX * 2, labels=None)
+    assert largest_difference(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
+    assert largest_difference(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
 
 
 def test_a_negative_prompt_is_the_other_end_of_guidance(trained: Trained) -> None:
     """a + w (b - a) is b + (1 - w) (a - b)."""
     one = images(trained, "a red circle", "a blue square", guidance=0.25)
     other = images(trained, "a blue square", "a red circle", guidance=0.75)
-    assert most_apart(one, other) <= 1
-    assert most_apart(one, images(trained, "a red circle", guidance=0.25)) > 5
+    assert largest_difference(one, other) <= 1
+    assert largest_difference(one, images(trained, "a red circle", guidance=0.25)) > 5
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
     file = tmp_path / "prompts.txt"
     file.write_text("a red circle\n\n  a blue square\n")
     by_option = ("--prompt", "a red circle", "--prompt", "a blue square")
-    said = verb(*by_option, "--guidance", 3, "--negative", "a", "--out", tmp_path / "one.npz")
-    assert "2 images by ddim" in said and "no prompt" not in said
+    printed = verb(*by_option, "--guidance", 3, "--negative", "a", "--out", tmp_path / "one.npz")
+    assert "2 images by ddim" in printed and "no prompt" not in printed
     verb("--prompts", file, "--guidance", 3, "--negative", "a", "--out", tmp_path / "two.npz")
     one = drawn(tmp_path / "one.npz")
     assert len(one) == 2 and np.array_equal(one, drawn(tmp_path / "two.npz"))
@@ -148,8 +148,8 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
 def test_without_a_prompt_what_is_drawn_instead_is_said(
     verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path
 ) -> None:
-    said = verb("--count", 2, "--out", tmp_path / "empty.npz")
-    assert "no prompt is given, so it draws for the empty text" in said
+    printed = verb("--count", 2, "--out", tmp_path / "empty.npz")
+    assert "no prompt is given, so it draws for the empty text" in printed
     verb("--prompt", "", "--count", 2, "--out", tmp_path / "same.npz")
     assert np.array_equal(drawn(tmp_path / "empty.npz"), drawn(tmp_path / "same.npz"))
     spec = tiny_spec(**sections(encoders))
@@ -157,18 +157,18 @@ def test_without_a_prompt_what_is_drawn_instead_is_said(
     known = EncodedPrompts.of(spec.data.text, ["a red circle"], CPU, print)
     (run_dir / PROMPTS).write_bytes(known.content())
     try:
-        said = verb("--count", 2, "--out", tmp_path / "kept.npz")
+        printed = verb("--count", 2, "--out", tmp_path / "kept.npz")
     finally:
         (run_dir / PROMPTS).unlink()
-    assert f"no prompt is given, so it draws for those of the run's own pictures, 1 in {PROMPTS}" in said
+    assert f"no prompt is given, so it draws for the prompts of the run's own pictures, 1 in {PROMPTS}" in printed
     verb("--prompt", "a red circle", "--count", 2, "--out", tmp_path / "given.npz")
     assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
 
 
 def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path) -> None:
     long = "a red circle a blue square a red circle"  # 9 words and two ends, of 9 tokens
-    said = verb("--prompt", long, "--out", tmp_path / "long.npz")
-    assert f'the prompt "{long}" is longer than 9 tokens: its last 2 are not read' in said
+    printed = verb("--prompt", long, "--out", tmp_path / "long.npz")
+    assert f'the prompt "{long}" is longer than 9 tokens: its last 2 are not read' in printed
     verb("--prompt", " ".join(long.split()[:7]), "--out", tmp_path / "short.npz")
     assert np.array_equal(drawn(tmp_path / "long.npz"), drawn(tmp_path / "short.npz"))
 
@@ -176,7 +176,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--negative", "a"), '--negative "a" is what guidance leads away from, and --guidance is 1'),
+        (("--negative", "a"), '--negative "a" has no effect, since --guidance is 1; leave'),
         (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use at least 2"),
         (("--prompts", "missing.txt"), "--prompts missing.txt can't be read"),
     ],
@@ -193,9 +193,9 @@ def test_prompts_of_a_u_net_without_text_are_refused(
     verb = sample_verb(without_classes, capsys)
     for words in (["--metrics", "clip"], ["--clip-model", "x"]):
         assert main(["evaluate", str(without_classes), *FAST, "--count", "10", *words]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"ddpm-ds: error: {words[0]}") and said.count("\n") == 1
-        assert "reads no text (unet.text is null); leave it out" in said
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"ddpm-ds: error: {words[0]}") and printed.count("\n") == 1
+        assert "reads no text (unet.text is null); leave it out" in printed
     for words in (["--prompt", "a"], ["--negative", "a"]):
         assert "reads no text (unet.text is null); leave it out" in verb(*words, code=2)
     (tmp_path / "empty.txt").write_text("\n \n")
@@ -274,7 +274,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_a_name_on_the_hub_is_as_good_as_a_
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         ("model.safetensors", "it is no CLIP model with weights in safetensors"),
         ("config.json", "No such file or directory"),
@@ -282,12 +282,14 @@ def test_a_prompt_that_is_too_long_is_cut_and_a_name_on_the_hub_is_as_good_as_a_
         ("text model", "it is no CLIP model"),
     ],
 )
-def test_what_is_no_clip_model_is_one_line(model: Path, encoders: Path, tmp_path: Path, harm: str, said: str) -> None:
+def test_what_is_no_clip_model_is_one_line(
+    model: Path, encoders: Path, tmp_path: Path, harm: str, message: str
+) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(encoders / "text_encoder" if harm == "text model" else model, folder)
     for path in folder.glob(f"{harm}*"):
         path.unlink()
-    with pytest.raises(DataError, match=rf"^--clip-model .*{said}.*; name the folder of a CLIPModel[^\n]*$"):
+    with pytest.raises(DataError, match=rf"^--clip-model .*{message}.*; name the folder of a CLIPModel[^\n]*$"):
         Clip(folder)
 
 

@@ -22,8 +22,7 @@ from ddpm_ds.cli.sample import add_drawing_options, sampler_from
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.errors import EvaluationError, SpecError
 from ddpm_ds.evaluate import outputs
-from ddpm_ds.evaluate.outputs import Request
-from ddpm_ds.evaluate.sampling import check_guide, draw
+from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.tracking.pictures import grid
@@ -47,7 +46,8 @@ def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
 
 
 def images(trained: Trained, index: Tensor = INDEX, *, seed: int = 0, **sampler: Any) -> Tensor:
-    return draw(trained, FAST_SAMPLER.model_copy(update=sampler), index, labels=index % 10, seed=seed)
+    setup = Setup(trained, FAST_SAMPLER.model_copy(update=sampler))
+    return draw(setup, index, labels=index % 10, seed=seed)
 
 
 def test_an_image_that_is_not_finite_is_refused(trained: Trained) -> None:
@@ -57,7 +57,7 @@ def test_an_image_that_is_not_finite_is_refused(trained: Trained) -> None:
         images(broken)
 
 
-def most_apart(one: Tensor, other: Tensor) -> int:
+def largest_difference(one: Tensor, other: Tensor) -> int:
     return int((one.int() - other.int()).abs().max())
 
 
@@ -65,16 +65,19 @@ def test_an_image_depends_on_its_seed_and_number_and_not_on_its_batch(trained: T
     together = images(trained)
     assert (together.shape, together.dtype) == ((6, 1, 8, 8), torch.uint8)
     alone = torch.cat([images(trained, INDEX[i : i + 1]) for i in INDEX])
-    assert most_apart(together, alone) <= 1  # rounding may move a value over the edge between two bytes
-    assert most_apart(together.flip(0), images(trained, INDEX.flip(0))) <= 1
-    assert most_apart(together[0], together[1]) > 50 and most_apart(together, images(trained, seed=1)) > 50
+    assert largest_difference(together, alone) <= 1  # rounding may move a value over the edge between two bytes
+    assert largest_difference(together.flip(0), images(trained, INDEX.flip(0))) <= 1
+    assert (
+        largest_difference(together[0], together[1]) > 50 and largest_difference(together, images(trained, seed=1)) > 50
+    )
 
 
 def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
-    one, two = (draw(trained, FAST_SAMPLER, INDEX, labels=torch.full_like(INDEX, label), seed=0) for label in (1, 2))
+    setup = Setup(trained, FAST_SAMPLER)
+    one, two = (draw(setup, INDEX, labels=torch.full_like(INDEX, label)) for label in (1, 2))
     assert not one.equal(two)
     assert not images(trained).equal(images(trained, guidance=3.0))
-    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0)
+    no_label = draw(setup, INDEX, labels=None)
     assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
 
 
@@ -95,7 +98,7 @@ def test_options_change_the_runs_own_sampler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--steps", "1001"], "--steps = 1001 is above the 1000 timesteps; use fewer"),
         (["--steps", "0"], "--steps 0: input should be greater than or equal to 1"),
@@ -105,15 +108,15 @@ def test_options_change_the_runs_own_sampler() -> None:
         (["--variance", "small"], "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler"),
     ],
 )
-def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(arguments: list[str], said: str) -> None:
+def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(arguments: list[str], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         made_of(SamplerSpec(), *arguments, classes=None)
-    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def expected(planted: Path, count: int, labels: Tensor | None, first: int = 0, seed: int = 0) -> Tensor:
     index = torch.arange(first, first + count)
-    return draw(load_trained(planted), FAST_SAMPLER, index, labels=labels, seed=seed)
+    return draw(Setup(load_trained(planted), FAST_SAMPLER), index, labels=labels, seed=seed)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -168,8 +171,8 @@ def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
     whole = values()
     assert np.abs(whole - values("--batch-images", 5)).max() <= 1
     assert (whole != values("--weights", "raw")).any()
-    said = sample("--count", 2, "--precision", "fp16", "--out", tmp_path / "x")
-    assert said.startswith("fp16 on a CPU: stored in fp16, computed in fp32\n")
+    printed = sample("--count", 2, "--precision", "fp16", "--out", tmp_path / "x")
+    assert printed.startswith("fp16 on a CPU: stored in fp16, computed in fp32\n")
 
 
 def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
@@ -179,13 +182,13 @@ def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
     (out / "holiday.png").write_bytes(b"mine")
     drawn = watch_drawing()
     for words in ((), ("--overwrite",)):
-        said = sample("--count", 2, "--out", out, *words, code=2)
-        assert "pngs exists and is not empty; name a new folder" in said and drawn == []
+        printed = sample("--count", 2, "--out", out, *words, code=2)
+        assert "pngs exists and is not empty; name a new folder" in printed and drawn == []
     assert contents(out) == {"holiday.png": b"mine"} and list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
@@ -204,12 +207,12 @@ def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
-    arguments: str, said: str, planted: Path, without_classes: Path, tmp_path: Path, sample: Sample
+    arguments: str, message: str, planted: Path, without_classes: Path, tmp_path: Path, sample: Sample
 ) -> None:
     words = arguments.replace("OUT", str(tmp_path)).split()
-    run_dir = without_classes if "no classes" in said or "class-conditional" in said else planted
+    run_dir = without_classes if "no classes" in message or "class-conditional" in message else planted
     out = [] if "--out" in words else ["--out", tmp_path / "x"]
-    assert said in sample(*words, *out, run_dir=run_dir, code=2)
+    assert message in sample(*words, *out, run_dir=run_dir, code=2)
     assert not any(tmp_path.iterdir()) and [path.name for path in planted.iterdir()] == ["checkpoints"]
 
 
@@ -223,11 +226,11 @@ def test_a_guide_of_another_size_draws_as_from_python(
         sample("--count", 3, "--guidance", 2, "--guide", guide, "--out", out, run_dir=run_dir)
         trained, worse = load_trained(run_dir), load_trained(guide)
         sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
-        wanted = draw(trained, sampler, torch.arange(3), labels=labels, seed=0, guide=worse)
+        wanted = draw(Setup(trained, sampler, worse), torch.arange(3), labels=labels)
         drawn = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
         assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=sampler, guide=worse))
-        plain = draw(trained, FAST_SAMPLER, torch.arange(3), labels=labels, seed=0)
-        assert most_apart(drawn, plain) > 5
+        plain = draw(Setup(trained, FAST_SAMPLER), torch.arange(3), labels=labels)
+        assert largest_difference(drawn, plain) > 5
 
 
 def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: Sample) -> None:
@@ -245,8 +248,8 @@ def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: 
         (trained, {"diffusion": edm}, "diffusion.schedule = edm"),
         (of_edm, {"diffusion": {**edm, "sigma_data": 0.6}}, "diffusion.sigma_data = 0.6"),
     ]
-    for one, sections, said in cases:
-        with pytest.raises(SpecError, match=f"^--guide memory has {said}, and .*; name a guide with the same$"):
+    for one, sections, printed in cases:
+        with pytest.raises(SpecError, match=f"^--guide memory has {printed}, and .*; name a guide with the same$"):
             check_guide(trained_of(tiny_spec(**sections)), one, guided)
     check_guide(trained_of(tiny_spec(diffusion={**edm, "noise_mean": -0.4, "loss": "l1"})), of_edm, guided)
     line = sample("--guide", planted, code=2)
@@ -254,15 +257,11 @@ def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: 
 
 
 def test_the_progress_counts_the_evaluations_of_both_u_nets(trained: Trained) -> None:
-    told: list[tuple[int, int]] = []
-
-    def step(done: int, evaluations: int) -> None:
-        told.append((done, evaluations))
-
+    shown: list[tuple[int, int]] = []
     sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0, "guidance_between": (0.1, 10.0)})
     for guide in (None, trained_of(tiny_spec(), seed=2)):
-        draw(trained, sampler, INDEX, labels=INDEX, seed=0, guide=guide, after_step=step)
-    assert told == 2 * [(1, 5), (3, 5), (5, 5)]  # sigma is 157, 9.3 and 1.5
+        draw(Setup(trained, sampler, guide), INDEX, labels=INDEX, after_step=lambda *counts: shown.append(counts))
+    assert shown == 2 * [(1, 5), (3, 5), (5, 5)]  # sigma is 157, 9.3 and 1.5
 
 
 def test_the_grid_is_logged_where_that_is_asked_for(
@@ -284,11 +283,11 @@ def test_what_was_interrupted_goes_on_where_it_was(
     (tmp_path / "through").mkdir()
     sample(*arguments, "--out", tmp_path / "through" / name)
     watch_drawing(2, KeyboardInterrupt())
-    said = sample(*arguments, "--out", tmp_path / name, code=130)
-    assert said == "interrupted: 6 of 10 images are kept; the same command continues from there\n"
+    printed = sample(*arguments, "--out", tmp_path / name, code=130)
+    assert printed == "interrupted: 6 of 10 images are kept; the same command continues from there\n"
     drawn = watch_drawing()
-    said = sample(*arguments, "--out", tmp_path / name)
-    assert said.startswith("6 of 10 images are there from before\n") and drawn == [6, 7, 8, 9]
+    printed = sample(*arguments, "--out", tmp_path / name)
+    assert printed.startswith("6 of 10 images are there from before\n") and drawn == [6, 7, 8, 9]
     assert contents(tmp_path / name) == contents(tmp_path / "through" / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "through"])
 
@@ -298,10 +297,11 @@ def test_a_request_is_another_if_its_pixels_are(trained: Trained) -> None:
     guided = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
 
     def key(guide: Trained | None = None, sampler: SamplerSpec = guided, **numbers: int) -> str:
-        return Request.of(trained, sampler, [0, 1], guide, **{"seed": 0, "count": 4, "batch_images": 2, **numbers}).key
+        return Setup(trained, sampler, guide).request([0, 1], **{**usual, **numbers}).key
 
-    half = Request.of(trained_of(tiny_spec(), dtype=torch.bfloat16), guided, [0, 1], seed=0, count=4, batch_images=2)
-    one = Request.of(trained, guided, [3], seed=0, count=4, batch_images=2)
+    usual = {"seed": 0, "count": 4, "batch_images": 2}
+    half = Setup(trained_of(tiny_spec(), dtype=torch.bfloat16), guided).request([0, 1], **usual)
+    one = Setup(trained, guided).request([3], **usual)
     changes = {key(seed=1), key(count=5), key(first=1), key(sampler=FAST_SAMPLER), half.key, one.key}
     assert len({key(), key(worse), key(other), *changes}) == 9
     assert key(worse) == key(replace(worse, origin="moved")) == key(worse, batch_images=4)
@@ -321,15 +321,15 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(outputs, "write_file", full)
-        said = sample(*arguments, code=2)
+        printed = sample(*arguments, code=2)
     (partial,) = tmp_path.iterdir()
-    assert f"{partial} can't be written (No space left on device)" in said
+    assert f"{partial} can't be written (No space left on device)" in printed
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072000000 bytes."),
     ):
         watch_drawing(0, error)
-        said = sample(*arguments, code=2)
-        assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in said
+        printed = sample(*arguments, code=2)
+        assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in printed
     watch_drawing()
     assert sample(*arguments).startswith("4 of 6 images are there from before")

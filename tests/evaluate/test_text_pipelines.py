@@ -253,12 +253,12 @@ def test_what_a_single_file_says_of_its_noise_is_read(
     words = [word for item in ("data.text.encoders=x", *typed) for word in ("--set", item)]
     if isinstance(expected, str):
         assert main(["import", str(path), "--spec", str(base), "--out", str(tmp_path / "out"), *words]) == 2
-        said = capsys.readouterr().err
-        assert re.search(expected, said) and said.count("\n") == 1 and str(path) in said
+        message = capsys.readouterr().err
+        assert re.search(expected, message) and message.count("\n") == 1 and str(path) in message
         return
     spec, _ = import_of(path, base, tmp_path / "out", *words)
     assert (spec.diffusion.objective, spec.diffusion.zero_terminal_snr) == expected
-    assert ("does not say what it predicts" in capsys.readouterr().out) == (case == "nothing")
+    assert ("does not name its objective" in capsys.readouterr().out) == (case == "nothing")
     assert spec.data.text is not None
     assert (spec.data.text.layer, spec.data.text.drop_to) == (
         ("penultimate", "zeros") if kind == "SDXL" else ("last", "empty")
@@ -284,7 +284,7 @@ PLACES: dict[str, tuple[Callable[[str], str], list[str], str]] = {
 def test_a_unet_is_found_wherever_a_single_file_has_it(
     case: str, originals: dict[str, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named, more, said = PLACES[case]
+    named, more, printed = PLACES[case]
     tensors = originals["SD 1.5"]
     path, base = tmp_path / "single.safetensors", base_spec(tmp_path, autoencoder="vae")
     found = {named(name): tensor.clone() for name, tensor in tensors.items()}
@@ -293,7 +293,7 @@ def test_a_unet_is_found_wherever_a_single_file_has_it(
     code = main(words)
     out, error = capsys.readouterr()
     assert code == (0 if case in ("bare", "ComfyUI's", "averaged beside") else 2)
-    assert said in (error or out) and error.count("\n") == (code != 0)
+    assert printed in (error or out) and error.count("\n") == (code != 0)
 
 
 @pytest.mark.parametrize(
@@ -493,9 +493,9 @@ def test_of_a_name_on_the_hub_an_import_downloads_what_it_reads(
     }
     hub.has_network = False
     assert main(["import", "owner/other", "--spec", str(base), "--out", str(tmp_path / "no")]) == 2
-    said = capsys.readouterr().err
-    assert "owner/other is no folder, and can't be had from the Hugging Face hub (Name or service" in said
-    assert said.count("\n") == 1 and not (tmp_path / "no").exists()
+    printed = capsys.readouterr().err
+    assert "owner/other is no folder, and can't be had from the Hugging Face hub (Name or service" in printed
+    assert printed.count("\n") == 1 and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("pipeline", [pytest.param("sd", marks=pytest.mark.long), "sdxl"], indirect=True)
@@ -548,7 +548,7 @@ def of_other_latents(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda path: shutil.rmtree(path / "text_encoder"), "holds no text encoder, which prompts need; add tokenizer"),
         (lambda path: shutil.rmtree(path / "tokenizer"), "it has no folder tokenizer"),
@@ -558,11 +558,11 @@ def of_other_latents(path: Path) -> None:
     ids=["no encoder", "no tokenizer", "another width", "other latents"],
 )
 def test_a_pipeline_whose_encoders_can_not_be_used_is_one_line(
-    pipeline: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
+    pipeline: Path, tmp_path: Path, change: Callable[[Path], Any], message: str
 ) -> None:
     bad = shutil.copytree(pipeline, tmp_path / "bad")
     change(bad)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         sample(load_trained(bad), 1, prompts="a")
     assert "\n" not in str(caught.value)
 

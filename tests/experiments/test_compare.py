@@ -119,7 +119,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (damaged := tmp_path / "damaged").mkdir()
     (damaged / "spec.yaml").write_text("{")
     run = str(plant(tmp_path / "run", FAST, stages=[1]))
-    for words, said in (
+    for words, message in (
         ([str(tmp_path)], "is not the folder of a run; name one that has a spec.yaml"),
         ([run, "--metrics", "perf/mfu"], "no run has this metric"),
         ([run, "--metrics", "train/los"], "use one such as train/loss"),
@@ -128,4 +128,4 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         assert main(["compare", *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("ddpm-ds: error: ") and said in line
+        assert line.startswith("ddpm-ds: error: ") and message in line

@@ -57,11 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_planted_fault_of_a_real_run_is_named(folder: Path, fault: str) -> None:
     found = verdict(facts_of(folder / fault))
-    said = (folder / fault / "verdict.txt").read_text()
-    assert found.top == fault, said
-    assert f"largest cost: {SHOWN.get(fault, fault)}, " in said
+    printed = (folder / fault / "verdict.txt").read_text()
+    assert found.top == fault, printed
+    assert f"largest cost: {SHOWN.get(fault, fault)}, " in printed
     assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert found.change is not None, said
+    assert found.change is not None, printed
 
 
 @pytest.mark.launch
@@ -87,15 +87,15 @@ def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_is_diagnosed_and_the_verdict_is_kept(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(store.root / "slow")]) == 0
-    said = capsys.readouterr().out
-    assert "largest cost: data wait" in said
-    assert (store.root / "slow" / "verdict.txt").read_text() == said
+    printed = capsys.readouterr().out
+    assert "largest cost: data wait" in printed
+    assert (store.root / "slow" / "verdict.txt").read_text() == printed
     (run,) = store.client.search_runs([store.experiment_id])
     assert run.data.tags["verdict.top"] == "data wait"
     assert run.data.tags["verdict.try"] == "--set data.workers=2"
     assert run.data.tags["verdict.share"] == "23.1%"
     kept = store.client.download_artifacts(run.info.run_id, "verdict.txt", str(store.root))
-    assert Path(kept).read_text() == said
+    assert Path(kept).read_text() == printed
     renamed = (store.root / "slow").rename(store.root / "slowest")
     assert main(["diagnose", str(renamed)]) == 0 and "largest cost: data wait" in capsys.readouterr().out
 
@@ -103,11 +103,11 @@ def test_a_run_is_diagnosed_and_the_verdict_is_kept(store: Store, capsys: pytest
 def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / os.fsdecode(b"al\xffone"), Bench(cuts=(3,)).traced())
     assert main(["diagnose", str(run_dir)]) == 0
-    said = capsys.readouterr()
-    assert "largest cost: imbalance" in said.out and "al\\xffone/spec.yaml" in said.out
-    assert (run_dir / "verdict.txt").read_text() == said.out
-    assert said.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
-    assert len(said.err.splitlines()) == 1
+    printed = capsys.readouterr()
+    assert "largest cost: imbalance" in printed.out and "al\\xffone/spec.yaml" in printed.out
+    assert (run_dir / "verdict.txt").read_text() == printed.out
+    assert printed.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
+    assert len(printed.err.splitlines()) == 1
 
 
 def test_a_run_that_can_not_be_judged_is_one_line(
@@ -115,7 +115,7 @@ def test_a_run_that_can_not_be_judged_is_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (store.root / "slow" / "trace" / "summary.json").unlink()
-    for name, said in (
+    for name, printed in (
         ("slwo", "slwo is not the folder of a run; name one that has a spec.yaml"),
         ("empty", "is not the folder of a run"),
         ("a" * 300, "is not the folder of a run|can't be used"),
@@ -123,4 +123,4 @@ def test_a_run_that_can_not_be_judged_is_one_line(
     ):
         assert main(["diagnose", str(store.root / name)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert re.search(said, line), line
+        assert re.search(printed, line), line

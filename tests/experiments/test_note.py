@@ -52,12 +52,12 @@ def test_a_note_that_says_nothing_or_would_be_cut_is_refused(root: Path, capsys:
 
 
 def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     folder = {FOLDER_TAG: str(tmp_path)}
     write_labels(tmp_path, {"sweep.values": "precision=fp16"})
     given = {"sweep.values": "precision=fp16", **folder}
-    assert labels(tmp_path, "why not", said.append) == {**given, NOTE_TAG: "why not"}
+    assert labels(tmp_path, "why not", printed.append) == {**given, NOTE_TAG: "why not"}
     (tmp_path / "identity").write_text("1234\n")
-    assert labels(tmp_path, None, said.append) == given and said == []
-    assert labels(tmp_path, "another reason", said.append) == given
-    assert len(said) == 1 and f"ddpm-ds note {tmp_path}" in said[0]
+    assert labels(tmp_path, None, printed.append) == given and printed == []
+    assert labels(tmp_path, "another reason", printed.append) == given
+    assert len(printed) == 1 and f"ddpm-ds note {tmp_path}" in printed[0]

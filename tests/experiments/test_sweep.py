@@ -75,15 +75,15 @@ sys.exit(main())
 
 
 def start(root: Path, *words: str) -> Forked:
-    """A sweep of trainings that take no time; what it says is in ``root/said``."""
+    """A sweep of trainings that take no time; what it says is in ``root/message``."""
     for name, program in (("played", PLAYED), ("sweep", WITH_STAND_INS)):
         (root / f"{name}.py").write_text(program)
     place_empty_store(root / "runs")
     environment = {**os.environ, **QUIET, "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
     words = (str(root / "sweep.py"), str(root / "played.py"), *command(root, *words))
-    said = root / "said"
-    said.unlink(missing_ok=True)
-    return Forked.script(words, env=environment, stdout=said, stderr=said)
+    message = root / "message"
+    message.unlink(missing_ok=True)
+    return Forked.script(words, env=environment, stdout=message, stderr=message)
 
 
 def left_running(root: Path) -> list[str]:
@@ -124,17 +124,17 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     first = start(tmp_path, *words)
     wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("sweep-*seed-1/begun")))
     first.send_signal(signal.SIGTERM)
-    code, said = first.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
-    assert code == 75, said
+    code, message = first.wait(PATIENCE_SECONDS), (tmp_path / "message").read_text()
+    assert code == 75, message
     assert left_running(tmp_path) == []
-    assert "1 of 3 trials are done; the same command continues" in said
+    assert "1 of 3 trials are done; the same command continues" in message
     assert recorded(folder_of(tmp_path))[0].info.status == "KILLED"
 
     again = start(tmp_path, *words)
-    code, said = again.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
-    assert code == 3, said
-    assert f"{SEED}=2: 1 stage" in said and "(done)" in said and f"{SEED}=1: done" in said
-    assert said.count(f"{SEED}=0: exit code 3") == 2 and "    ddpm_ds: error: too bad; try another" in said
+    code, message = again.wait(PATIENCE_SECONDS), (tmp_path / "message").read_text()
+    assert code == 3, message
+    assert f"{SEED}=2: 1 stage" in message and "(done)" in message and f"{SEED}=1: done" in message
+    assert message.count(f"{SEED}=0: exit code 3") == 2 and "    ddpm_ds: error: too bad; try another" in message
     logs = [(folder_of(tmp_path, trial_of(seed)) / "output.log").read_text() for seed in (2, 1, 0)]
     assert [log.count("started") for log in logs] == [1, 2, 1]
     output = f"failed/{folder_of(tmp_path, trial_of(0)).name}"
@@ -201,7 +201,7 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "said"),
+    ("items", "message"),
     [
         (["precision=fp16"], "precision=fp16: precision can't be varied; use processes, deepspeed_config, a key"),
         (["processes"], "write NAME=VALUE,VALUE"),
@@ -217,17 +217,17 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
         ([f"train.seed={','.join(map(str, range(1001)))}"], "makes 1,001 trials, and 1,000 are the most"),
     ],
 )
-def test_a_variable_or_a_value_that_can_not_be_is_one_line(items: list[str], said: str) -> None:
+def test_a_variable_or_a_value_that_can_not_be_is_one_line(items: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
         made_of(*items)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_nothing_is_started_unless_every_trial_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
-    for words, said in (
+    for words, printed in (
         (["--vary", "train.seed=1,2", "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
         (["--vary", "train.seed=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
         (["--vary", "train.seed=1,2", "stray"], "stray is no option of sweep"),
@@ -236,7 +236,7 @@ def test_nothing_is_started_unless_every_trial_can_be(
         assert main(command(tmp_path, *words)) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("ddpm-ds: error: "), lines
-        assert re.search(said, lines[0]), lines
+        assert re.search(printed, lines[0]), lines
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs").touch()
     assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2

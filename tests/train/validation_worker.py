@@ -177,8 +177,7 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
         shape=(1, 8, 8),
         labels=index % 10,
         no_label=10,
-        condition=condition,
-        dropped=dropped,
+        conditions=(condition, dropped),
     )
     for number in range(drawing.calls):
         drawing.take(unet(*drawing.inputs(), context=drawing.context(number)))

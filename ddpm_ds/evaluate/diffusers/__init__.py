@@ -1,1 +1,1 @@
-"""The one translation to and from diffusers: U-Nets, schedulers, folders, and what is exported and imported."""
+"""The one translation to and from diffusers: U-Nets, schedulers and folders, export and import."""

@@ -21,8 +21,7 @@ def model_card(
 ) -> str:
     """Return the model card in Markdown, with the front matter that model hubs read.
 
-    ``label`` is folded into the weights, ``picture`` names the grid of samples, and ``single_file`` the file that was
-    written instead of a pipeline's folder, if any. ``hub_name`` is where it will be.
+    ``label`` is folded into the weights, ``picture`` names the grid of samples, ``single_file`` the only file, if any.
     """
     text = trained.unet_spec.text is not None
     plain = "DDPMPipeline" if trained.autoencoder is None else "LDMPipeline"
@@ -44,7 +43,7 @@ def model_card(
 
 
 def last_picture(trained: Trained) -> Path | None:
-    """Return the picture that the run has drawn after the images of these averaged weights; None if there is none."""
+    """Return the run's own picture of these averaged weights; None if there is none."""
     if trained.run_dir is None or trained.images_seen is None or trained.weights != "ema":
         return None
     path = RunFolder(trained.run_dir).samples(trained.images_seen)

@@ -13,7 +13,6 @@ DIR/
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ DIFFUSERS_VERSION = "0.42.1"
 
 @torch.no_grad()
 def without_labels(trained: Trained, row: int) -> Trained:
-    """Return an unconditional U-Net that predicts what a class-conditional one, on the CPU, predicts for one label.
+    """Return an unconditional U-Net that predicts as a class-conditional one, on the CPU, does for one label.
 
     The embedding of label ``row`` is added to the preceding bias, so the two agree up to rounding.
     """
@@ -71,8 +70,8 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
 
 
 def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
-    """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``; for a U-Net
-    that reads text those of ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as they are at hand.
+    """Write the configurations and weights of a ``DDPMPipeline`` or ``LDMPipeline`` into ``folder``. For a U-Net that
+    reads text it is a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as its parts are at hand.
 
     Raises CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
@@ -86,14 +85,14 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
     name, kind = scheduler_class(trained.diffusion, text=text is not None), class_of(trained.unet_spec)
     pipeline: str | None = "DDPMPipeline"
-    parts: dict[str, Any] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
+    parts: dict[str, object] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
     if text is not None:
         pipeline, more = copy_parts(trained, folder)
         parts |= more
     elif trained.autoencoder is not None:
         pipeline, parts[AUTOENCODER_FOLDER] = "LDMPipeline", ["diffusers", "AutoencoderKL"]
         trained.autoencoder.copy_to(folder / AUTOENCODER_FOLDER)
-    configs = {
+    configs: dict[str, tuple[str, dict[str, object]]] = {
         "unet/" + CONFIG: (kind, unet),
         "scheduler/" + SCHEDULER_CONFIG: (name, scheduler),
         **({} if pipeline is None else {PIPELINE: (pipeline, parts)}),

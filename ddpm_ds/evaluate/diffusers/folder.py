@@ -1,5 +1,5 @@
 """Folder of a model or a pipeline of diffusers, and its weights: one file, or shards with an index, in full precision
-or rounded; read without diffusers and without executing anything in it.
+or rounded; read without diffusers and without executing code in it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ WEIGHTS = (
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
 PIPELINE = "model_index.json"
 FIELDS = "fields.json"
-"""File of an export with what its images and conditions are, which diffusers does not read."""
+"""File of an export that describes its images and conditions; diffusers does not read it."""
 AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 TEXT_AUTOENCODER = "vae"
-"""The same in pipelines of text."""
+"""Name of that folder in a pipeline that reads text."""
 IMPORTED = (
     *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
     *(SCHEDULER_CONFIG, f"scheduler/{SCHEDULER_CONFIG}", PIPELINE),
@@ -78,11 +78,23 @@ class Weights:
     @classmethod
     def of(cls, folder: Path) -> Weights:
         """Return the weights of the model in ``folder``; raises CheckpointError if there are none."""
-        for path in (folder / name for name in WEIGHTS):
-            if path.is_file():
-                return cls(path, _shards(path) if path.suffix == ".json" else (path,))
-        one = f"{WEIGHTS[0]} or {WEIGHTS[2]}"
-        raise CheckpointError(f"{folder} holds no weights; it should hold {one}, shards of it, or its fp16 variant")
+        path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+        if path is None:
+            one = f"{WEIGHTS[0]} or {WEIGHTS[2]}"
+            raise CheckpointError(f"{folder} holds no weights; it should hold {one}, shards of it, or its fp16 variant")
+        if path.suffix != ".json":
+            return cls(path, (path,))
+        damaged = CheckpointError(f"{path} is damaged: it should map names of tensors to files beside it; get it again")
+        try:
+            names = {str(name) for name in read_json(path)["weight_map"].values()}
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            raise damaged from None
+        if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
+            raise damaged
+        for name in sorted(names):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{path} names {name}, which is not beside it; get that file as well")
+        return cls(path, tuple(folder / name for name in sorted(names)))
 
     @property
     def digest(self) -> str:
@@ -101,51 +113,30 @@ class Weights:
         return found
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
-    """Return the files of an index, which are beside it."""
-    damaged = CheckpointError(f"{index} is damaged: it should map names of tensors to files beside it; get it again")
-    try:
-        names = {str(name) for name in read_json(index)["weight_map"].values()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        raise damaged from None
-    if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
-        raise damaged
-    for name in sorted(names):
-        if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is not beside it; get that file as well")
-    return tuple(index.parent / name for name in sorted(names))
-
-
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name; raises CheckpointError if it is damaged or holds anything else."""
     try:
         if path.suffix == ".safetensors":
             file = open_tensors(path)
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        _check_archive(path)
+        with open_regular(path) as stored:  # torch.save never compresses: a compressed file would grow when read
+            if zipfile.is_zipfile(stored):
+                parts = zipfile.ZipFile(stored).infolist()
+                if sum(part.file_size for part in parts) > os.fstat(stored.fileno()).st_size:
+                    raise ValueError("compressed")
         with warnings.catch_warnings(action="ignore"):  # they are about sparse tensors, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # a forged file can make its reader raise anything
         raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
-    if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
-        raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
-    return state
-
-
-def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file of torch.save would grow when read; torch.save itself never compresses."""
-    with open_regular(path) as file:
-        if zipfile.is_zipfile(file):
-            parts = zipfile.ZipFile(file).infolist()
-            if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
-                raise ValueError("compressed")
-
-
-def _plain(tensor: object) -> bool:
-    """Return whether a tensor has all its values in memory; sparse, meta and expanded ones can grow when copied."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    for name, tensor in state.items() if isinstance(state, dict) else [("", None)]:
+        # Sparse, meta and expanded tensors, which have not all their values in memory, can grow when copied.
+        if (
+            not (isinstance(name, str) and isinstance(tensor, Tensor))
+            or (tensor.layout != torch.strided or tensor.is_meta)
+            or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+        ):
+            raise CheckpointError(f"{path} holds something other than plain tensors by name; name a model's state")
+    return dict(state)
 
 
 class FieldsFile(BaseModel):
@@ -178,10 +169,9 @@ class _PipelineArguments(Arguments):
     """Where it is missing, pipelines of SDXL, which have a second text encoder, take true."""
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Self:
-        settings = {
-            key: value for key, value in config.items() if key in cls.model_fields or not isinstance(value, list)
-        }
+    def read(cls, config: Mapping[str, object]) -> Self:
+        parts = {key for key, value in config.items() if isinstance(value, list)} - cls.model_fields.keys()
+        settings = {key: value for key, value in config.items() if key not in parts}
         return super().read({**settings, "_class_name": cls.class_names[0]})
 
 
@@ -190,10 +180,9 @@ class DiffusersFolder:
     or a single file with the original names.
 
     The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
-    zeros, is added. ``hub_name`` is that of the repository on the Hugging Face hub that the folder is a copy of.
+    zeros, is added. ``hub_name`` names the repository on the Hugging Face hub that the folder is a copy of.
 
-    Raises:
-        CheckpointError: by any method, if a file is missing, can't be read or describes what our U-Net can't express.
+    Raises CheckpointError, by any method: a file is missing, can't be read, or our U-Net can't express it.
     """
 
     def __init__(self, path: Path, *, last_label_is_class: bool = False, hub_name: str | None = None) -> None:
@@ -208,7 +197,8 @@ class DiffusersFolder:
             found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
         self.unet, self.interface = found
         self.layers = unet_layers(self.unet, self.interface)
-        self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
+        classes = self.unet.classes
+        self.class_rows = None if classes is None else classes + (0 if last_label_is_class else 1)
         """Number of rows of the class embedding."""
         self.weights = Weights.of(self._model) if self.single is None else Weights(path, (path,))
 
@@ -292,7 +282,7 @@ class DiffusersFolder:
         self, base: DiffusionSpec | None = None, objective: str | None = None
     ) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and the noise levels of
-        its sampler, if it names any. An ``objective`` that was typed counts before what a single file says.
+        its sampler, if it names any. A typed ``objective`` counts before the one that a single file names.
         """
         if not self.has_schedule:
             raise CheckpointError(

@@ -38,7 +38,7 @@ def import_weights(
     Face hub, and the spec ``base`` changed to start from them.
 
     The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting; its last label
-    means "no label" unless ``last_label_is_class``. Returns lines that say what was done.
+    means "no label" unless ``last_label_is_class``. Returns lines for the user about both files.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
@@ -48,7 +48,15 @@ def import_weights(
     """
     with new_folder(out) as temporary:
         folder = _opened(path, last_label_is_class)
-        before = _base_spec(base, overrides, folder)
+        until_replaced = [f"unet.{item}" for item in ANY_UNET]
+        if folder.unet.text is None:
+            until_replaced.append("unet.text=null")
+        else:  # the model's text, unless another was typed
+            keys = {item.partition("=")[0].strip() for item in overrides}
+            encoding = {f"data.text.{key}": json.dumps(value) for key, value in folder.encoding().items()}
+            until_replaced += [f"unet.text.{item}" for item in ANY_TEXT]
+            until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in keys]
+        before = load_spec(base, overrides, until_replaced)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
         tensors = folder.tensors()
         for name, tensor in tensors.items():
@@ -64,24 +72,9 @@ def import_weights(
     typed = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
     says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
     if not says and not any(item.startswith("diffusion.objective") for item in typed):
-        lines.append(
-            f"{path} does not say what it predicts, and is read as eps; --set diffusion.objective=v if it is v"
-        )
+        lines.append(f"{path} does not name its objective, and is read as eps; --set diffusion.objective=v if it is v")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *typed])}"]
-
-
-def _base_spec(base: Path, overrides: Sequence[str], folder: DiffusersFolder) -> RunSpec:
-    """Return the spec ``base`` with a U-Net of the model's kind, and the model's text unless another was typed."""
-    until_replaced = [f"unet.{item}" for item in ANY_UNET]
-    if folder.unet.text is None:
-        until_replaced.append("unet.text=null")
-    else:
-        typed = {item.partition("=")[0].strip() for item in overrides}
-        encoding = {f"data.text.{key}": json.dumps(value) for key, value in folder.encoding().items()}
-        until_replaced += [f"unet.text.{item}" for item in ANY_TEXT]
-        until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in typed]
-    return load_spec(base, overrides, until_replaced)
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
@@ -103,7 +96,7 @@ def _spec_with_model(
     before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path, overrides: Sequence[str]
 ) -> RunSpec:
     """Return the spec ``before`` with the model's U-Net, and its diffusion process except for keys that were typed."""
-    pairs: dict[str, tuple[Any, Any]] = {"data.channels": (before.data.channels, folder.interface.channels)}
+    pairs: dict[str, tuple[object, object]] = {"data.channels": (before.data.channels, folder.interface.channels)}
     if folder.unet.text is None:  # whose images may be of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
     asked, found = before.data.interface, folder.interface

@@ -19,15 +19,14 @@ from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.unet.layers import SIZES
 
-PREDICTION_TOLERANCE = 1e-5
-"""Maximum difference between our prediction and diffusers', relative to the largest value."""
+TOLERANCE = 1e-5
+"""Maximum difference of predictions, relative to the largest value, and of alpha_bar or denoised images; diffusers
+computes its schedule in fp32."""
 COMPARED_TIMESTEPS = 32
 """Number of timesteps, from 0, whose predictions are compared. Both sides compute t x frequency in fp32, and at
 t = 1000 its rounding error is 1e-5.
 """
-SCHEDULE_TOLERANCE = 1e-5
-"""Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
-MOST_LEVELS_APART = 1.0
+PICTURE_TOLERANCE = 1.0
 """Maximum difference of pixels from 0 to 255: ours are rounded, which is half of it."""
 
 
@@ -35,7 +34,7 @@ MOST_LEVELS_APART = 1.0
 def check_in_diffusers(trained: Trained, folder: Path) -> str:
     """Read a written pipeline back with diffusers and compare it with the U-Net it was made from, in fp64 on the CPU.
 
-    Returns one line that says what was compared, or that diffusers is not installed.
+    Returns one line with the differences, or about diffusers that is missing.
 
     Raises OutputError: they differ.
     """
@@ -57,28 +56,29 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     else:
         t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
     inputs, context = [given, t], None
-    others: dict[str, Any] = {}
+    others: dict[str, Tensor] = {}
     if (classes := trained.unet_spec.classes) is not None:
         others["class_labels"] = torch.randint(0, classes + 1, (4,), generator=generator)
     if trained.interface.condition_level:
         others["class_labels"] = LEVEL_SCALE * torch.rand(4, generator=generator)
     inputs += others.values()
+    more: dict[str, object] = {}
     if text is not None:
         context = torch.randn(4, text.tokens, text.context_channels, generator=generator, dtype=torch.float64)
-        others["encoder_hidden_states"] = context
+        more["encoder_hidden_states"] = context
         if text.pooled_channels is not None:
             pooled = torch.randn(4, text.pooled_channels, generator=generator, dtype=torch.float64)
             sizes = torch.randint(0, COMPARED_TIMESTEPS, (4, SIZES), generator=generator).double()
             inputs.append(torch.cat((pooled, sizes), dim=1))
-            others["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
+            more["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
     unet.double().time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for labels
-    theirs = unet(given, t, **others).sample
+    theirs = unet(given, t, **others, **more).sample
     del unet  # before ours is widened as well
     ours = copy.deepcopy(trained.unet).double()(*inputs, context=context)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
     schedule, compared = _schedule_difference(trained, scheduler, x_t, t, ours)
     # Not written with "greater than", which is false for NaN.
-    if not (prediction <= PREDICTION_TOLERANCE and schedule <= SCHEDULE_TOLERANCE):
+    if not (prediction <= TOLERANCE and schedule <= TOLERANCE):
         raise OutputError(
             f"diffusers {diffusers.__version__} reads something else than {trained.origin}: predictions differ by "
             f"{prediction:.1e} of the largest, {compared} by {schedule:.1e}; nothing was written, please report it"
@@ -93,7 +93,7 @@ def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
     """Return the U-Net and the scheduler that diffusers reads from a pipeline, or from its parts if it is none."""
     import diffusers
 
-    here: dict[str, Any] = {"local_files_only": True}
+    here = {"local_files_only": True}
     if (folder / PIPELINE).is_file():
         pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, low_cpu_mem_usage=False, **here)
         if trained.autoencoder is not None:
@@ -105,7 +105,7 @@ def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
 
 
 def _check_picture(trained: Trained, pipeline: Any) -> None:
-    """Raise OutputError unless the pixels of a picture that a pipeline draws are those of its latents to us."""
+    """Raise OutputError unless our autoencoder makes the same pixels of a pipeline's latents as the pipeline does."""
     autoencoder = trained.autoencoder
     assert autoencoder is not None
     if trained.unet_spec.text is not None:
@@ -119,10 +119,10 @@ def _check_picture(trained: Trained, pipeline: Any) -> None:
         latents = torch.randn(1, *trained.image_shape, generator=torch.Generator().manual_seed(0))
         theirs = pipeline.vqvae.decode(latents / pipeline.vqvae.config.scaling_factor).sample.add(1).div(2).clamp(0, 1)
     ours = Coder(autoencoder, torch.device("cpu")).decode(latents.float())
-    if not (difference := (theirs.float() * 255 - ours).abs().max().item()) <= MOST_LEVELS_APART:
+    if not (difference := (theirs.float() * 255 - ours).abs().max().item()) <= PICTURE_TOLERANCE:
         raise OutputError(
-            f"diffusers draws another picture than {trained.origin} does of the same latents: {difference:.0f} of 255 "
-            "apart; nothing was written, please report it"
+            f"diffusers draws another picture than {trained.origin} does of the same latents, by {difference:.0f} "
+            "of 255; nothing was written, please report it"
         )
 
 

@@ -4,7 +4,7 @@ scheduler: ``DDPMScheduler`` or, for EDM, ``EDMEulerScheduler``. Does not need d
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,7 +19,7 @@ LONGEST_VALUE = 80
 
 
 class Arguments(BaseModel):
-    """Arguments with diffusers' defaults; a subclass's types allow only what we can express.
+    """Arguments with diffusers' defaults; a subclass's types allow only values that we can express.
 
     Keys that begin with an underscore are diffusers' own notes, not arguments.
     """
@@ -34,10 +34,10 @@ class Arguments(BaseModel):
     """Other keys that nothing here depends on; any that are neither known nor ignored are refused."""
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Self:
+    def read(cls, config: Mapping[str, object]) -> Self:
         """Return the arguments in a configuration.
 
-        Raises ValueError: one line with the key, its value and what is possible.
+        Raises ValueError: one line with the key, its value and the fix.
         """
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
@@ -60,7 +60,7 @@ class Arguments(BaseModel):
         return found
 
 
-def refused(key: str, value: Any, why: str) -> ValueError:
+def refused(key: str, value: object, why: str) -> ValueError:
     """Return the error for a key whose value can't be expressed."""
     text = json.dumps(value)
     return ValueError(f"{key} = {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}: {why}")
@@ -91,7 +91,7 @@ def scheduler_class(diffusion: DiffusionSpec, *, text: bool = False) -> str:
     return ours.diffusers or "" if isinstance(ours, ContinuousSchedule) else "DDPMScheduler"
 
 
-def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bool = False) -> dict[str, Any]:
+def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bool = False) -> dict[str, object]:
     """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
     run's clipping and variance. For a pipeline of ``text`` it is one that such pipelines sample with in few steps.
 
@@ -116,14 +116,14 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
             "final_sigmas_type": "zero",
         }
     dynamic = sampler.clip == "dynamic"
-    of_text: dict[str, Any] = {
+    of_text: dict[str, object] = {
         "clip_sample": False,
         "set_alpha_to_one": False,
         # The last timestep, of pure noise, is only visited by trailing steps (Lin et al.).
         "timestep_spacing": "trailing" if diffusion.zero_terminal_snr else "leading",
         "steps_offset": 1,
     }
-    of_run: dict[str, Any] = {
+    of_run: dict[str, object] = {
         "variance_type": f"fixed_{sampler.variance}",
         "clip_sample": sampler.clip == "static",
         "clip_sample_range": 1.0,
@@ -209,16 +209,16 @@ class _EdmArguments(_Noise):
 
 
 class _FlowMatchArguments(_Noise):
-    """Arguments of a scheduler that knows flow matching alone; those of noise in timesteps have no effect there."""
+    """Arguments of a scheduler that knows flow matching alone, where arguments of noise in timesteps have no effect."""
 
     class_names: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 
     num_train_timesteps: Literal[1000] = 1000
     invert_sigmas: Literal[False] = False
-    beta_start: Any = None
-    beta_end: Any = None
-    beta_schedule: Any = None
-    trained_betas: Any = None
+    beta_start: object = None
+    beta_end: object = None
+    beta_schedule: object = None
+    trained_betas: object = None
 
 
 class _FlowArguments(_FlowMatchArguments):
@@ -231,14 +231,14 @@ class _FlowArguments(_FlowMatchArguments):
 
 
 def process_from_scheduler(
-    config: Mapping[str, Any], base: DiffusionSpec | None = None
+    config: Mapping[str, object], base: DiffusionSpec | None = None
 ) -> tuple[DiffusionSpec, dict[str, float]]:
     """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``, and the noise
     levels at which it samples, as fields of the sampler; none for one with timesteps.
 
     Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``.
 
-    Raises ValueError: our process can't express it; one line with the key, its value and what is possible.
+    Raises ValueError: our process can't express it; one line with the key, its value and the fix.
     """
     base, name = base or DiffusionSpec(), config.get("_class_name")
     if name in _EdmArguments.class_names:
@@ -262,7 +262,7 @@ def process_from_scheduler(
     return base.model_copy(update=changes), {}
 
 
-def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
+def _schedule(found: _SchedulerArguments) -> dict[str, object]:
     """Return our schedule with that name, or with those betas up to fp32 rounding, and its beta range if it has one."""
     trained, timesteps, schedules = found.trained_betas, found.num_train_timesteps, timestep_schedules()
     if trained is not None and len(trained) != timesteps:

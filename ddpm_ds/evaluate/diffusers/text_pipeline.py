@@ -1,4 +1,4 @@
-"""Export of a U-Net that reads text: what a pipeline needs beside it, in a folder or in a single file.
+"""Export of a U-Net that reads text: the other parts of its pipeline, in a folder or in a single file.
 
 The text encoders and their tokenizers are copied from the folder in ``data.text.encoders``, or from the Hugging Face
 hub, the autoencoder from ``data.autoencoder``.
@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -61,13 +61,13 @@ def pipeline_of(trained: Trained) -> str | None:
     return "StableDiffusionXLPipeline" if len(encoders) == 2 else "StableDiffusionPipeline"
 
 
-def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, Any]]:
+def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, object]]:
     """Copy text encoders, tokenizers and the autoencoder into ``folder``.
 
     Returns the name of the pipeline and its other entries of ``model_index.json``; without a name if the encoders are
     not at hand, since no pipeline can be opened then.
     """
-    parts: dict[str, Any] = {}
+    parts: dict[str, object] = {}
     if trained.autoencoder is not None:
         trained.autoencoder.copy_to(folder / TEXT_AUTOENCODER)
         parts[TEXT_AUTOENCODER] = ["diffusers", "AutoencoderKL"]
@@ -90,12 +90,11 @@ def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Ten
 
     Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
     """
-    how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
-    kind = DTYPES[precision][1]
-    return {
-        name: tensor.to("cpu", kind if tensor.is_floating_point() else tensor.dtype, **how)
-        for name, tensor in tensors.items()
-    }
+    found = {}
+    for name, tensor in tensors.items():
+        kind = DTYPES[precision][1] if tensor.is_floating_point() else tensor.dtype
+        found[name] = tensor.to("cpu", kind, copy=True, memory_format=torch.contiguous_format)
+    return found
 
 
 def write_single_file(trained: Trained, path: Path, precision: Precision) -> str:
@@ -120,7 +119,17 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
         parts.append(TEXT_AUTOENCODER)
     encoders = encoders_of(trained)
     for number, part in enumerate(encoders):
-        stored = _text_model(_encoder_weights(part.encoder))
+        files = [file for file in (part.encoder / name for name in ENCODER_WEIGHTS) if file.is_file()]
+        if not files:
+            needed = " or ".join(ENCODER_WEIGHTS)
+            raise CheckpointError(f"{part.encoder} holds no weights; a single file needs {needed} there")
+        # transformers leaves out "text_model." since its version 5.
+        whole = ("text_model.", "text_projection.")
+        stored = {
+            name if name.startswith(whole) else f"text_model.{name}": tensor
+            for name, tensor in read_weights(files[0]).items()
+            if not name.endswith("position_ids")
+        }
         of_xl = len(encoders) == 2
         place = f"conditioner.embedders.{number}." if of_xl else "cond_stage_model."
         if number or (not of_xl and text.linear_projection):  # of SDXL's second, and of SD 2
@@ -136,7 +145,7 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
-    """Refuse a U-Net that its file can't describe: readers take heads, groups and the like from the kind."""
+    """Refuse a U-Net with other heads, groups and the like than readers assume for its kind."""
     mine, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
     assert mine.text is not None and found.text is not None
     text = found.text.model_copy(update={"tokens": mine.text.tokens})  # which are not the U-Net's
@@ -149,20 +158,6 @@ def _check_kind(trained: Trained, path: Path) -> None:
     raise CheckpointError(
         f"{trained.origin} can't be a single file: {key} is {here}, and readers take {there}; export the folder instead"
     )
-
-
-def _encoder_weights(folder: Path) -> dict[str, Tensor]:
-    for path in (folder / name for name in ENCODER_WEIGHTS):
-        if path.is_file():
-            return read_weights(path)
-    raise CheckpointError(f"{folder} holds no weights; a single file needs {' or '.join(ENCODER_WEIGHTS)} there")
-
-
-def _text_model(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an encoder's tensors by the names that transformers had before its version 5 left out ``text_model``."""
-    whole = ("text_model.", "text_projection.")
-    named = {name if name.startswith(whole) else f"text_model.{name}": tensor for name, tensor in stored.items()}
-    return {name: tensor for name, tensor in named.items() if not name.endswith("position_ids")}
 
 
 _VAE_PLACE = re.compile(r"(encoder|decoder)\.(down|up|mid)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)")

@@ -1,4 +1,4 @@
-"""Tensors of our U-Net by diffusers' names, and by those of single files, without importing it.
+"""Tensors of our U-Net by the names in diffusers and in single files, without importing diffusers.
 
 diffusers has separate q, k and v, counts decoder levels from the deepest, stores
 convolution weights as (out, in, k, k) instead of (out, k, k, in), and has 1x1 convolutions for some linear layers.
@@ -11,7 +11,6 @@ ComfyUI, A1111 and diffusers' ``from_single_file`` read them.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,32 +38,24 @@ EDM = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
 """Tensors of models whose noise has no timesteps."""
 _TRUE = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False, "None": False}
 _PREDICTIONS = {"epsilon": "eps", "eps": "eps", "v": "v", "v_prediction": "v", "v-prediction": "v"}
-_METADATA: dict[str, dict[str, Any]] = {
+_METADATA: Mapping[str, Mapping[str, str | bool]] = {
     "modelspec.prediction_type": _PREDICTIONS,
     "modelspec.predict_key": _PREDICTIONS,
     "ss_v_parameterization": {text: "v" if yes else "eps" for text, yes in _TRUE.items()},
     "ss_zero_terminal_snr": _TRUE,
 }
-"""Keys of a single file's metadata that its noise depends on, and what their values mean."""
+"""Keys of a single file's metadata that its noise depends on, and the meanings of their values."""
 AVERAGED = "model_ema."
 _PARTS = {"time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out"}
 FIRST = "input_blocks.0.0.weight"
 _HEAD = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
+    **{"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"},
+    **{"add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2"},
+    **{"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"},
 }
 _ORIGINAL_BLOCK = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
+    **{"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1"},
+    **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
 }
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
 
@@ -74,38 +65,23 @@ CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_MODULES: dict[type[Layer], dict[str, tuple[str, ...]]] = {
-    EmbedLayer: {
-        **{f"{ours}{n}": (f"{theirs}.linear_{n}",) for ours, theirs in _EMBEDDINGS.items() for n in (1, 2)},
-        "label_embedding": ("class_embedding",),
-    },
-    InputLayer: {"conv": ("conv_in",)},
-    OutputLayer: {"norm": ("conv_norm_out",), "conv": ("conv_out",)},
-    BlockLayer: {
-        "norm1": ("norm1",),
-        "conv1": ("conv1",),
-        "time_projection": ("time_emb_proj",),
-        "norm2": ("norm2",),
-        "conv2": ("conv2",),
-        "shortcut": ("conv_shortcut",),
-    },
-    AttentionLayer: {"norm": ("group_norm",), "qkv": ("to_q", "to_k", "to_v"), "projection": ("to_out.0",)},
-    TransformerInputLayer: {"norm": ("norm",), "projection": ("proj_in",)},
+_MODULES: dict[type[Layer], dict[str, str]] = {
+    EmbedLayer: {f"{ours}{n}": f"{theirs}.linear_{n}" for ours, theirs in _EMBEDDINGS.items() for n in (1, 2)}
+    | {"label_embedding": "class_embedding"},
+    InputLayer: {"conv": "conv_in"},
+    OutputLayer: {"norm": "conv_norm_out", "conv": "conv_out"},
+    BlockLayer: {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
+    | {"time_projection": "time_emb_proj", "shortcut": "conv_shortcut"},
+    AttentionLayer: {"norm": "group_norm", "qkv": "to_q to_k to_v", "projection": "to_out.0"},
+    TransformerInputLayer: {"norm": "norm", "projection": "proj_in"},
     TransformerBlockLayer: {
-        "norm1": ("norm1",),
-        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "projection1": ("attn1.to_out.0",),
-        "norm2": ("norm2",),
-        "q": ("attn2.to_q",),
-        "kv": ("attn2.to_k", "attn2.to_v"),
-        "projection2": ("attn2.to_out.0",),
-        "norm3": ("norm3",),
-        "gated": ("ff.net.0.proj",),
-        "projection3": ("ff.net.2",),
+        **{"norm1": "norm1", "qkv": "attn1.to_q attn1.to_k attn1.to_v", "projection1": "attn1.to_out.0"},
+        **{"norm2": "norm2", "q": "attn2.to_q", "kv": "attn2.to_k attn2.to_v", "projection2": "attn2.to_out.0"},
+        **{"norm3": "norm3", "gated": "ff.net.0.proj", "projection3": "ff.net.2"},
     },
-    TransformerOutputLayer: {"projection": ("proj_out",)},
+    TransformerOutputLayer: {"projection": "proj_out"},
 }
-"""Modules of diffusers by those of our layers; a layer that is not here has a `conv`."""
+"""Modules of diffusers, which are fused in ours, by modules of our layers; a layer that is not here has a `conv`."""
 
 
 def to_diffusers(
@@ -127,7 +103,7 @@ def to_diffusers(
 def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Return tensors by our names from tensors by diffusers' names, present or old.
 
-    Raises ValueError if the names are not those of diffusers' U-Net with these layers.
+    Raises ValueError if diffusers' U-Net with these layers has other names.
     """
     stored, projections = stored_names(state, layers), _projections(layers)
     found = {}
@@ -150,7 +126,10 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
     Raises ValueError unless they are exactly the names of diffusers' U-Net with these layers.
     """
     names = list(names)
-    stored = {_present_name(name): name for name in names}
+    stored = {}
+    for name in names:
+        old = _OLD_ATTENTION.fullmatch(name)  # attention once had `query`, `key`, `value` and `proj_attn`
+        stored[f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name] = name
     wrong = stored.keys() ^ {name for _, theirs in tensor_names(layers) for name in theirs}
     if wrong:
         raise ValueError(f"{len(wrong)} tensor names don't match the U-Net, the first is {min(wrong)}")
@@ -160,24 +139,18 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
     return stored
 
 
-def _present_name(name: str) -> str:
-    """Return the present name of a diffusers tensor; attention once had `query`, `key`, `value` and `proj_attn`."""
-    old = _OLD_ATTENTION.fullmatch(name)
-    return f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name
-
-
 def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
-        modules = _MODULES.get(type(layer), {"conv": ("conv",)})
+        modules = _MODULES.get(type(layer), {"conv": "conv"})
         outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)
         place = "" if outside else f"{_place(layer.name, levels)}."
         if isinstance(layer, TransformerBlockLayer):
             place += f"transformer_blocks.{layer.name.rpartition('.')[2]}."
         for ours in layer.listed:
             module, _, kind = ours.name.rpartition(".")
-            yield f"{index}.{ours.name}", tuple(f"{place}{name}.{kind}" for name in modules[module])
+            yield f"{index}.{ours.name}", tuple(f"{place}{name}.{kind}" for name in modules[module].split())
 
 
 def _place(name: str, levels: int) -> str:
@@ -242,8 +215,8 @@ class SingleFile:
         try:
             self._file = open_tensors(path)
             self._all, self._metadata = set(self._file.keys()), self._file.metadata() or {}
-            self._prefix = self._found_prefix()
-            inside = {name.removeprefix(self._prefix): name for name in self._all if name.startswith(self._prefix)}
+            prefix = self._prefix()
+            inside = {name.removeprefix(prefix): name for name in self._all if name.startswith(prefix)}
             self._names = {name: stored for name, stored in inside.items() if name.partition(".")[0] in _PARTS}
             shapes = {name: tuple(self._file.get_slice(stored).get_shape()) for name, stored in self._names.items()}
         except OSError as error:
@@ -256,8 +229,8 @@ class SingleFile:
         except (LookupError, ValueError, ZeroDivisionError):
             raise CheckpointError(f"{path} is none of SD 1, SD 2 and SDXL: its U-Net is built differently") from None
 
-    def _found_prefix(self) -> str:
-        """Return what stands before the names of the U-Net."""
+    def _prefix(self) -> str:
+        """Return the prefix of the U-Net's names."""
         places = sorted(name.removesuffix(FIRST) for name in self._all if name.endswith(FIRST))
         places = [place for place in places if place in ("", UNET) or place.endswith(".")]
         of_control = any("zero_convs." in name or "input_hint_block." in name for name in self._all)
@@ -280,15 +253,16 @@ class SingleFile:
         """Whether it is of SDXL's kind, with a pooled text."""
         return "addition_embed_type" in self.config
 
-    def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, Any], bool]:
-        """Return the arguments of the scheduler, and whether the file says what is predicted. A ``typed`` objective
-        counts before that, and ``silent`` where the file does not say it.
+    def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, object], bool]:
+        """Return the arguments of the scheduler, and whether the file names its objective. A ``typed`` objective counts
+        before that, and ``silent`` where the file names none.
 
         Raises ValueError: it says something that can't be expressed, or two things.
         """
         if edm := sorted(self._all.intersection(EDM)):
             raise ValueError(f"{edm[0]}: its noise is EDM's for {', '.join(edm)}, with a scale that ours has not")
-        says = {key: value for key, value in ((V, "v"), (ZERO_SNR, True)) if key in self._all}
+        says: dict[str, str | bool] = {V: "v"} if V in self._all else {}
+        says |= {ZERO_SNR: True} if ZERO_SNR in self._all else {}
         for key, meanings in _METADATA.items():
             if (text := self._metadata.get(key)) is not None:
                 if text not in meanings:
@@ -319,7 +293,7 @@ class SingleFile:
         return {name: self._file.get_tensor(self._names[original]) for name, original in originals.items()}
 
 
-def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """Return diffusers' configuration of a U-Net with tensors of these names; raises LookupError for another kind."""
     widths, depths, counts = [0], [0], [0]
     number = 1
@@ -338,7 +312,7 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     added, out = shapes.get("label_emb.0.0.weight"), shapes["out.2.weight"][0]
     if (added is not None) != (linear and len(widths) == 3) or "label_emb.weight" in shapes:
         raise LookupError
-    return {
+    found: dict[str, object] = {
         "_class_name": WITH_TEXT,
         "sample_size": 64 if not linear else 96 if added is None else 128,
         "in_channels": shapes["input_blocks.0.0.weight"][1],
@@ -352,16 +326,11 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         "cross_attention_dim": context,
         "use_linear_projection": linear,
         "upcast_attention": linear and added is None,
-        **(
-            {
-                "addition_embed_type": "text_time",
-                "addition_time_embed_dim": 256,
-                "projection_class_embeddings_input_dim": added[1],
-            }
-            if added
-            else {}
-        ),
     }
+    if added:
+        found |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+        found["projection_class_embeddings_input_dim"] = added[1]
+    return found
 
 
 def _depth(shapes: Mapping[str, tuple[int, ...]], place: str) -> int:

@@ -4,6 +4,7 @@ Settings that only one side has are refused by name.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -49,7 +50,7 @@ OF_TEXT = {
     "upcast_attention": "upcast_attention",
 }
 """Arguments of the class with text by our keys of `unet.text`."""
-VALUES: dict[str, dict[Any, Any]] = {
+VALUES: dict[str, dict[str, object]] = {
     "time_conditioning": {"add": "default", "scale_shift": "scale_shift"},
     "sinusoid_order": {"cos_sin": True, "sin_cos": False},
     "downsample_padding": {"symmetric": 1, "asymmetric": 0},
@@ -62,14 +63,13 @@ Depths = Annotated[int, Field(ge=1, le=64)]
 
 
 class UnetArguments(Arguments):
-    """Arguments that both classes take, as far as our U-Net has them."""
+    """Arguments that both classes take, as far as our U-Net has them; others are read if they are null or false."""
 
     ignored: ClassVar = AVERAGE
 
     sample_size: Pixels | tuple[Pixels, Pixels] | None = None
     in_channels: Channels
     out_channels: ImageChannels
-    center_input_sample: Literal[False] = False
     time_embedding_type: Literal["positional"] = "positional"
     time_embedding_dim: Channels | None = None
     freq_shift: Literal[0, 1] = 0
@@ -87,6 +87,47 @@ class UnetArguments(Arguments):
     resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
     class_embed_type: Literal["timestep"] | None = None
     num_class_embeds: Classes | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        size, halvings = self.sample_size, len(self.block_out_channels) - 1
+        if size is None:
+            raise refused("sample_size", size, "our images are of one size, such as 32 or [32, 48]")
+        height, width = size if isinstance(size, tuple) else (size, size)
+        if height % 2**halvings or width % 2**halvings:
+            raise refused("sample_size", size, f"it can't be halved {halvings} times, as {halvings + 1} levels ask")
+        return height, width
+
+    @property
+    def attends(self) -> list[bool]:
+        """Whether each level has attention, finest first."""
+        down, up = (["Attn" in name for name in self.by_level(f"{side}_block_types")] for side in ("down", "up"))
+        if up != down[::-1]:
+            raise refused("up_block_types", self.up_block_types, "our decoder attends where the encoder does, mirrored")
+        return down
+
+    def by_level(self, argument: str) -> tuple[Any, ...]:
+        """Return an argument's values by level; one value stands for all."""
+        value, levels = getattr(self, argument), len(self.block_out_channels)
+        values = value if isinstance(value, tuple) else (value,) * levels
+        if len(values) != levels:
+            raise refused(argument, value, f"it should have {levels} entries, one for each of block_out_channels")
+        return values
+
+    def ours(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Return our values by key of arguments that are the same on all levels."""
+        values = {}
+        for key, argument in keys.items():
+            value, *more = set(self.by_level(argument))
+            if more:
+                raise refused(argument, getattr(self, argument), "ours is the same on all levels")
+            values[key] = {theirs: ours for ours, theirs in VALUES[key].items()}[value] if key in VALUES else value
+        return values
+
+    @abstractmethod
+    def own_keys(self) -> dict[str, Any]:
+        """Return the keys of `unet` that only this class decides."""
 
 
 class PlainArguments(UnetArguments):
@@ -108,6 +149,20 @@ class PlainArguments(UnetArguments):
     num_train_timesteps: Timesteps | None = None
     """Number of timesteps; has no effect on a positional embedding."""
 
+    def own_keys(self) -> dict[str, Any]:
+        widths, groups, heads, size = self.block_out_channels, self.norm_num_groups, self.attention_head_dim, self.size
+        default = groups if self.resnet_time_scale_shift == "default" else None
+        if self.add_attention and (self.attn_norm_num_groups or default) != groups:
+            why = f"our middle attention is normalised like everything else, in {groups} groups"
+            raise refused("attn_norm_num_groups", self.attn_norm_num_groups, why)
+        attended = tuple(level for level, yes in enumerate(self.attends) if yes)
+        for width in [widths[level] for level in attended] + [widths[-1]] * self.add_attention:
+            if heads is not None and width % heads:
+                raise refused("attention_head_dim", heads, f"it does not divide the {width} channels that are attended")
+        sides = {"attention_resolutions": tuple(size[0] >> level for level in attended), "attention_levels": ()}
+        levels = {"attention_resolutions": (), "attention_levels": attended}
+        return self.ours(OF_PLAIN) | (sides if size[0] == size[1] else levels)
+
 
 class TextArguments(UnetArguments):
     """Arguments of ``UNet2DConditionModel`` with its defaults, as far as our U-Net has them."""
@@ -123,35 +178,64 @@ class TextArguments(UnetArguments):
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
     up_block_types: tuple[Literal["UpBlock2D", "CrossAttnUpBlock2D"], ...] = ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3)
     only_cross_attention: Literal[False] | tuple[Literal[False], ...] = False
-    mid_block_only_cross_attention: Literal[False] | None = None
     block_out_channels: Widths = (320, 640, 1280, 1280)
     layers_per_block: Blocks | tuple[Blocks, ...] = 2  # type: ignore[assignment]
     cross_attention_dim: Width | tuple[Width, ...] = 1280
     transformer_layers_per_block: Depths | tuple[Depths, ...] = 1
-    reverse_transformer_layers_per_block: None = None
     encoder_hid_dim: Width | None = None
     encoder_hid_dim_type: str | None = None
     attention_head_dim: Heads | tuple[Heads, ...] = 8
     """Number of heads, not their width: diffusers keeps an old error so that old models can be read."""
-    num_attention_heads: None = None
-    dual_cross_attention: Literal[False] = False
     use_linear_projection: bool = False
     addition_embed_type: Literal["text_time"] | None = None
     addition_time_embed_dim: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] | None = None
     projection_class_embeddings_input_dim: Width | None = None
     upcast_attention: bool | None = False
-    resnet_skip_time_act: Literal[False] = False
     resnet_out_scale_factor: Literal[1] = 1
-    time_embedding_act_fn: None = None
-    timestep_post_act: None = None
-    time_cond_proj_dim: None = None
     conv_in_kernel: Literal[3] = 3
     conv_out_kernel: Literal[3] = 3
     attention_type: Literal["default"] = "default"
-    class_embeddings_concat: Literal[False] = False
-    cross_attention_norm: None = None
     addition_embed_type_num_heads: int = 64
     """Has no effect on ``text_time``."""
+
+    def own_keys(self) -> dict[str, Any]:
+        for key in ("encoder_hid_dim", "encoder_hid_dim_type"):
+            if (value := getattr(self, key)) is not None:
+                raise refused(
+                    key, value, "ours reads the text as it is encoded, and this model, as Kolors, projects it"
+                )
+        attends = self.attends
+        depths, heads = (self.by_level(key) for key in ("transformer_layers_per_block", "attention_head_dim"))
+        for width, number, yes in zip(self.block_out_channels, heads, [*attends[:-1], True], strict=True):
+            if yes and width % number:
+                why = f"{number} heads, as diffusers reads it, do not divide the {width} channels that are attended"
+                raise refused("attention_head_dim", self.attention_head_dim, why)
+        text = CrossAttentionSpec(
+            blocks=tuple(depth * yes for depth, yes in zip(depths, attends, strict=True)),
+            middle_blocks=depths[-1],
+            heads=heads,
+            **self.ours(OF_TEXT) | {"upcast_attention": bool(self.upcast_attention)} | self.widths_beside_text(),
+        )
+        return {"text": text}
+
+    def widths_beside_text(self) -> dict[str, int]:
+        """Return the widths of the pooled text and of the sizes; none if the U-Net takes neither."""
+        key, both = "projection_class_embeddings_input_dim", self.projection_class_embeddings_input_dim
+        width = self.addition_time_embed_dim
+        if not self.addition_embed_type:
+            return {}
+        if width is None:
+            raise refused("addition_time_embed_dim", None, "text_time embeds the sizes of images; give their width")
+        if both is None or both <= SIZES * width:
+            why = (
+                f"text_time has {SIZES} sizes of addition_time_embed_dim = {width} each, and a pooled text beside them"
+            )
+            raise refused(key, both, why)
+        if divides_by_zero(width, self.freq_shift):
+            raise refused("addition_time_embed_dim", width, "with freq_shift = 1 diffusers divides by zero")
+        if (both, width, self.cross_attention_dim) == (2560, 256, 1280):
+            raise refused(key, both, "SDXL's refiner takes 5 numbers, a score among them, and ours 6 sizes")
+        return {"pooled_channels": both - SIZES * width, "size_channels": width}
 
 
 ARGUMENTS: dict[str, type[UnetArguments]] = {PLAIN: PlainArguments, WITH_TEXT: TextArguments}
@@ -162,8 +246,8 @@ def class_of(unet: UnetSpec) -> str:
     return PLAIN if unet.text is None else WITH_TEXT
 
 
-def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
-    """Return the arguments of the U-Net of diffusers that equals that of a spec, of the class :func:`class_of`.
+def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, object]:
+    """Return the arguments of :func:`class_of` in diffusers for which its U-Net equals that of a spec.
 
     Raises ValueError: diffusers has no such U-Net.
     """
@@ -173,7 +257,7 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
     (height, width), text = interface.size, unet.text
     kind, attended = "Attn" if text is None else "CrossAttn", unet.attended_levels(interface.size)
     before = [kind if level in attended else "" for level in range(len(widths))]
-    return {
+    found = {
         "sample_size": height if height == width else (height, width),
         "in_channels": interface.channels + interface.condition_channels,
         "out_channels": interface.channels,
@@ -184,30 +268,25 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
         **({"class_embed_type": "timestep"} if interface.condition_level else {}),
         "down_block_types": tuple(f"{name}DownBlock2D" for name in before),
         "up_block_types": tuple(f"{name}UpBlock2D" for name in reversed(before)),
+    }
+    if text is None:
         # Without the last, scale_shift would leave out the normalisation before the middle attention.
-        **(_theirs(unet, OF_PLAIN) | {"attn_norm_num_groups": unet.norm_groups} if text is None else _of_text(text)),
-    }
-
-
-def _of_text(text: CrossAttentionSpec) -> dict[str, Any]:
-    """Return the arguments of cross-attention."""
-    found = {
-        **_theirs(text, OF_TEXT),
-        # What stands at a level without attention is not read; the middle has the number of the last level.
-        "transformer_layers_per_block": (*(blocks or 1 for blocks in text.blocks[:-1]), text.middle_blocks),
-        "attention_head_dim": text.heads,  # which diffusers reads as the number of heads
-    }
+        return found | _theirs(unet, OF_PLAIN) | {"attn_norm_num_groups": unet.norm_groups}
+    # diffusers ignores the number at a level without attention; its middle has the number of the last level.
+    blocks = (*(blocks or 1 for blocks in text.blocks[:-1]), text.middle_blocks)
+    # diffusers reads the second as the number of heads.
+    for key, values in (("transformer_layers_per_block", blocks), ("attention_head_dim", text.heads)):
+        found[key] = values[0] if len(set(values)) == 1 else values
+    found |= _theirs(text, OF_TEXT)
     if text.pooled_channels:
         found["addition_embed_type"] = "text_time"
         found["addition_time_embed_dim"] = text.size_channels
         found["projection_class_embeddings_input_dim"] = text.pooled_channels + SIZES * text.size_channels
-    return {
-        key: value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value for key, value in found.items()
-    }
+    return found
 
 
 def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
-    """Return why diffusers has no such U-Net, whose first level has ``width`` channels; None if it has."""
+    """Return the reason why diffusers has no such U-Net, whose first level has ``width`` channels; None if it has."""
     kind, text = class_of(unet), unet.text
     zero = "diffusers divides by zero in its sinusoidal embedding; use sinusoid_shift 0 or 4 channels and more"
     if divides_by_zero(width, unet.sinusoid_shift):
@@ -239,33 +318,39 @@ def divides_by_zero(width: int, shift: int) -> bool:
 
 
 def unet_spec_from_diffusers(
-    config: Mapping[str, Any], *, last_label_is_class: bool = False
+    config: Mapping[str, object], *, last_label_is_class: bool = False
 ) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net that equals one of diffusers, and what it takes and predicts: input channels beyond those of
-    the output are a condition, and a timestep as its class is the noise level of that. Missing keys take its defaults,
-    and a missing class is ``UNet2DModel``.
+    """Return the U-Net that equals one of diffusers, and its interface. Input channels beyond the number of outputs are
+    a condition, and a timestep as its class is the condition's noise level. Missing keys take diffusers' defaults, and
+    a missing class is ``UNet2DModel``.
 
     The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
     ``last_label_is_class``.
 
-    Raises ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
+    Raises ValueError: our U-Net can't express it; one line with the key, its value and the fix.
     """
     name = config.get("_class_name", PLAIN)
     if not isinstance(name, str) or name not in ARGUMENTS:
         raise refused("_class_name", name, f"only {' or '.join(ARGUMENTS)} can be read")
     found = ARGUMENTS[name].read(config)
-    size, attends = _size(found), _attends(found)
-    _check_widths(found)
-    own = _plain_keys(found, size, attends) if isinstance(found, PlainArguments) else _text_keys(found, attends)
+    size, widths, groups = found.size, found.block_out_channels, found.norm_num_groups
+    if found.out_channels > found.in_channels:
+        why = f"ours predicts {found.in_channels} channels at most; variances that are learned can't be expressed"
+        raise refused("out_channels", found.out_channels, why)
+    if (bad := next((width for width in widths if width % groups), None)) is not None:
+        raise refused("norm_num_groups", groups, f"it does not divide the {bad} of block_out_channels")
+    if divides_by_zero(widths[0], found.freq_shift):
+        raise refused("freq_shift", 1, f"with {widths[0]} as the first of block_out_channels diffusers divides by zero")
+    own = found.own_keys()
     level, conditions = found.class_embed_type is not None, found.in_channels - found.out_channels
     classes = None if level else found.num_class_embeds  # which has no effect beside it
     if classes is not None and not last_label_is_class:
         if classes == 1:
             raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
         classes -= 1
-    channels = math.gcd(*found.block_out_channels)
-    multipliers = tuple(width // channels for width in found.block_out_channels)
-    spec = UnetSpec(channels=channels, multipliers=multipliers, classes=classes, **_ours(found, SHARED), **own)
+    channels = math.gcd(*widths)
+    multipliers = tuple(width // channels for width in widths)
+    spec = UnetSpec(channels=channels, multipliers=multipliers, classes=classes, **found.ours(SHARED), **own)
     try:
         check_extent(spec)
     except ValueError as error:
@@ -275,113 +360,7 @@ def unet_spec_from_diffusers(
     return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, condition_level=level)
 
 
-def _size(found: UnetArguments) -> tuple[int, int]:
-    """Return height and width of the images."""
-    size, levels = found.sample_size, len(found.block_out_channels)
-    if size is None:
-        raise refused("sample_size", size, "our images are of one size, such as 32 or [32, 48]")
-    height, width = size if isinstance(size, tuple) else (size, size)
-    if height % 2 ** (levels - 1) or width % 2 ** (levels - 1):
-        raise refused("sample_size", size, f"it can't be halved {levels - 1} times, as {levels} levels ask")
-    return height, width
-
-
-def _attends(found: UnetArguments) -> list[bool]:
-    """Return whether each level has attention, finest first."""
-    down, up = (["Attn" in name for name in _by_level(found, f"{side}_block_types")] for side in ("down", "up"))
-    if up != down[::-1]:
-        raise refused("up_block_types", found.up_block_types, "our decoder attends where the encoder does, mirrored")
-    return down
-
-
-def _check_widths(found: UnetArguments) -> None:
-    widths, groups = found.block_out_channels, found.norm_num_groups
-    if found.out_channels > found.in_channels:
-        why = f"ours predicts {found.in_channels} channels at most; variances that are learned can't be expressed"
-        raise refused("out_channels", found.out_channels, why)
-    for width in widths:
-        if width % groups:
-            raise refused("norm_num_groups", groups, f"it does not divide the {width} of block_out_channels")
-    if divides_by_zero(widths[0], found.freq_shift):
-        raise refused("freq_shift", 1, f"with {widths[0]} as the first of block_out_channels diffusers divides by zero")
-
-
-def _plain_keys(found: PlainArguments, size: tuple[int, int], attends: list[bool]) -> dict[str, Any]:
-    """Return the keys of `unet` that only the class without text decides."""
-    widths, groups, heads = found.block_out_channels, found.norm_num_groups, found.attention_head_dim
-    default = groups if found.resnet_time_scale_shift == "default" else None
-    if found.add_attention and (found.attn_norm_num_groups or default) != groups:
-        why = f"our middle attention is normalised like everything else, in {groups} groups"
-        raise refused("attn_norm_num_groups", found.attn_norm_num_groups, why)
-    attended = tuple(level for level, yes in enumerate(attends) if yes)
-    for width in [widths[level] for level in attended] + [widths[-1]] * found.add_attention:
-        if heads is not None and width % heads:
-            raise refused("attention_head_dim", heads, f"it does not divide the {width} channels that are attended")
-    sides = {"attention_resolutions": tuple(size[0] >> level for level in attended), "attention_levels": ()}
-    levels = {"attention_resolutions": (), "attention_levels": attended}
-    return _ours(found, OF_PLAIN) | (sides if size[0] == size[1] else levels)
-
-
-def _text_keys(found: UnetArguments, attends: list[bool]) -> dict[str, Any]:
-    """Return the keys of `unet` that only the class with text decides."""
-    assert isinstance(found, TextArguments)
-    for key in ("encoder_hid_dim", "encoder_hid_dim_type"):
-        if (value := getattr(found, key)) is not None:
-            raise refused(key, value, "ours reads the text as it is encoded, and this model, as Kolors, projects it")
-    depths, heads = (_by_level(found, key) for key in ("transformer_layers_per_block", "attention_head_dim"))
-    for width, number, yes in zip(found.block_out_channels, heads, [*attends[:-1], True], strict=True):
-        if yes and width % number:
-            why = f"{number} heads, as diffusers reads it, do not divide the {width} channels that are attended"
-            raise refused("attention_head_dim", found.attention_head_dim, why)
-    text = CrossAttentionSpec(
-        blocks=tuple(depth * yes for depth, yes in zip(depths, attends, strict=True)),
-        middle_blocks=depths[-1],
-        heads=heads,
-        **_ours(found, OF_TEXT) | {"upcast_attention": bool(found.upcast_attention)},
-        **_beside_text(found),
-    )
-    return {"text": text}
-
-
-def _beside_text(found: TextArguments) -> dict[str, Any]:
-    """Return the widths of the pooled text and of the sizes; none if the U-Net takes neither."""
-    key, both = "projection_class_embeddings_input_dim", found.projection_class_embeddings_input_dim
-    width = found.addition_time_embed_dim
-    if not found.addition_embed_type:
-        return {}
-    if width is None:
-        raise refused("addition_time_embed_dim", None, "text_time embeds the sizes of images; give their width")
-    if both is None or both <= SIZES * width:
-        why = f"text_time has {SIZES} sizes of addition_time_embed_dim = {width} each, and a pooled text beside them"
-        raise refused(key, both, why)
-    if divides_by_zero(width, found.freq_shift):
-        raise refused("addition_time_embed_dim", width, "with freq_shift = 1 diffusers divides by zero")
-    if (both, width, found.cross_attention_dim) == (2560, 256, 1280):
-        raise refused(key, both, "SDXL's refiner takes 5 numbers, a score among them, and ours 6 sizes")
-    return {"pooled_channels": both - SIZES * width, "size_channels": width}
-
-
-def _theirs(section: Section, keys: Mapping[str, str]) -> dict[str, Any]:
+def _theirs(section: Section, keys: Mapping[str, str]) -> dict[str, object]:
     """Return the arguments for the ``keys`` of a section."""
     values = {key: getattr(section, key) for key in keys}
     return {keys[key]: VALUES[key][value] if key in VALUES else value for key, value in values.items()}
-
-
-def _ours(found: UnetArguments, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return our values by key of arguments that are the same on all levels."""
-    values = {}
-    for key, argument in keys.items():
-        value, *more = set(_by_level(found, argument))
-        if more:
-            raise refused(argument, getattr(found, argument), "ours is the same on all levels")
-        values[key] = {theirs: ours for ours, theirs in VALUES[key].items()}[value] if key in VALUES else value
-    return values
-
-
-def _by_level(found: UnetArguments, argument: str) -> tuple[Any, ...]:
-    """Return an argument's values by level; one value stands for all."""
-    value, levels = getattr(found, argument), len(found.block_out_channels)
-    values = value if isinstance(value, tuple) else (value,) * levels
-    if len(values) != levels:
-        raise refused(argument, value, f"it should have {levels} entries, one for each of block_out_channels")
-    return values
