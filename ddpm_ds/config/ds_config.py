@@ -135,10 +135,6 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         faults.add(device, f"is missing, so that nothing is offloaded; remove the block or use --set ds.{device}=cpu")
     if config.optimizer.type is None:
         faults.add("optimizer.type", "is missing; use --set ds.optimizer.type=AdamW")
-    for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
-        if variant in params.model_fields_set and not params.torch_adam and not config.is_8bit:
-            needs = "it needs torch_adam = true, or remove it" if getattr(params, variant) else "remove it"
-            faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
     for variant in ("torch_adam", "fused") if config.offloads else ():
         if getattr(params, variant) is False and variant in params.model_fields_set:
             fault = "= false, but PyTorch's fused AdamW steps what is offloaded; remove it"
@@ -148,9 +144,16 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     if config.is_8bit and config.offloads:
         fault = f"= {EIGHT_BIT} steps on the device; write AdamW, or remove zero_optimization.offload_optimizer"
         faults.add("optimizer.type", fault, device)
-    if config.graphs is True:
-        _check_graphs(config, faults)
-    _check_tensor(config, faults)
+    tensor = config.pipeline.tensor
+    if tensor.layers and tensor.levels != "all":
+        fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both say what is split; use --set "
+        fault += "ds.pipeline.tensor.levels=all, or remove layers"
+        faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
+    elif tensor.size == "auto" and (tensor.layers or not isinstance(tensor.levels, str)):
+        key = "layers" if tensor.layers else "levels"
+        fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
+        fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key}"
+        faults.add(f"pipeline.tensor.{key}", fault, "pipeline.tensor.size")
     if "scheduler" in config.model_fields_set:
         kind = config.scheduler.type
         if kind is None:
@@ -158,37 +161,6 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         for name in config.scheduler.params.model_fields_set if kind else ():
             if name not in SCHEDULER_PARAMS[kind]:
                 faults.add(f"scheduler.params.{name}", f"is not a setting of {kind}; remove it")
-
-
-def _check_graphs(config: DsConfig, faults: _Faults) -> None:
-    """Find keys of which no step can be captured as a CUDA graph."""
-    zero, params = config.zero_optimization, config.optimizer.params
-    needs = {
-        "zero_optimization.offload_optimizer.device": (not config.offloads, "no offload"),
-        "zero_optimization.stage": (zero.stage > 0 or config.bf16.enabled, "zero_optimization.stage = 1 or 2"),
-        "optimizer.params.fused": (
-            config.is_8bit or (params.torch_adam and params.fused),
-            "optimizer.params.torch_adam and fused = true",
-        ),
-        "wall_clock_breakdown": (not config.wall_clock_breakdown, "no wall_clock_breakdown"),
-    }
-    for key, (fits, what) in needs.items():
-        if not fits:
-            faults.add("graphs", f"= true needs {what}; change that, or set graphs to false", key)
-
-
-def _check_tensor(config: DsConfig, faults: _Faults) -> None:
-    """Find keys that tensor groups can't be trained with, and two answers to what is split."""
-    tensor = config.pipeline.tensor
-    if tensor.layers and tensor.levels != "all":
-        fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both say what is split; use --set "
-        fault += "ds.pipeline.tensor.levels=all, or remove layers"
-        faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
-    elif tensor.size == "auto" and (tensor.layers or not isinstance(tensor.levels, str)):
-        key = "pipeline.tensor.layers" if tensor.layers else "pipeline.tensor.levels"
-        fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
-        fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key.rpartition('.')[2]}"
-        faults.add(key, fault, "pipeline.tensor.size")
 
 
 @dataclass(frozen=True)
@@ -338,6 +310,8 @@ class ResolvedDsConfig:
             config["pipeline"].pop(name, None)
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)
+        params = config["optimizer"].get("params", {})  # DeepSpeed's Adam fails on a variant of PyTorch's that is null
+        config["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
@@ -367,7 +341,17 @@ def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str,
     Raises:
         DsConfigError: the file can't be read, has a duplicate key, or an override names no key.
     """
-    config = _read(path)
+    try:
+        config = read_json(preset(path, DS_CONFIGS), MOST_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
+    except json.JSONDecodeError as error:
+        raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config ({reason}); see ds_configs") from None
+    if not isinstance(config, dict):
+        raise DsConfigError(f"{path}: holds {shown(config)} instead of a block {{...}}; see ds_configs")
     for item in overrides:
         key, equals, value = item.partition("=")
         if key.startswith(JSON_PREFIX):
@@ -397,21 +381,6 @@ def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
         config[name] = text.strip()
 
 
-def _read(path: Path | str) -> dict[str, Any]:
-    try:
-        config = read_json(preset(path, DS_CONFIGS), MOST_CONFIG_BYTES)
-    except FileNotFoundError:
-        raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
-    except json.JSONDecodeError as error:
-        raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config ({reason}); see ds_configs") from None
-    if not isinstance(config, dict):
-        raise DsConfigError(f"{path}: holds {shown(config)} instead of a block {{...}}; see ds_configs")
-    return config
-
-
 def resolve(
     config: DsConfig, spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
 ) -> ResolvedDsConfig:
@@ -425,23 +394,17 @@ def resolve(
     decided = {key: one.value for key, one in _decided_by_spec(config, spec).items()}
     filled = changed(config, decided | _filled(config, spec))
     layout = _layout(config, filled, spec, world_size, stages)
-    _check_buckets(spec, layout)
+    group, turn = spec.bucket_group, layout.micro_batch_images * layout.replicas
+    if group is not None and group % turn:
+        raise LayoutError(
+            f"data.buckets.images = {group} is no multiple of {turn}, micro-batches of {layout.micro_batch_images} on "
+            f"{counted(layout.replicas, 'replica')}; use --set data.buckets.images={-(-group // turn) * turn}"
+        )
     faults, laid_out = _Faults(path), {"pipeline.schedule": layout.schedule, "pipeline.stages": layout.stages}
     for key, fault, _ in unused(changed(filled, laid_out)):
         faults.add(key, fault)
     faults.check()
     return ResolvedDsConfig(layout, filled)
-
-
-def _check_buckets(spec: RunSpec, layout: Layout) -> None:
-    """Refuse a layout whose micro-batches would mix buckets of aspect."""
-    if (group := spec.bucket_group) is None:
-        return
-    if group % (turn := layout.micro_batch_images * layout.replicas):
-        raise LayoutError(
-            f"data.buckets.images = {group} is no multiple of {turn}, micro-batches of {layout.micro_batch_images} on "
-            f"{counted(layout.replicas, 'replica')}; use --set data.buckets.images={-(-group // turn) * turn}"
-        )
 
 
 def _schedule(pipeline: Pipeline, stages: int) -> Schedule:

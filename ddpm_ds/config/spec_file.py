@@ -5,7 +5,6 @@ import difflib
 import functools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -148,7 +147,16 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[
     values fit each other is only checked once each of them is right.
     """
     path = preset(path, SPECS)
-    values = _read(path)
+    try:
+        values = parse_yaml(read_text(path, MOST_CONFIG_BYTES), str(path))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.yaml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "examples are in launch/specs"
+        raise SpecError(f"{path}: no such run spec; {hint}") from None
+    except OSError as error:
+        raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
+    if not isinstance(values, dict):
+        raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
     origins: dict[str, str] = {}
     faults: list[str] = []
     for item in overrides:
@@ -171,19 +179,8 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[
     return spec
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_text(path, MOST_CONFIG_BYTES)
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.yaml")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "examples are in launch/specs"
-        raise SpecError(f"{path}: no such run spec; {hint}") from None
-    except OSError as error:
-        raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
-    values = parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
-    return values
+_parsed = functools.lru_cache(maxsize=64)(functools.partial(yaml.load, Loader=_Loader))
+"""Value of a text; a sweep reads one spec for each of its runs."""
 
 
 def parse_yaml(text: str, origin: str) -> Any:
@@ -195,11 +192,6 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise SpecError(f"{origin}: not YAML{line}: {error.problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
-
-
-@functools.lru_cache(maxsize=64)  # whoever makes several runs of a spec reads it for each of them
-def _parsed(text: str) -> Any:
-    return yaml.load(text, _Loader)
 
 
 def _override(values: dict[str, Any], item: str) -> str:

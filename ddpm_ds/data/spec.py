@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from ddpm_ds.files import expanded
 from ddpm_ds.schema.choices import SOURCES
-from ddpm_ds.schema.section import Section, only_with, plain
+from ddpm_ds.schema.section import Section, needs, only_with, plain, refuse
 from ddpm_ds.schema.types import (
     OF_ARRAYS,
     OF_FIELDS,
@@ -40,7 +40,11 @@ class ConditionSpec(Section):
     Channels of the condition are in this order: stored or made ones, constants, grid.
     """
 
-    kind: Literal["stored", "reduced", "grey", "cut_out"] | None = None
+    kind: Annotated[
+        Literal["stored", "reduced", "grey", "cut_out"] | None,
+        needs("stored", OF_ARRAYS, "channels"),
+        needs("grey", "data.channels=3"),
+    ] = None
     """Where the condition's channels come from: a second array of the same images, or made from the image itself:
     reduced by `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a
     rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
@@ -65,18 +69,18 @@ class ConditionSpec(Section):
     which the U-Net is told, x -> sqrt(1 - level^2) x + level noise. Samples have level 0."""
     cut: Annotated[tuple[Small, Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
-    constants: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
+    constants: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS, "constant_channels")] = ()
     """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
     they are stored once."""
-    constant_channels: Annotated[int, Field(ge=0, le=256)] = 0
+    constant_channels: Annotated[int, Field(ge=0, le=256), only_with("constants")] = 0
     """Channels of all `constants`."""
     grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
     """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
     right."""
-    vector: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
+    vector: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS, "vector_size")] = ()
     """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
     embedding."""
-    vector_size: Annotated[int, Field(ge=0, le=4096)] = 0
+    vector_size: Annotated[int, Field(ge=0, le=4096), only_with("vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: Fraction = 0.0
     """Share of the images whose condition, vector included, is replaced by zeros, of which the U-Net is told; needed
@@ -299,32 +303,49 @@ def check_source(data: DataSpec) -> None:
     """Check that a source has the keys that it needs, and none of another kind; raises ValueError with one line."""
     source = SOURCES[data.source]
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
-    if takes and data.path is None and data.name is None:
-        needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
-        raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
-    condition = data.condition
-    if condition is not None and condition.kind == "stored" and not source.arrays:
-        raise ValueError(
-            f"data.condition.kind = stored is used only with {OF_ARRAYS().replace('=', ': ').replace('|', ' or ')}; "
-            "use another kind"
-        )
-    for key, value in (("autoencoder", data.autoencoder), ("text", data.text), ("buckets", data.buckets)):
-        if data.reads_arrays and value is not None:
-            raise ValueError(f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null")
+    ways = " or ".join(f"--set {key}={word}" for key, word in takes.items())
+    pictures_alone = {"autoencoder": data.autoencoder, "text": data.text, "buckets": data.buckets}
+    refuse(
+        {
+            f"{' or '.join(takes)} is missing; source {data.source} needs it: {ways}": takes
+            and not (data.path or data.name)
+        }
+        | {
+            f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null": data.reads_arrays
+            and value is not None
+            for key, value in pictures_alone.items()
+        }
+    )
 
 
 def check_images(data: DataSpec) -> None:
     """Check sizes and channels of the images; raises ValueError with one line."""
-    if any(stored < cropped for stored, cropped in zip(data.stored_size, data.size, strict=True)):
-        raise ValueError(
-            f"data.crop_from = {written(data.stored_size)} is below data.image_size = {written(data.size)}, the size "
-            f"of the crops; use {written(data.size)} or more, or null for no crops"
-        )
-    if data.autoencoder is None and not data.are_fields and data.channels not in (1, 3):
-        raise ValueError(
+    kept, size = written(data.stored_size), written(data.size)
+    refuse(
+        {
+            f"data.crop_from = {kept} is below data.image_size = {size}, the size of the crops; use {size} or more, or "
+            "null for no crops": any(side < crop for side, crop in zip(data.stored_size, data.size, strict=True)),
             f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
-            "data.autoencoder, which is null, or of fields (data.values)"
-        )
+            "data.autoencoder, which is null, or of fields (data.values)": (
+                data.autoencoder is None and not data.are_fields and data.channels not in (1, 3)
+            ),
+        }
+    )
+
+
+def check_buckets(data: DataSpec, levels: int) -> None:
+    """Check sizes of buckets for a U-Net with so many levels; raises ValueError with one line."""
+    if data.buckets is None:
+        return
+    step, multiple = data.buckets.step, 2 ** (levels - 1)
+    refuse(
+        {
+            f"data.buckets.step = {step} can't be halved {levels - 1} times, as the levels of unet.multipliers ask; "
+            f"use a multiple of {multiple}, or fewer levels": step % multiple,
+            f"data.image_size = {written(data.size)} is no multiple of data.buckets.step = {step}; use one, or another "
+            "step": data.autoencoder is None and any(side % step for side in data.size),
+        }
+    )
 
 
 def check_condition(data: DataSpec) -> None:
@@ -332,53 +353,38 @@ def check_condition(data: DataSpec) -> None:
     condition = data.condition
     if condition is None:
         return
-    if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
-        raise ValueError(
-            "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
-        )
-    of_each_image = condition.kind == "stored" or condition.vector
-    if data.held_out_path and condition.path and of_each_image and condition.held_out_path is None:
-        raise ValueError(
+    factor, of_each_image = condition.factor, condition.kind == "stored" or condition.vector
+    refuse(
+        {
+            "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null": not (
+                condition.kind or condition.constants or condition.grid_channels or condition.vector
+            ),
             f"data.condition.path = {condition.path} has the condition of data.path, and data.held_out_path = "
-            f"{data.held_out_path} has none; name it by data.condition.held_out_path"
-        )
-    if condition.kind == "stored" and not condition.channels:
-        raise ValueError("data.condition.channels = 0, but kind stored has channels; give their number")
-    for names, size in (("constants", "constant_channels"), ("vector", "vector_size")):
-        given, count = getattr(condition, names), getattr(condition, size)
-        if bool(given) != bool(count):
-            raise ValueError(
-                f"data.condition.{names} = {plain(given)} and {size} = {count} belong together; give both or neither"
-            )
-    if condition.kind == "grey" and data.channels != 3:
-        raise ValueError(f"data.condition.kind = grey needs 3 channels, and data.channels = {data.channels}")
-    if condition.kind == "reduced" and any(side % condition.factor for side in data.size):
-        raise ValueError(
-            f"data.condition.factor = {condition.factor} does not divide data.image_size = {written(data.size)}; use a "
-            "divisor"
-        )
-    if condition.cut[0] > condition.cut[1]:
-        raise ValueError(f"data.condition.cut = {plain(condition.cut)} should not fall; give the smaller side first")
+            f"{data.held_out_path} has none; name it by data.condition.held_out_path": (
+                data.held_out_path and condition.path and of_each_image and condition.held_out_path is None
+            ),
+            f"data.condition.factor = {factor} does not divide data.image_size = {written(data.size)}; use a divisor": (
+                condition.kind == "reduced" and any(side % factor for side in data.size)
+            ),
+            f"data.condition.cut = {plain(condition.cut)} should not fall; give the smaller side first": (
+                condition.cut[0] > condition.cut[1]
+            ),
+        }
+    )
 
 
 def check_flips(data: DataSpec) -> None:
     """Check the channels that change sign in a mirrored image; raises ValueError with one line."""
     condition = data.condition or ConditionSpec()
-    both = data.channels + condition.channels
-    named = [
-        name
-        for names, count in ((data.variables, data.channels), (condition.variables, condition.channels))
-        if len(names) == count
-        for name in names
-    ]
+    both, named = data.channels + condition.channels, list[str]()
+    for names, count in ((data.variables, data.channels), (condition.variables, condition.channels)):
+        named += names if len(names) == count else ()
     for one in data.flips_negate:
-        if isinstance(one, int) and not 0 <= one < both:
-            raise ValueError(
+        refuse(
+            {
                 f"data.flips_negate has {one}, but the channels of the fields and of their stored condition are 0 to "
-                f"{both - 1}; use those"
-            )
-        if isinstance(one, str) and one not in named:
-            raise ValueError(
+                f"{both - 1}; use those": isinstance(one, int) and not 0 <= one < both,
                 f"data.flips_negate has {one}, which is no variable of one channel; use a name in data.variables, if "
-                "each of them has one channel, or the channel's number"
-            )
+                "each of them has one channel, or the channel's number": isinstance(one, str) and one not in named,
+            }
+        )

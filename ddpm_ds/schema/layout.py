@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ddpm_ds.command_line import counted
 from ddpm_ds.schema.section import REMOVED
@@ -20,8 +20,8 @@ AcrossHosts = Literal["stages", "replicas"]
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Layers whose weights are split among the ranks of a tensor group, and the size of a group; without a size there
-    is nothing else.
+    """Layers whose weights are split among the ranks of a tensor group, and the size of a group; nothing else if that
+    is 1.
     """
 
     size: int = 1
@@ -39,13 +39,13 @@ class TensorSplit:
         return f"level {first}" if first == last else f"levels {first}-{last}"
 
     @property
-    def block(self) -> dict[str, Any]:
+    def block(self) -> dict[str, object]:
         """Value of the JSON's ``pipeline.tensor``."""
         if self.size == 1:
             return {"size": 1}
         levels = self.levels if self.levels == "all" else list(self.levels)
-        what = {"layers": list(self.layers)} if self.layers else {"levels": levels}
-        return {"size": self.size, **what}
+        split = {"layers": list(self.layers)} if self.layers else {"levels": levels}
+        return {"size": self.size, **split}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Layout:
         return self.checkpoint_interval
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> dict[str, object]:
         """Dotted keys of the JSON that ask for this layout, but for those of ZeRO."""
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch_images,
@@ -129,7 +129,7 @@ class Layout:
         return {**{name: getattr(self, name) for name in names}, "tensor_size": self.tensor.size}
 
     def processes_words(self, schedule: str = "") -> str:
-        """Return the stages, with what is said about their ``schedule``, tensor groups and replicas in a few words."""
+        """Return stages with words about their ``schedule``, tensor groups and replicas, for a sentence."""
         tensor = f" x {self.tensor.size} tensor ranks" if self.tensor.size > 1 else ""
         return f"{counted(self.stages, 'stage')}{schedule}{tensor} x {counted(self.replicas, 'replica')}"
 

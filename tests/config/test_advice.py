@@ -367,7 +367,7 @@ def test_all_faults_of_a_spec_are_named_at_once(tmp_path: Path) -> None:
         (["diffusion.schedule=edm"], ["diffusion.objective=v"]),
         (["diffusion.zero_terminal_snr=true"], ["diffusion.objective=v"]),
         (["sampler.eta=1"], ["sampler.eta=0"]),
-        (["optimizer.decay=inverse_sqrt"], ["optimizer.reference_images=12800"]),
+        (["optimizer.decay=inverse_sqrt"], ["optimizer.decay=null"]),
         (["train.accumulation=3"], ["train.accumulation=auto"]),
         (["train.label_drop=0.1"], ["train.label_drop=0"]),
         (["samples.count=10000", "data.image_size=128", "unet.attention_resolutions=[]"], ["samples.count=4096"]),

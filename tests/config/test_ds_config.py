@@ -482,11 +482,7 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         ),
         (
             {"optimizer__params__torch_adam": False, "optimizer__params__fused": True},
-            "optimizer.params.fused is PyTorch's; it needs torch_adam = true, or remove it",
-        ),
-        (
-            {"optimizer__params__torch_adam": False, "optimizer__params__fused": False},
-            "optimizer.params.fused is PyTorch's; remove it",
+            "optimizer.params.fused = true is used only with optimizer.params.torch_adam or optimizer.type: AdamW8bit",
         ),
         ({"optimizer__params__lr": 0}, "optimizer.params.lr = 0 should be a number > 0"),
         ({"optimizer__params__eps": 0}, "optimizer.params.eps = 0 should be a number > 0"),
