@@ -167,7 +167,7 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
 class _Decided:
     """Value of a JSON's key that follows from the spec."""
 
-    value: Any
+    value: object
     source: str
     """What decides it, such as the spec's key."""
     spec_key: str | None = None
@@ -184,7 +184,7 @@ def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
     train, optimizer = spec.train, spec.optimizer
     batch = _given(config.train_batch_size, train.batch_images)
 
-    def decided(value: Any, key: str) -> _Decided:
+    def decided(value: object, key: str) -> _Decided:
         return _Decided(value, key, key)
 
     def steps(images: int, key: str) -> _Decided:
@@ -317,7 +317,7 @@ class ResolvedDsConfig:
             config["zero_allow_untested_optimizer"] = True
         return config
 
-    def with_keys(self, values: Mapping[str, Any]) -> ResolvedDsConfig:
+    def with_keys(self, values: Mapping[str, object]) -> ResolvedDsConfig:
         """Return the configuration with other values at dotted keys that are not the layout's."""
         return replace(self, config=changed(self.config, values))
 
@@ -538,9 +538,9 @@ def _micro_batches(config: DsConfig, share: int, stages: int) -> tuple[int, int]
     return max(share // filling, 1), filling
 
 
-def _filled(config: DsConfig, spec: RunSpec) -> dict[str, Any]:
+def _filled(config: DsConfig, spec: RunSpec) -> dict[str, object]:
     """Return values of keys that are open whatever the spec decides, without a scheduler that has nothing to do."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:
         values["scheduler"] = REMOVED
     zero = config.zero_optimization

@@ -520,7 +520,7 @@ SYNONYMS = {
 """Names that people type, in any block, for a key."""
 
 
-def given_at(values: Mapping[str, Any], key: str) -> Any:
+def given_at(values: Mapping[str, object], key: str) -> object:
     """Return the value of a dotted key of a JSON; None if it is not given."""
     *blocks, name = key.split(".")
     for block in blocks:
@@ -529,7 +529,7 @@ def given_at(values: Mapping[str, Any], key: str) -> Any:
     return values.get(name)
 
 
-def changed(config: DsConfig, values: Mapping[str, Any]) -> DsConfig:
+def changed(config: DsConfig, values: Mapping[str, object]) -> DsConfig:
     """Return a JSON with other values at dotted keys; a value of :data:`REMOVED` takes the key away."""
     given = config.given
     for key, value in values.items():
@@ -551,7 +551,7 @@ def nested(key: str, value: object) -> str:
     return json.dumps(value)[1:-1]
 
 
-def _unknown(key: str, value: object, values: Mapping[str, Any]) -> str | None:
+def _unknown(key: str, value: object, values: Mapping[str, object]) -> str | None:
     name = key.rpartition(".")[2]
     if given_at(values, key) is not value:  # DeepSpeed has no dotted keys
         return f"{key} is unknown: a dot is no block; write {nested(key, value)}"

@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
             self._sizes[event.anchor] = self._nodes - before
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         """Return a node's value.
 
         Raises:
@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         except ValueError as error:
             raise yaml.MarkedYAMLError(None, None, str(error), node.start_mark) from None
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys: set[str] = set()
         for name, _ in node.value:
             if name.tag == "tag:yaml.org,2002:merge":

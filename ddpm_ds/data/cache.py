@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from types import EllipsisType
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -259,7 +260,7 @@ class StoredImages(ByPosition):
         self.crop, self._path = crop, path
         sides = () if crop is None else zip(stored.shape[1:], crop, strict=True)
         starts = ((begin := (side - kept) // 2, begin + kept) for side, kept in sides)
-        self.inside: tuple[Any, ...] = (..., *itertools.starmap(slice, starts))
+        self.inside: tuple[slice | EllipsisType, ...] = (..., *itertools.starmap(slice, starts))
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
         self._sizes = [(path / file).stat().st_size for file in self._files]
@@ -277,7 +278,16 @@ class StoredImages(ByPosition):
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 np.take(self._opened(0), positions, axis=0, out=stored, mode="clip")
             else:
-                self._read_files(positions, stored)
+                files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
+                for number in np.unique(files).tolist():
+                    mapped, rows = self._opened(number), np.flatnonzero(files == number)
+                    places = (positions[rows] - self._starts[number]).tolist()
+                    for place in places:  # all at once, which a disk serves faster than one by one
+                        begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
+                        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                        mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
+                    for row, place in zip(rows.tolist(), places, strict=True):
+                        stored[row] = mapped[place][self.inside]
         except OSError as error:
             raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
         found = self._field.read(stored, out)
@@ -285,19 +295,6 @@ class StoredImages(ByPosition):
             for channel, mean in zip(image, self._means, strict=True):
                 np.copyto(channel, mean, where=np.isnan(channel))
         return found
-
-    def _read_files(self, positions: Indices, out: Images) -> None:
-        """Read stored values of the images at ``positions`` into ``out``, one image after the other."""
-        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
-        for number in np.unique(files).tolist():
-            mapped, rows = self._opened(number), np.flatnonzero(files == number)
-            places = (positions[rows] - self._starts[number]).tolist()
-            for place in places:  # all at once, which a disk serves faster than one by one
-                begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
-                page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-                mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
-            for row, place in zip(rows.tolist(), places, strict=True):
-                out[row] = mapped[place][self.inside]
 
     def _opened(self, number: int) -> Any:
         """Return the memory-mapped images (n, C, H, W) of a file, as long as it was; raises DataError."""
@@ -353,23 +350,18 @@ class DatasetCache:
             found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != MEASURED}
         return found
 
-    def with_text(self, text: DatasetCache) -> DatasetCache:
-        """Return this cache with its encoded captions, whose checksums count among its own."""
-        return replace(self, text=text, meta=self._meta_with({TEXTS: text}))
-
-    def with_buckets(self, others: Sequence[DatasetCache]) -> DatasetCache:
-        """Return this cache as the first bucket of aspect, with the others, whose checksums count among its own."""
-        meta = self._meta_with({bucket_prefix(each.meta.shape): each for each in others})
-        return replace(self, buckets=tuple(others), meta=meta)
-
-    def _meta_with(self, others: Mapping[str, DatasetCache]) -> CacheMeta:
-        """Return the description of this cache with the checksums of others, by prefix of their names."""
-        added = {
+    def with_others(self, text: DatasetCache | None, buckets: Sequence[DatasetCache] = ()) -> DatasetCache:
+        """Return this cache with its encoded captions, and as the first bucket of aspect with the others, whose
+        checksums count among its own.
+        """
+        others = {bucket_prefix(each.meta.shape): each for each in buckets} | ({TEXTS: text} if text else {})
+        sums = {
             f"{prefix}{name}": checksum
             for prefix, each in others.items()
             for name, checksum in each.meta.sha256.items()
         }
-        return self.meta.model_copy(update={"sha256": self.meta.sha256 | added})
+        meta = self.meta.model_copy(update={"sha256": self.meta.sha256 | sums})
+        return replace(self, text=text or self.text, buckets=tuple(buckets), meta=meta)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -441,7 +433,7 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         text = None if self.text is None else self.text.path
         return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text, self.buckets)
 
@@ -452,12 +444,8 @@ class DatasetCache:
         if statistics == self.meta.statistics:
             return self
         meta = self.meta.model_copy(update={"statistics": dict(statistics)})
-        fields = {
-            name: StoredImages(self.path, meta, name=name)
-            for name, stored in self.fields.items()
-            if isinstance(stored, StoredImages)
-        }
-        return replace(self, meta=meta, images=fields.pop(IMAGES), others=fields)
+        others = {name: StoredImages(self.path, meta, name=name) for name in self.others}
+        return replace(self, meta=meta, images=StoredImages(self.path, meta), others=others)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
         """Return this cache with its images, and all fields of their size, centre-cropped to ``size`` (height, width),
@@ -514,8 +502,8 @@ class DatasetCache:
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
-def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any]) -> Iterator[str]:
-    """Yield a description of everything that contradicts ``meta.json``."""
+def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
+    """Yield each contradiction of ``meta.json``, in words."""
     if sum(meta.counts) != meta.count:
         yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
     if labels.dtype != np.int64 or labels.shape != (meta.count,):
@@ -555,8 +543,7 @@ def _reopen(
     buckets: tuple[DatasetCache, ...],
 ) -> DatasetCache:
     found = DatasetCache.open(path, verify=False).with_statistics(statistics).centre(size)
-    found = found if text is None else found.with_text(DatasetCache.open(text, verify=False))
-    return found.with_buckets(buckets) if buckets else found
+    return found.with_others(None if text is None else DatasetCache.open(text, verify=False), buckets)
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

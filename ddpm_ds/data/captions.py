@@ -35,6 +35,7 @@ from ddpm_ds.data.cache import (
     TEXT_SCALE,
     TEXTS,
     DatasetCache,
+    Images,
     Indices,
     StoredField,
     damaged,
@@ -170,8 +171,8 @@ def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round().clamp(-STEPS, STEPS).to(torch.int8), scale
 
 
-def findings(text: DatasetCache) -> list[str]:
-    """Return lines about encoded captions: how many were cut, and the error of 8 bits."""
+def warnings_of(text: DatasetCache) -> list[str]:
+    """Return warnings about encoded captions: captions cut, 8-bit error."""
     mean, largest, cut = text.others[MEASURED][:].T
     found = []
     if cuts := int((cut > 0).sum()):
@@ -185,16 +186,16 @@ def findings(text: DatasetCache) -> list[str]:
     return found
 
 
-def _read_field(store: DatasetCache, positions: Indices, name: str) -> Any:
+def _read_field(cache: DatasetCache, positions: Indices, name: str) -> Images:
     """Return a field of the images at ``positions`` of a cache and its other buckets of aspect."""
-    of_buckets = zip(store.caches, store.by_bucket(positions), strict=True)
-    return np.concatenate([cache.fields[name].read(at) for cache, at in of_buckets])
+    of_buckets = zip(cache.caches, cache.by_bucket(positions), strict=True)
+    return np.concatenate([bucket.fields[name].read(at) for bucket, at in of_buckets])
 
 
-def first_captions(store: DatasetCache, positions: Indices) -> tuple[str, ...]:
+def first_captions(cache: DatasetCache, positions: Indices) -> tuple[str, ...]:
     """Return the first captions of the images at ``positions`` of a cache; raises DataError."""
-    texts = texts_of(store)
-    return tuple(texts[row] for row in _read_field(store, positions, CAPTIONS)[:, 0])
+    texts = texts_of(cache)
+    return tuple(texts[row] for row in _read_field(cache, positions, CAPTIONS)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -229,16 +230,16 @@ class EncodedPrompts:
         return cls.split(texts, encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod
-    def of_captions(cls, store: DatasetCache, positions: Indices) -> Self:
+    def of_captions(cls, cache: DatasetCache, positions: Indices) -> Self:
         """Return the first captions of the images at ``positions`` of a cache, as encoded there; raises DataError."""
         import torch
 
-        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
-        found = {name: torch.from_numpy(_read_field(store, positions, name)) for name in names}
-        scale, empty = found.get(TEXT_SCALE), store.empty_text
+        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in cache.fields]
+        found = {name: torch.from_numpy(_read_field(cache, positions, name)) for name in names}
+        scale, empty = found.get(TEXT_SCALE), cache.empty_text
         assert empty is not None, "the cache has text"
         captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
-        return cls(first_captions(store, positions), captions, empty._replace(tokens=empty.tokens.half()))
+        return cls(first_captions(cache, positions), captions, empty._replace(tokens=empty.tokens.half()))
 
     @classmethod
     def split(cls, texts: Sequence[str], whole: Encoded) -> Self:

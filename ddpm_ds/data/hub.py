@@ -29,27 +29,27 @@ def from_hub(
     files: Sequence[str],
     opened: Callable[[Path], Opened],
     *,
-    said: str,
+    key: str,
     expected: str,
     newest: bool = False,
 ) -> Opened:
-    """Return what ``opened`` makes of a repository's folder, which holds the files that fit the patterns ``files``.
+    """Return the result of ``opened`` for a repository's folder, which holds the files that fit the patterns ``files``.
 
     Cached files will do unless the ``newest`` version is asked for. While ``opened`` raises UserError, more is
     downloaded: first weights in full precision, then those in fp16.
 
     Args:
-        said: key and value, or option, that a message begins with.
-        expected: what should be there instead, for a message.
+        key: key and value, or option, that a message begins with.
+        expected: words for the fix, such as the name of a folder, that it ends with.
 
     Raises:
         DataError: there is no such repository, or no network.
-        UserError: that of ``opened``, if the repository does not hold what it needs.
+        UserError: that of ``opened``, if the repository lacks a file that it needs.
     """
     if not is_hub_name(name):
-        raise DataError(f"{said} does not exist; {expected}")
+        raise DataError(f"{key} does not exist; {expected}")
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise DataError(f"{said} is no folder, and a name on the Hugging Face hub needs: pip install 'ddpm_ds[hub]'")
+        raise DataError(f"{key} is no folder, and a name on the Hugging Face hub needs: pip install 'ddpm_ds[hub]'")
     import huggingface_hub
     from huggingface_hub.utils import logging
 
@@ -64,7 +64,7 @@ def from_hub(
             if cached:
                 continue
             what = f"is no folder, and can't be had from the Hugging Face hub ({_reason(error)})"
-            raise DataError(f"{said} {what}; {expected}") from None
+            raise DataError(f"{key} {what}; {expected}") from None
         try:
             return opened(folder)
         except UserError as error:
@@ -130,6 +130,6 @@ def _status(error: Exception) -> int | None:
 
 def _reason(error: Exception, token: str = "") -> str:
     """Return an error of huggingface_hub in one line, without the token, which a server may quote."""
-    status, said = _status(error), getattr(error, "server_message", None) or str(error)
-    lines = without_secrets(said, token).strip().splitlines() or [type(error).__name__]
+    status, message = _status(error), getattr(error, "server_message", None) or str(error)
+    lines = without_secrets(message, token).strip().splitlines() or [type(error).__name__]
     return lines[0] if status is None else f"{status}: {lines[0]}"

@@ -63,7 +63,7 @@ Latents: TypeAlias = "npt.NDArray[np.float16]"
 
 
 class _Config(BaseModel):
-    """Content of ``config.json``, with the defaults of diffusers; keys of type Any decide the layers alone."""
+    """Content of ``config.json``, with the defaults of diffusers; keys of type object decide the layers alone."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
@@ -82,12 +82,12 @@ class _Config(BaseModel):
     """Whether fp16 is too small, as SDXL's says. Where it is missing diffusers has true, but SD 1.5's fits."""
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
-    down_block_types: Any = None
-    up_block_types: Any = None
-    act_fn: Any = None
-    norm_num_groups: Any = None
-    sample_size: Any = None
-    mid_block_add_attention: Any = None
+    down_block_types: object = None
+    up_block_types: object = None
+    act_fn: object = None
+    norm_num_groups: object = None
+    sample_size: object = None
+    mid_block_add_attention: object = None
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Coder:
         return torch.cat(done)
 
 
-def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
+def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
     """Yield batches of latents of images ``numbers`` in a cache of pixels, with their positions in the cache.
 
     Raises:
@@ -345,17 +345,17 @@ def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
     """
     import torch
 
-    together = max(1, MOVED_PIXELS // math.prod(store.meta.shape[1:]))
+    together = max(1, MOVED_PIXELS // math.prod(cache.meta.shape[1:]))
     for first in range(numbers.start, numbers.stop, together):
         part = slice(first, min(first + together, numbers.stop))
-        latents = coder.encode(torch.from_numpy(store.images[part]))
+        latents = coder.encode(torch.from_numpy(cache.images[part]))
         largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN if any value is
         beyond = ~(largest <= MOST_FLOAT16)
         if beyond.any():
             which = int(beyond.int().argmax())
             raise DataError(
                 f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} of image "
-                f"{first + which} of {store.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
+                f"{first + which} of {cache.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
                 f"or a smaller scaling_factor in its {CONFIG}"
             )
         yield part, latents.half().numpy()
@@ -394,7 +394,7 @@ def _from_hub(name: Path) -> Path:
                 raise _unusable(name, f"it has no {inside / file.name}")
         return folder / inside
 
-    return from_hub(repository, files, opened, said=f"data.autoencoder = {name}", expected=EXPECTED)
+    return from_hub(repository, files, opened, key=f"data.autoencoder = {name}", expected=EXPECTED)
 
 
 def _unusable(name: Path | str, what: str) -> DataError:

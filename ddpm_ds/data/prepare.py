@@ -193,10 +193,10 @@ def prepare(
             path = captions.text_path(images, encoders)
             if path not in texts:
                 texts[path] = _text(path, images, encoders, part, progress, verify)
-            images = images.with_text(texts[path])
+            images = images.with_others(texts[path])
         caches.append(images)
     first, *others = caches
-    return first.with_buckets(others) if others else first
+    return first.with_others(None, others) if others else first
 
 
 def prepare_images(
@@ -262,7 +262,7 @@ def _text(
             file=sys.stderr,
         )
     made = _made(path, spec, progress, lambda: work)
-    for line in captions.findings(made) if progress else ():
+    for line in captions.warnings_of(made) if progress else ():
         print(f"{path.name}: {line}", file=sys.stderr)
     return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -277,7 +277,7 @@ class DataSpec(Section):
         return self.are_fields and self.normalise != "range"
 
     @property
-    def named_arrays(self) -> dict[str, Any]:
+    def named_arrays(self) -> dict[str, object]:
         """Values of the keys that only a source of named arrays reads, by key, if they are given."""
         condition = self.condition or ConditionSpec()
         given = {

@@ -56,7 +56,21 @@ def moments_of(values: npt.NDArray[Any], masked: bool = False) -> Moments:
 
     The mean of a channel is not finite if one of its values is not.
     """
-    return np.stack([_channel(channel.reshape(-1), masked) for channel in values], axis=1)
+    found = list[Moments]()
+    for channel in values.reshape(len(values), -1):
+        kept = channel[~np.isnan(channel)] if masked else channel
+        blocks = [
+            _block(kept[first : first + BLOCK_VALUES].astype(np.float64)) for first in range(0, len(kept), BLOCK_VALUES)
+        ]
+        found.append(merged(np.array(blocks)[:, :, None]) if len(blocks) > 1 else np.array(blocks or [(0.0,) * 5]).T)
+    return np.concatenate(found, axis=1)
+
+
+def shares_of_spread(values: Moments, errors: Moments) -> Numbers:
+    """Return the RMS of errors by channel as a share of the values' standard deviation; 0 where that is 0."""
+    count, mean, squares, *_ = errors
+    total = squares + count * mean**2
+    return tuple(np.sqrt(np.divide(total, values[2], out=np.zeros_like(total), where=values[2] > 0)).tolist())
 
 
 def merged(parts: npt.NDArray[np.float64]) -> Moments:
@@ -67,15 +81,6 @@ def merged(parts: npt.NDArray[np.float64]) -> Moments:
     squares = (squares + count * (mean - centre) ** 2).sum(0)
     low, high = np.where(count, low, np.inf).min(0), np.where(count, high, -np.inf).max(0)
     return np.stack([total, centre, squares, np.where(total, low, 0.0), np.where(total, high, 0.0)])
-
-
-def _channel(values: npt.NDArray[Any], masked: bool) -> npt.NDArray[np.float64]:
-    """Return the moments (5,) of values (n,)."""
-    if masked:
-        values = values[~np.isnan(values)]
-    blocks = [values[first : first + BLOCK_VALUES] for first in range(0, len(values), BLOCK_VALUES)]
-    found = np.array([_block(block.astype(np.float64)) for block in blocks]).reshape(-1, 5, 1)
-    return found[0, :, 0] if len(found) == 1 else merged(found)[:, 0] if len(found) else np.zeros(5)
 
 
 def _block(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, float]:

@@ -102,7 +102,7 @@ class _Config(BaseModel):
 
 
 @dataclass(frozen=True)
-class Part:
+class FilesOfEncoder:
     """A tokenizer and its encoder, which are not loaded."""
 
     tokenizer: Path
@@ -116,7 +116,7 @@ class TextEncoders:
     device they only read text.
     """
 
-    def __init__(self, spec: TextSpec, parts: Sequence[Part], device: torch.device | None) -> None:
+    def __init__(self, spec: TextSpec, parts: Sequence[FilesOfEncoder], device: torch.device | None) -> None:
         self.spec, self.device, self._parts = spec, device, parts
         self._configs = [part.config for part in parts]
 
@@ -180,7 +180,7 @@ class TextEncoders:
     def tokenizers(self) -> list[Any]:
         """Tokenizers of all encoders; raises DataError if they are damaged or of another kind."""
 
-        def loaded(transformers: Any, part: Part) -> Any:
+        def loaded(transformers: Any, part: FilesOfEncoder) -> Any:
             tokenizer = transformers.CLIPTokenizer.from_pretrained(part.tokenizer, local_files_only=True)
             if tokenizer.model_max_length != self.tokens:
                 raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self.tokens}")
@@ -197,7 +197,7 @@ class TextEncoders:
         device, dtype = self.device, torch.float16 if self.device.type == "cuda" else torch.float32
         given = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True, "dtype": dtype}
 
-        def loaded(transformers: Any, part: Part) -> Any:
+        def loaded(transformers: Any, part: FilesOfEncoder) -> Any:
             kind = getattr(transformers, part.config.architectures[0])
             encoder, notes = kind.from_pretrained(part.encoder, variant=part.variant, **given)
             if missing := sorted(notes["missing_keys"]):
@@ -206,7 +206,7 @@ class TextEncoders:
 
         return [self._loaded(part.encoder, part, loaded) for part in self._parts]
 
-    def _loaded(self, where: Path, part: Part, load: Callable[[Any, Part], Any]) -> Any:
+    def _loaded(self, where: Path, part: FilesOfEncoder, load: Callable[[Any, FilesOfEncoder], Any]) -> Any:
         import transformers
 
         transformers.logging.set_verbosity_error()  # the error below replaces its warnings
@@ -232,22 +232,19 @@ class TextEncoders:
         """Return the encoded texts of :meth:`ids`, on the device, in the encoders' dtype."""
         import torch
 
+        tokens: list[Tensor] = []
+        projected: list[Tensor] = []
         with torch.no_grad():
-            found = [self._encoded(piece) for piece in ids.to(self.device).long().split(TEXTS_AT_ONCE)]
-        tokens, pooled = zip(*found, strict=True)
-        return Encoded(torch.cat(tokens), None if pooled[0] is None else torch.cat(pooled))
-
-    def _encoded(self, ids: Tensor) -> Encoded:
-        """Return up to :data:`TEXTS_AT_ONCE` encoded texts, filled up for the encoders with the last one."""
-        import torch
-
-        count, states, pooled = len(ids), [], None
-        ids = torch.cat((ids, ids[-1:].expand(TEXTS_AT_ONCE - count, -1, -1)))
-        for encoder, own in zip(self.models, ids.unbind(dim=1), strict=True):
-            found = encoder(own, output_hidden_states=True)
-            states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
-            pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
-        return Encoded(torch.cat(states, dim=-1)[:count], None if pooled is None else pooled[:count])
+            for piece in ids.to(self.device).long().split(TEXTS_AT_ONCE):
+                count, states, pooled = len(piece), [], None
+                padded = torch.cat((piece, piece[-1:].expand(TEXTS_AT_ONCE - count, -1, -1)))
+                for encoder, own in zip(self.models, padded.unbind(dim=1), strict=True):
+                    found = encoder(own, output_hidden_states=True)
+                    states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
+                    pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
+                tokens.append(torch.cat(states, dim=-1)[:count])
+                projected += () if pooled is None else (pooled[:count],)
+        return Encoded(torch.cat(tokens), torch.cat(projected) if projected else None)
 
     def excess(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text that are cut off."""
@@ -279,10 +276,10 @@ def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int,
     return next(wrong, None)
 
 
-def parts_of(spec: TextSpec) -> list[Part]:
+def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:
     """Return the tokenizers and encoders of ``spec``, downloaded if needed; raises DataError."""
 
-    def opened(folder: Path) -> list[Part]:
+    def opened(folder: Path) -> list[FilesOfEncoder]:
         try:
             index = parse_json(read_bytes(folder / INDEX))
             listed = {name for name, kind in index.items() if any(kind or ())}
@@ -296,13 +293,13 @@ def parts_of(spec: TextSpec) -> list[Part]:
     if folder.exists():
         return opened(folder)
     key = f"data.text.encoders = {spec.encoders}"
-    return from_hub(spec.encoders, DOWNLOADED, opened, said=key, expected=EXPECTED)
+    return from_hub(spec.encoders, DOWNLOADED, opened, key=key, expected=EXPECTED)
 
 
 _checksum = until_changed(sha256_of)
 
 
-def _part(spec: TextSpec, folder: Path, suffix: str) -> Part:
+def _part(spec: TextSpec, folder: Path, suffix: str) -> FilesOfEncoder:
     """Return a tokenizer and its encoder in a pipeline's folder; raises DataError."""
     tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
     for part in (tokenizer, encoder):
@@ -319,7 +316,7 @@ def _part(spec: TextSpec, folder: Path, suffix: str) -> Part:
     variant = next((each for each in (None, "fp16") if _weights(encoder, each)), False)
     if variant is False:
         raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
-    return Part(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
+    return FilesOfEncoder(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
 
 
 def _weights(encoder: Path, variant: str | None) -> list[Path]:

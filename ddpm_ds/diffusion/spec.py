@@ -89,7 +89,7 @@ class DiffusionSpec(Section):
                 object.__setattr__(self, key, usual)  # the section is frozen for everyone else
         return self
 
-    def process_values(self) -> dict[str, Any]:
+    def process_values(self) -> dict[str, object]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not OBJECTIVES[self.objective].diffuses:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from filelock import FileLock
 
 from ddpm_ds.data.sources.base import (
@@ -38,7 +37,7 @@ from ddpm_ds.data.sources.base import (
     read_path,
 )
 from ddpm_ds.data.sources.files import FolderSource
-from ddpm_ds.data.sources.variables import Variable, Variables
+from ddpm_ds.data.sources.variables import Array, Variable, Variables
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
@@ -112,7 +111,7 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     return ArraySource(*labelled(labels.astype(np.int64)), images)
 
 
-def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dict[str, Array]:
     """Return the arrays of a numpy file, or those of these ``names``, mapped; that of a ``.npy`` is named images.
 
     Members of a ``.npz`` are unpacked into unnamed temporary files in ``folder``, with their checksums compared. Raises
@@ -121,7 +120,7 @@ def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dic
     if path.suffix != ".npz":
         return {IMAGES[0]: map_array(path)}
     folder.mkdir(parents=True, exist_ok=True)
-    found = dict[str, npt.NDArray[Any]]()
+    found = dict[str, Array]()
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
@@ -174,7 +173,7 @@ def open_torchvision(spec: DataSpec, progress: bool) -> Source:
     return _torchvision_source(opened, key)
 
 
-def _torchvision_options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
+def _torchvision_options(kind: type, spec: DataSpec, key: str) -> dict[str, object]:
     """Return the constructor arguments that choose a data set's split; raises DataError."""
     parameters = inspect.signature(kind).parameters
     if "download" not in parameters and "kwargs" not in parameters:
@@ -188,7 +187,7 @@ def _torchvision_options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]
     return {"train": spec.split != "test"} if "train" in parameters else {}
 
 
-def _torchvision_source(opened: Any, key: str) -> Source:
+def _torchvision_source(opened: object, key: str) -> Source:
     """Return the source of an opened data set.
 
     Pixels or files, and labels, come from attributes of torchvision's classes, so that no image is decoded for a label.

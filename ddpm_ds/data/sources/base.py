@@ -15,7 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +94,7 @@ class Captions:
         self.table[np.arange(self.table.shape[1]) < counts[:, None]] = np.frombuffer(numbers, np.int32)
 
 
-def captions_in(value: Any) -> list[str] | None:
+def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without one; raises ValueError for anything else."""
     if value is None or value == []:
         return None
@@ -106,11 +106,11 @@ def captions_in(value: Any) -> list[str] | None:
     return texts
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> TypeGuard[str | list[str]]:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
 
 
-def texts_of(block: Any, key: str, place: str) -> list[str] | dict[str, str]:
+def texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
     """Return the captions under ``key`` of an image's block of JSON, or else its other keys of texts with ``place``."""
     if not isinstance(block, dict):
         return {}

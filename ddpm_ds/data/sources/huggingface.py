@@ -54,7 +54,7 @@ class HuggingFaceSource:
         tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
         self._rows = pa.concat_tables(tables).column(self.column)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return HuggingFaceSource, (self.classes, self.labels, self.files, self.column, self.root)
 
     def __len__(self) -> int:
@@ -96,7 +96,16 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     datasets.logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     key = f"data.path = {spec.path}" if spec.name is None else f"data.name = {spec.name}"
-    rows = _split(_loaded(datasets, spec, key), spec, key)
+    rows = _loaded(datasets, spec, key)
+    if isinstance(rows, dict):
+        splits = ", ".join(map(str, rows))
+        wanted = spec.split or ("train" if "train" in rows or len(rows) != 1 else next(iter(rows)))
+        if wanted not in rows:
+            fix = f"choose with --set data.split= one of {splits}"
+            raise DataError(f"data.split = {wanted} is no split of {key}; {fix}")
+        rows = rows[wanted]
+    elif spec.split not in (None, str(rows.split)):
+        raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
     column = _image_column(datasets, rows, spec, key)
     classes, labels = _labels(datasets, rows, spec, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
@@ -135,19 +144,6 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
         raise DataError(f"{key} can't be loaded ({one_line(error)[:MOST_REASON]}); {fix}") from error
-
-
-def _split(loaded: Any, spec: DataSpec, key: str) -> Any:
-    """Return the split that the spec names, else train or the only split; raises DataError."""
-    if not isinstance(loaded, dict):
-        if spec.split is not None and spec.split != str(loaded.split):
-            raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
-        return loaded
-    splits = ", ".join(map(str, loaded))
-    wanted = spec.split or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
-    if wanted not in loaded:
-        raise DataError(f"data.split = {wanted} is no split of {key}; choose with --set data.split= one of {splits}")
-    return loaded[wanted]
 
 
 def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:

@@ -80,15 +80,28 @@ class WebDatasetSource:
 
 def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
-    shards, key = _shards(spec), None if spec.text is None else spec.text.captions
+    path, key = spec.path, None if spec.text is None else spec.text.captions
+    assert path is not None  # the run spec checks it
+    fix = "give a .tar file or a folder of them with --set data.path=PATH"
+    if not path.exists():
+        raise DataError(f"data.path = {path} does not exist; {fix}")
+    try:
+        found = sorted(one for one in path.iterdir() if one.name[0] != ".") if path.is_dir() else [path]
+    except OSError as error:
+        raise DataError(f"data.path = {path} can't be listed ({error.strerror}); {fix}") from error
+    if packed := [one.name for one in found if one.suffix in COMPRESSED]:
+        raise DataError(f"data.path = {path}: {printable(packed[0])} is compressed; decompress it, to read it in place")
+    shards = tuple(one for one in found if one.suffix == ".tar" or one == path)
+    if not shards:
+        raise DataError(f"data.path = {path} holds no .tar files; {fix}")
     names, labels, places, texts = list[str](), array("q"), array("q"), list[_Texts]()
     with tqdm(shards, desc="listing shards", delay=1, disable=not progress) as bar:
         for number, shard in enumerate(bar):
-            for name, offset, size, label, found in _images(shard, key):
+            for name, offset, size, label, captioned in _images(shard, key):
                 names.append(name)
                 places.extend((number, offset, size))
                 labels.append(label)
-                texts.append(found)
+                texts.append(captioned)
     if not names:
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
     classes, numbers = labelled(np.array(labels, np.int64))
@@ -105,25 +118,6 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
             f"{source.name(int(without[0]))}; give each a .cls, or none"
         )
     return source
-
-
-def _shards(spec: DataSpec) -> tuple[Path, ...]:
-    """Return the tar files at ``data.path``, sorted by name."""
-    path = spec.path
-    assert path is not None  # the run spec checks it
-    fix = "give a .tar file or a folder of them with --set data.path=PATH"
-    if not path.exists():
-        raise DataError(f"data.path = {path} does not exist; {fix}")
-    try:
-        found = sorted(one for one in path.iterdir() if one.name[0] != ".") if path.is_dir() else [path]
-    except OSError as error:
-        raise DataError(f"data.path = {path} can't be listed ({error.strerror}); {fix}") from error
-    if packed := [one.name for one in found if one.suffix in COMPRESSED]:
-        raise DataError(f"data.path = {path}: {printable(packed[0])} is compressed; decompress it, to read it in place")
-    shards = tuple(one for one in found if one.suffix == ".tar" or one == path)
-    if not shards:
-        raise DataError(f"data.path = {path} holds no .tar files; {fix}")
-    return shards
 
 
 def _images(shard: Path, captions: str | None) -> list[tuple[str, int, int, int, _Texts]]:
