@@ -266,7 +266,7 @@ class Pipeline(Section):
     """This project's key: recompute the order of a planned schedule from the times of the traced steps. Numbers change
     by rounding, always at the same step."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
-    """This project's key: what is spread over several hosts, the stages of a pipeline or whole pipelines. "auto" is the
+    """This project's key: whether several hosts share the stages of a pipeline, or have whole pipelines. "auto" is the
     axis with fewer bytes per step for the busiest host (docs/planner.md)."""
     tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (
         TensorGroups()
@@ -565,6 +565,6 @@ def _unknown(key: str, value: object, values: Mapping[str, object]) -> str | Non
 
 
 UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(field.default, Off)}
-"""Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
+"""Blocks that are off, and not handed to DeepSpeed, which may not know their keys."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""

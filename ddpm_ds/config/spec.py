@@ -1,4 +1,4 @@
-"""The run spec: what is trained, as frozen pydantic models read from YAML.
+"""The run spec: data, U-Net and training, as frozen pydantic models read from YAML.
 
 Sections that one room obeys are in that room: :mod:`ddpm_ds.data.spec`, :mod:`ddpm_ds.unet.spec`,
 :mod:`ddpm_ds.diffusion.spec`. How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpeed JSON
@@ -174,10 +174,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        """Check fields against each other; a message for each fault names the key, the value and the fix, in one line.
-
-        A check ends at its first fault, since its others may follow from that one.
-        """
+        """Check fields against each other; a check ends at its first fault, since others may follow from it."""
         data, unet, train, optimizer, samples = self.data, self.unet, self.train, self.optimizer, self.samples
         weights = self.diffusion.channel_weights
         count, prompts = samples.count, len(samples.prompts)

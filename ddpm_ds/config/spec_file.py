@@ -34,10 +34,7 @@ class _Loader(yaml.SafeLoader):
         """Values inside of each anchor; an anchor that is still being read has none yet."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read a node within the limits, which stop nested aliases and deep nesting.
-
-        Tags such as !!bool or !!binary are refused: the form of a value decides its type.
-        """
+        """Read a node within limits of depth and number; tags are refused, since a value's form decides its type."""
         event, before = self.peek_event(), self._nodes
         if self._depth == DEEPEST:
             raise _fault(f"lists or blocks are more than {DEEPEST} levels deep", event)
@@ -56,11 +53,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        """Return a node's value.
-
-        Raises:
-            MarkedYAMLError: it is a number with too many digits, or looks like a number but is none.
-        """
+        """Return a node's value; raises MarkedYAMLError for a number of too many digits, or none."""
         try:
             if node.tag in _NUMBERS:
                 check_digits(node.value)
@@ -140,11 +133,8 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = ()) -> RunSpec:
-    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML; ``unasked`` ones
-    count last, and no message names them.
-
-    Raises :class:`SpecError`, one line for each fault, if the file can't be read or a key or value is wrong. Whether
-    values fit each other is only checked once each of them is right.
+    """Read a YAML run spec and apply ``section.key=value`` overrides; ``unasked`` ones count last, and no message names
+    them. Raises SpecError, a line for each fault; whether values fit each other is checked once each of them is right.
     """
     path = preset(path, SPECS)
     try:

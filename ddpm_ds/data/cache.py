@@ -9,15 +9,14 @@
                                         meta.json has their shapes and types
         constants.npy   float32 (C, H, W), fields that are the same for all images
         labels.npy    int64 (N,)
-        sizes.npy, captions.npy   with captions, fields of the same images: float32 (N, 6) and int32 (N, most captions),
-                                  numbers of lines of
+        sizes.npy, captions.npy   with captions: float32 (N, 6), and lines of captions.jsonl, int32 (N, most captions)
         captions.jsonl   distinct captions, each a JSON text; the first is empty
         meta.json     CacheMeta
         skipped.txt   images that were left out and why, one per line, if there were any
     <store_root>/text-<captions>-<encoders>[-int8|-ids]/
-        the same files for encoded captions, whose images are tokens (n, 1, tokens, channels), beside text_scale.npy,
-        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off; or
-        images are the tokens' numbers (n, 1, encoders, tokens), which training encodes
+        the same files for captions: images.npy has tokens (n, 1, tokens, channels), or their numbers (n, 1, encoders,
+        tokens), which training encodes; text_scale.npy, pooled.npy, and measured.npy: a caption's mean and largest
+        relative error, and the number of tokens that were cut off
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
 """Fields of encoded captions; in the cache of the text, tokens are :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
-"""Prefixes, in the checksums of images, of the files of their encoded text and of other buckets of aspect."""
+"""Prefixes of encoded text and of other buckets of aspect, in the checksums of images."""
 Kind = Literal["pixels", "latents", "fields", "text"]
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
@@ -67,7 +66,7 @@ MOST_OPEN = 256
 """Maximum image files open at a time; processes are often limited to 1,024 open files."""
 
 Look = tuple[int, int]
-"""Size in bytes, 0 for a folder, and time of the last change in ns; of a folder of arrays, both of all its files."""
+"""Size in bytes, 0 for a folder, and time of the last change in ns. A folder of arrays has those of all its files."""
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
@@ -79,7 +78,7 @@ def shard_name(number: int, name: str = IMAGES) -> str:
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]
-"""Channels, height or width of the images, of which a forged number is refused before memory is allocated for it."""
+"""Channels, height or width; a forged number is refused before memory is allocated for it."""
 
 
 class StoredField(Kept):
@@ -235,21 +234,17 @@ class ByPosition(ABC):
 
     @abstractmethod
     def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
-        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given.
+        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given; raises DataError.
 
         ``draws`` are whole numbers (n,) that choose among several captions of an image; without them it is the first.
-
-        Raises:
-            DataError: a file was truncated or removed since the cache was opened.
         """
 
 
 class StoredImages(ByPosition):
-    """Images of a cache on disk, or another field.
+    """Images of a cache on disk, or another field, memory-mapped; masked values are the mean of their channel.
 
-    Its files are memory-mapped, and their sizes checked before each read, since reading beyond the end of a truncated
-    file would kill the process. With ``crop`` only the central (height, width) pixels are returned. Masked values are
-    the mean of their channel.
+    Sizes of files are checked before each read, since reading beyond the end of a truncated one would kill the process.
+    With ``crop`` only the central (height, width) pixels are returned.
     """
 
     def __init__(self, path: Path, meta: CacheMeta, crop: tuple[int, int] | None = None, name: str = IMAGES) -> None:
@@ -397,11 +392,7 @@ class DatasetCache:
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
-        """Open the cache at ``path``; ``verify`` reads every byte and compares checksums.
-
-        Raises:
-            DataError: it is missing, damaged or in another format.
-        """
+        """Open the cache at ``path``; ``verify`` compares all checksums. Raises DataError."""
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         if not (path / META).exists():
@@ -438,9 +429,7 @@ class DatasetCache:
         return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text, self.buckets)
 
     def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
-        """Return this cache, which must not be cropped, with other statistics, by field: they bring its images to the
-        U-Net's scale, and their means replace masked values.
-        """
+        """Return this uncropped cache with other statistics, which scale its images and fill masked values."""
         if statistics == self.meta.statistics:
             return self
         meta = self.meta.model_copy(update={"statistics": dict(statistics)})
@@ -448,11 +437,7 @@ class DatasetCache:
         return replace(self, meta=meta, images=StoredImages(self.path, meta), others=others)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
-        """Return this cache with its images, and all fields of their size, centre-cropped to ``size`` (height, width),
-        without a copy.
-
-        Evaluation reads these; training takes random crops.
-        """
+        """Return this cache, without a copy, with all fields of the images' size centre-cropped to ``size``."""
         channels, *before = self.meta.shape
         if (*before,) == size:
             return self

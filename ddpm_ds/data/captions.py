@@ -216,9 +216,7 @@ class EncodedPrompts:
         log: Callable[[str], None],
         learned: str | None = None,
     ) -> Self:
-        """Encode texts; ``log`` prints which are cut. Raises DataError if the encoders can't be used, or don't have the
-        checksum ``learned``.
-        """
+        """Encode texts; ``log`` prints which are cut. Raises DataError, also for encoders other than ``learned``."""
         import torch
 
         encoders = TextEncoders.open(spec, device)
@@ -243,7 +241,7 @@ class EncodedPrompts:
 
     @classmethod
     def split(cls, texts: Sequence[str], whole: Encoded) -> Self:
-        """Return prompts of which ``whole`` are encoded, and the empty text last."""
+        """Return prompts from their encoded texts and, last of ``whole``, the empty text."""
         tokens, pooled = whole
         last = Encoded(tokens[-1:], None if pooled is None else pooled[-1:])
         return cls(tuple(texts), Encoded(tokens[:-1], None if pooled is None else pooled[:-1]), last)

@@ -60,12 +60,9 @@ UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate
 
 
 def decoded(source: Source, i: int, size: Size, channels: int, big: Turn = ALONE) -> tuple[Pixels, Sizes]:
-    """Return image ``i`` of a source as uint8 (height, width, ``channels``) of ``size``, and its sizes.
+    """Return image ``i`` as uint8 (height, width, ``channels``) of ``size``, and its sizes; raises UnreadableImage.
 
     ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
-
-    Raises:
-        UnreadableImage: it can't be read or decoded, or would take too much memory.
     """
     try:
         content = source.read(i)
@@ -121,7 +118,7 @@ def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int, big: T
 
 
 def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
-    """Return the sizes of an image of ``whole`` (width, height), of which ``size`` (height, width) is kept."""
+    """Return the sizes of an image of ``whole`` (width, height) that is scaled and cropped to ``size``."""
     width, height = whole
     scale = max(size[0] / height, size[1] / width)
     crop = (round((side * scale - kept) / 2) for side, kept in zip((height, width), size, strict=True))

@@ -135,8 +135,9 @@ class FieldSource:
         return np.linspace(0, len(self.labels) - 1, count).astype(int).tolist()
 
     def centred(self) -> FieldSource:
-        """Return this source with the offsets of its fields in float16: the means of some images, in channels whose
-        mean is larger than their spread; whole ones for whole numbers, none for float16 arrays.
+        """Return this source with offsets of its float16 fields: means of some images where they exceed the spread.
+
+        They are whole for whole numbers; float16 arrays have none.
         """
         parts, rows = dict(self.parts), self.rows()
         halves = [name for name, part in parts.items() if part.stored.values == "float16"]
@@ -161,9 +162,7 @@ class FieldSource:
         return replace(self, parts=parts, fields={**self.fields, **{name: parts[name].stored for name in halves}})
 
     def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
-        """Return the fields of an image before they are rounded, with its uint8 mask, and NaN for masked floats; raises
-        errors of :data:`BROKEN`.
-        """
+        """Return the fields of an image, not yet rounded, with its uint8 mask, and NaN for masked floats."""
         found = {
             name: joined(self.parts[name].stored.wide, each, i) if name != MASK else np.asarray(each[0][i])
             for name, each in rows.items()
@@ -232,9 +231,7 @@ class FieldSource:
 
 
 def open_fields(spec: DataSpec) -> FieldSource:
-    """Open the arrays that ``spec`` names and check them against it, reading none but constants and labels; raises
-    DataError.
-    """
+    """Open and check the arrays that ``spec`` names, reading constants and labels alone; raises DataError."""
     opener, asked = FIELD_OPENERS[spec.source], spec.condition or ConditionSpec()
     main = open_arrays_of(spec, opener)
     beside = main if asked.path is None else open_arrays_of(spec, opener, condition=True)
@@ -259,7 +256,7 @@ def open_fields(spec: DataSpec) -> FieldSource:
         fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
     constants = constants_of(spec, asked, beside)
     return FieldSource(
-        parts, fields, spec.mask == "nan", constants, _coordinates(images[0], main), *_labels(main, count)
+        parts, fields, spec.mask == "nan", constants, coordinates_of(images[0], main), *labels_of(main, count)
     )
 
 
@@ -282,7 +279,7 @@ def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
     return found
 
 
-def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
+def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
     """Return names, positions and units of the dimensions of images."""
     found = list[Coordinate]()
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
@@ -294,7 +291,7 @@ def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
     return tuple(found)
 
 
-def _labels(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
+def labels_of(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
     """Return classes and labels: whole numbers (N,) named labels or arr_1, else one class."""
     found = next((arrays.found[name] for name in ("labels", "arr_1") if name in arrays.found), None)
     if found is None or found.shape != (count,) or found.dtype.kind not in "iu":

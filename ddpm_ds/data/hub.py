@@ -25,26 +25,14 @@ def is_hub_name(name: str) -> bool:
 
 
 def from_hub(
-    name: str,
-    files: Sequence[str],
-    opened: Callable[[Path], Opened],
-    *,
-    key: str,
-    expected: str,
-    newest: bool = False,
+    name: str, files: Sequence[str], opened: Callable[[Path], Opened], *, key: str, expected: str, newest: bool = False
 ) -> Opened:
     """Return the result of ``opened`` for a repository's folder, which holds the files that fit the patterns ``files``.
 
     Cached files will do unless the ``newest`` version is asked for. While ``opened`` raises UserError, more is
-    downloaded: first weights in full precision, then those in fp16.
-
-    Args:
-        key: key and value, or option, that a message begins with.
-        expected: words for the fix, such as the name of a folder, that it ends with.
-
-    Raises:
-        DataError: there is no such repository, or no network.
-        UserError: that of ``opened``, if the repository lacks a file that it needs.
+    downloaded: first weights in full precision, then those in fp16; the last error is raised. Raises DataError without
+    a repository or network; its message begins with ``key``, an option or a key and its value, and ends with
+    ``expected``.
     """
     if not is_hub_name(name):
         raise DataError(f"{key} does not exist; {expected}")
@@ -74,11 +62,7 @@ def from_hub(
 
 
 def check_upload(name: str, *, public: bool, overwrite: bool) -> None:
-    """Check that :func:`upload` can be asked for the repository ``name``; change nothing.
-
-    Raises:
-        OutputError: the hub refuses the token, or the repository exists and may not be overwritten as it is.
-    """
+    """Check that :func:`upload` may change the repository ``name``; raises OutputError."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise OutputError(f"--push-to-hub {name} needs a package that is missing: pip install 'ddpm_ds[hub]'")
     from huggingface_hub import HfApi
@@ -98,11 +82,7 @@ def check_upload(name: str, *, public: bool, overwrite: bool) -> None:
 
 
 def upload(name: str, folder: Path, message: str, *, public: bool) -> str:
-    """Make the repository ``name`` hold the files of ``folder`` alone; return the commit's address.
-
-    Raises:
-        OutputError: the hub refuses.
-    """
+    """Make a repository hold the files of ``folder`` alone; return the commit's address. Raises OutputError."""
     from huggingface_hub import HfApi
 
     with _faults(name, f"is not uploaded ({folder} is whole; hf upload {name} {shlex.quote(str(folder))} .)"):

@@ -61,20 +61,12 @@ class GivenInputs:
 
 
 def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenInputs:
-    """Open conditions for samples of a run on ``data``; ``facts`` are those of its fields.
-
-    Raises:
-        DataError: it can't be read, or is of another size, number or kind than the run learned.
-    """
+    """Open conditions for samples of a run on ``data`` with these ``facts`` of fields; raises DataError."""
     if not path.exists():
         raise DataError(f"{OPTION} {path} does not exist; name a file or folder, or held-out")
     key = f"{path.absolute()} {sorted(looks_of(path, facts is not None).items())}"
-    if facts is not None:
-        return _arrays(data, facts, path, key)
-    return _pictures(data, path, key)
-
-
-def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInputs:
+    if facts is None:
+        return _pictures(data, path, key)
     source = "zarr" if path.is_dir() else SOURCES.get(path.suffix.lower(), data.source)
     if source not in FIELD_OPENERS:
         raise DataError(f"{OPTION} {path} is of pictures, and the run learned named arrays; name a file of such")

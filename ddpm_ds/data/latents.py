@@ -110,11 +110,7 @@ class Autoencoder:
 
     @classmethod
     def open(cls, name: Path) -> Autoencoder:
-        """Open the autoencoder in folder ``name``, or else of that name on the Hugging Face hub.
-
-        Raises:
-            DataError: diffusers is not installed, or the autoencoder does not exist or is of another kind.
-        """
+        """Open the autoencoder in folder ``name``, or of that name on the Hugging Face hub; raises DataError."""
         if importlib.util.find_spec("diffusers") is None:
             raise DataError(f"data.autoencoder = {name} needs diffusers: pip install 'ddpm_ds[latents]'")
         try:
@@ -152,11 +148,7 @@ class Autoencoder:
         return _weights(self.folder)
 
     def copy_to(self, folder: Path) -> None:
-        """Write the autoencoder into a new folder, with its shift in the weights, since pipelines read no shift_factor.
-
-        Raises:
-            OSError: the file system refuses.
-        """
+        """Write it into a new folder, with its shift in the weights, since pipelines read no shift_factor."""
         folder.mkdir()
         if not self.shift:
             shutil.copyfile(self.folder / CONFIG, folder / CONFIG)
@@ -171,9 +163,7 @@ class Autoencoder:
         (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
     def unshifted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1), which subtract it
-        after encoding and add it before decoding.
-        """
+        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1)."""
         import torch
 
         if not self.shift:
@@ -192,12 +182,9 @@ class Autoencoder:
 
 
 def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
-    """Open the autoencoder of ``data``; return None if pixels are learned.
+    """Return the autoencoder of ``data``, None if pixels are learned; raises DataError.
 
-    ``learned`` are the checksums of the images that a checkpoint was trained on.
-
-    Raises:
-        DataError: it can't be used, its latents differ from ``data``, or it is not the one in ``learned``.
+    ``learned`` are the checksums of the images that a checkpoint was trained on, which must be of this autoencoder.
     """
     if data.autoencoder is None:
         return None
@@ -221,11 +208,7 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
 
 
 def pixels_of(data: DataSpec) -> DataSpec:
-    """Return the spec of the pixels from which the latents of ``data`` are made; ``data`` itself without autoencoder.
-
-    Raises:
-        DataError: see :func:`autoencoder_of`.
-    """
+    """Return the spec of the pixels behind latents, ``data`` itself without autoencoder; raises DataError."""
     found = autoencoder_of(data)
     if found is None:
         return data
@@ -246,11 +229,7 @@ def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
-    """Return the function from images or latents sampled on ``device`` to pixels.
-
-    The autoencoder is loaded with the first latents, and occupies the device only while it decodes. Pixels that are NaN
-    become black.
-    """
+    """Return the function from drawn images or latents to pixels; NaN becomes black."""
     return _as_bytes if autoencoder is None else Coder(autoencoder, device).decode
 
 
@@ -263,10 +242,9 @@ def _as_bytes(images: Tensor) -> Tensor:
 
 
 class Coder:
-    """Autoencoder that runs on a device, in fp16 on CUDA unless it needs fp32, and in fp32 on a CPU.
+    """Autoencoder on a device: in fp16 on CUDA unless it needs fp32, else in fp32.
 
-    If a result is not finite in fp16, it is computed again in fp32, and so are all later ones. If the device runs out
-    of memory, the CPU takes over.
+    A result that is not finite in fp16 is computed again in fp32, as all later ones; without memory the CPU takes over.
     """
 
     def __init__(self, autoencoder: Autoencoder, device: torch.device) -> None:
@@ -338,11 +316,7 @@ class Coder:
 
 
 def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
-    """Yield batches of latents of images ``numbers`` in a cache of pixels, with their positions in the cache.
-
-    Raises:
-        DataError: a value is beyond float16.
-    """
+    """Yield latents of images ``numbers`` of a cache, in batches, with their positions; raises DataError."""
     import torch
 
     together = max(1, MOVED_PIXELS // math.prod(cache.meta.shape[1:]))

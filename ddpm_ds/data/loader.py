@@ -146,12 +146,7 @@ def _from_workers(data: _Reads, workers: int, pin_memory: bool) -> Callable[[int
 
 @contextlib.contextmanager
 def worker_failures() -> Iterator[None]:
-    """Turn the failure of a worker process, which PyTorch raises anywhere in the main thread, into a line.
-
-    Raises:
-        HostError: the worker could not hand over a read.
-        MemoryError: the worker was killed.
-    """
+    """Turn the failure of a worker, which PyTorch raises anywhere, into HostError or, if it was killed, MemoryError."""
     try:
         yield
     except RuntimeError as error:
@@ -200,10 +195,7 @@ process takes milliseconds."""
 
 @dataclass(frozen=True)
 class _Reads(Dataset[_Read]):
-    """Reads of one replica, by number; each read has several micro-batches.
-
-    Batches divide evenly into turns of the replicas, so their ends don't matter here.
-    """
+    """Reads of one replica, by number, of several micro-batches each, which may cross the end of a batch."""
 
     cache: DatasetCache
     among: tuple[Indices, ...] | None
@@ -272,12 +264,9 @@ def _ahead(
 
 
 def _begin_worker(_: int) -> None:
-    """Let this worker process end if it can't hand over a read, which its parent would wait for in vain.
-
-    SIGTERM, which all its threads block, ends it only if its training process sends it. A scheduler that stops a run
-    sends it to all processes, and training needs images to finish the step and save. It is blocked before the worker
-    starts, since PyTorch and other libraries may start threads in it before this is called.
-    """
+    """End this worker process if it can't hand over a read, or its training process sends SIGTERM."""
+    # A scheduler that stops a run sends SIGTERM to all processes, and training needs images to finish its step and
+    # save. So all threads block it, from before the start, since libraries may start threads before this is called.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(lambda error, read: os._exit(UNSENT))
     parent = multiprocessing.parent_process()

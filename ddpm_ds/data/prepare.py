@@ -2,8 +2,8 @@
 
 ::
 
-    source ──decode──▶ pixels ──autoencoder──▶ latents          each arrow is :class:`Work`, whose result is written to
-       │                  └──────captions────▶ encoded text     a cache of its own (:mod:`ddpm_ds.data.writing`)
+    source ──decode──▶ pixels ──autoencoder──▶ latents          each arrow is a :class:`Preparation`, which is written
+       │                  └──────captions────▶ encoded text     to a cache of its own (:mod:`ddpm_ds.data.writing`)
        └────read─────▶ fields ──regression───▶ residuals
 """
 
@@ -73,14 +73,14 @@ VERIFIED_BYTES = 2**34
 FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
-"""Number of images by which a source is recognised; and size of a source of which all images count."""
+"""Number of images that a source is recognised by, and size of a source that is recognised by all."""
 LOOKED_AT = 10_000
 """Number of a source's folders, and of its files, whose sizes and times are compared before training; below its double
 all are. A look at 100,000 files takes 0.3 s on a local disk, but may take minutes over a network.
 """
 
 
-class Work(NamedTuple):
+class Preparation(NamedTuple):
     """Plan and facts of a cache, and the function that makes its images."""
 
     plan: CachePlan
@@ -91,12 +91,7 @@ class Work(NamedTuple):
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Return the folder of the cache, named after all that decides its images: source, size, channels, and autoencoder,
-    regression or sizes of all buckets.
-
-    Raises:
-        DataError: the autoencoder can't be used.
-    """
+    """Return the folder of the cache, named after all that decides its images; raises DataError."""
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec))
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
@@ -109,7 +104,7 @@ def cache_path(spec: DataSpec) -> Path:
 
 
 def _source_key(spec: DataSpec) -> str:
-    """Return the end of a cache's name: a hash of what the source reads, empty if it always has the same pixels."""
+    """Return the end of a cache's name: a hash of the source's keys and path, empty if its pixels never change."""
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
     if (beside := keys.pop("data.condition.path", None)) is not None:
@@ -158,12 +153,7 @@ def prepare(
     ``together`` of them share this host's cores. ``progress`` shows bars. ``verify`` compares the checksums of an
     existing cache; None does so up to 16 GiB. Latents and text are made only on a device ``encode_on``, residuals only
     with a ``regression``. ``learned`` are the checksums of a checkpoint's images: their cache is used though its source
-    has changed.
-
-    Raises:
-        DataError: the source fails, can't be normalised, or has changed since it was prepared (unless ``learned`` is
-            given or ``verify`` is False); too many images are unreadable; ``store_root`` can't be written; the cache is
-            damaged or made of another; an autoencoder or encoder is missing; or there are fewer images than ``group``.
+    has changed, as it is if ``verify`` is False. Raises DataError.
     """
     is_whole = spec.buckets is not None and not isinstance(spec, buckets.BucketData)
     parts = buckets_of(spec, group, sizes, progress) if is_whole else [spec]
@@ -181,13 +171,7 @@ def prepare(
             own = {name.removeprefix(prefix): value for name, value in learned.items() if name.startswith(prefix)}
             known = captions.without_text({name: value for name, value in own.items() if not name.startswith(BUCKETS)})
         images = prepare_images(
-            part,
-            progress,
-            together=together,
-            verify=verify,
-            encode_on=encode_on,
-            regression=regression,
-            learned=known,
+            part, progress, together=together, verify=verify, encode_on=encode_on, regression=regression, learned=known
         )
         if encoders is not None:
             path = captions.text_path(images, encoders)
@@ -227,15 +211,15 @@ def prepare_images(
         run = spec.residual_of
         raise _missing(f"data.residual_of = {run}: there are no residuals at {path}; make them", f"residual {run}")
     else:
-        make = partial(source_work, spec, progress)
+        make = partial(source_preparation, spec, progress)
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
             _ = coder.model  # finds a damaged one before hours of preparation
             pixels = prepare_images(pixels_of(spec), progress, together=together)
-            make = partial(latents_work, pixels, coder, spec)
+            make = partial(latents_preparation, pixels, coder, spec)
         elif regression is not None:
             fields = prepare(fields_of(spec), progress, together=together)
-            make = partial(residuals_work, fields, regression)
+            make = partial(residuals_preparation, fields, regression)
         found = _made(path, spec, progress, make, max(1, processors() // together))
         for line in (found.summary, *found.rounding) if progress else ():
             print(f"{path.name}: {line}", file=sys.stderr)
@@ -253,7 +237,7 @@ def _text(
         return found
     if encoders.device is None and encoders.spec.stored != "ids":
         raise _missing(f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it")
-    work = text_work(images, encoders)
+    work = text_preparation(images, encoders)
     if progress:
         plan, free = work.plan, shutil.disk_usage(path.parent).free
         print(
@@ -276,7 +260,9 @@ def _opened(path: Path, verify: bool | None, progress: bool) -> DatasetCache | N
     return DatasetCache.open(path, verify, progress)
 
 
-def _made(path: Path, spec: DataSpec, progress: bool, make: Callable[[], Work], processes: int = 1) -> DatasetCache:
+def _made(
+    path: Path, spec: DataSpec, progress: bool, make: Callable[[], Preparation], processes: int = 1
+) -> DatasetCache:
     """Make the cache at ``path`` together with other processes, and open it."""
     try:
         spec.store_root.mkdir(parents=True, exist_ok=True)
@@ -307,11 +293,7 @@ def _missing(what: str, option: str = "encode") -> DataError:
 def buckets_of(
     spec: DataSpec, group: int, sizes: Sequence[Size] | None = None, progress: bool = False
 ) -> list[buckets.BucketData]:
-    """Return the buckets of :func:`prepare`; ``progress`` shows a bar, and says which have too few images.
-
-    Raises:
-        DataError: there are fewer images than ``group``, or the source fails.
-    """
+    """Return the buckets of :func:`prepare`; ``progress`` shows a bar, and which are too small. Raises DataError."""
     found, shapes = list[buckets.BucketData](), _known_shapes(spec)
     with suppress(DataError):  # of images that have been replaced
         found = [] if shapes is None else buckets.filled_buckets(spec, shapes, group, sizes)
@@ -329,10 +311,7 @@ def buckets_of(
 
 def bucket_shares(data: DataSpec, group: int | None, *, counted: bool) -> tuple[tuple[Size, float], ...]:
     """Return the size of each bucket, as ``data.image_size`` counts it, and its share of the images; () without
-    buckets. Shares are equal unless they are to be ``counted`` and preparation has counted the images.
-
-    Raises:
-        DataError: the autoencoder can't be used, or there are too few images.
+    buckets. Shares are equal unless they are to be ``counted`` and images have been. Raises DataError.
     """
     if group is None:
         return ()
@@ -384,17 +363,19 @@ def _unwritable(spec: DataSpec, error: OSError) -> DataError:
     )
 
 
-def text_work(images: DatasetCache, encoders: TextEncoders) -> Work:
+def text_preparation(images: DatasetCache, encoders: TextEncoders) -> Preparation:
     """Return the encoding of the distinct captions of ``images``."""
     texts, sources = captions.texts_of(images), captions.text_sources(images, encoders)
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         return captions.encoded_texts(encoders, texts[numbers.start : numbers.stop])
 
-    return Work(_plan("text", captions.text_fields(encoders), len(texts), sources), Facts((".",), sources), chunks)
+    return Preparation(
+        _plan("text", captions.text_fields(encoders), len(texts), sources), Facts((".",), sources), chunks
+    )
 
 
-def latents_work(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Work:
+def latents_preparation(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Preparation:
     """Return the encoding of all ``pixels`` to latents."""
     sources = sources_of(pixels, coder.autoencoder)
     beside = {name: pixels.meta.field(name) for name in pixels.others}
@@ -406,25 +387,21 @@ def latents_work(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Work:
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
 
     plan = _plan("latents", {IMAGES: field_of("latents", spec.shape), **beside}, len(pixels), sources)
-    return Work(plan, Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=texts), chunks)
+    return Preparation(plan, Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=texts), chunks)
 
 
-def residuals_work(fields: DatasetCache, regression: Regression) -> Work:
+def residuals_preparation(fields: DatasetCache, regression: Regression) -> Preparation:
     """Return the subtraction of predictions from all ``fields``."""
     meta, sources = fields.meta, made_of(fields, regression)
     stored = {name: meta.field(name) for name in fields.fields}
     stored[IMAGES] = stored[IMAGES].model_copy(update={"offset": ()})
     facts = Facts(meta.classes, sources, meta.origin, fields.constants, meta.coordinates, meta.masked)
     plan = _plan("fields", stored, len(fields), sources)
-    return Work(plan, facts, lambda numbers: residuals(fields, regression, numbers))
+    return Preparation(plan, facts, lambda numbers: residuals(fields, regression, numbers))
 
 
-def source_work(spec: DataSpec, progress: bool) -> Work:
-    """Open the source of ``spec``, before anything is decoded or written.
-
-    Raises:
-        DataError: the source fails, or has other fields than the spec says.
-    """
+def source_preparation(spec: DataSpec, progress: bool) -> Preparation:
+    """Open the source of ``spec``, before anything is decoded or written; raises DataError."""
     paths = _paths(spec)
     looks = [looks_of(path, spec.reads_arrays) for path in paths]  # before it is read
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
@@ -441,7 +418,7 @@ def source_work(spec: DataSpec, progress: bool) -> Work:
         plan = _plan(kind, fields.fields, len(fields.labels), " ".join([content, *of_files]))
         masked = spec.mask is not None
         facts = Facts(fields.classes, {}, origin_of(content), fields.constants, fields.coordinates, masked)
-        return Work(plan, facts, fields.chunks)
+        return Preparation(plan, facts, fields.chunks)
     source = _opened_source(spec, progress)
     known = captions.known_captions(source, spec)
     content, are_files = _sampled(source)
@@ -451,7 +428,7 @@ def source_work(spec: DataSpec, progress: bool) -> Work:
         stored |= captions.image_fields(known.table)
     plan = _plan("pixels", stored, len(source.labels), " ".join([content, *of_files]))
     decoding = Decoding(source, plan.shape, None if known is None else known.table)
-    return Work(plan, facts, decoding.chunks, decoding if are_files and plan.images > FEW_IMAGES else None)
+    return Preparation(plan, facts, decoding.chunks, decoding if are_files and plan.images > FEW_IMAGES else None)
 
 
 def _plan(kind: Kind, fields: Mapping[str, StoredField], images: int, origin: str | Mapping[str, str]) -> CachePlan:
@@ -492,9 +469,7 @@ def _paths(spec: DataSpec) -> list[Path]:
 
 
 def looks_of(path: Path, whole: bool) -> dict[str, Look]:
-    """Return the look of a path and, in a folder, of some of its folders and files, by their relative names; with
-    ``whole`` one of the path with all of its files.
-    """
+    """Return the looks of a path and of some folders and files in it, or only one of a ``whole`` folder."""
     folders, files = [str(path)], list[str]()
     for above, folders_here, files_here in () if whole else os.walk(path):
         folders += (os.path.join(above, name) for name in folders_here)
@@ -507,9 +482,7 @@ def looks_of(path: Path, whole: bool) -> dict[str, Look]:
 
 
 def _look(path: Path, whole: bool = False) -> Look | None:
-    """Return size and time as :data:`Look`; None if it can't be seen. Those of a ``whole`` folder are the sum of its
-    files' sizes, and a number made of their names, sizes and times.
-    """
+    """Return size and time as :data:`Look`, or those of all files of a ``whole`` folder; None if it can't be seen."""
     try:
         status = os.stat(path)
         if whole and stat.S_ISDIR(status.st_mode):
@@ -522,9 +495,7 @@ def _look(path: Path, whole: bool = False) -> Look | None:
 
 
 def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
-    """Refuse a cache if a file of ``data.path`` has another size now or, where only times differ, if names, labels or
-    images do. The source may be gone.
-    """
+    """Refuse a cache if its source has other sizes now, or other times and content; it may be gone."""
     if spec.path is None or (origin := found.meta.origin) is None:
         return
     looks = [

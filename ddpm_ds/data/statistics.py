@@ -52,16 +52,16 @@ def rounding_of(name: str) -> str:
 
 
 def moments_of(values: npt.NDArray[Any], masked: bool = False) -> Moments:
-    """Return the moments of values (C, ...), of which NaN are left out if they are ``masked``.
-
-    The mean of a channel is not finite if one of its values is not.
-    """
+    """Return the moments of values (C, ...), without NaN if these are ``masked``; the mean may not be finite."""
     found = list[Moments]()
     for channel in values.reshape(len(values), -1):
-        kept = channel[~np.isnan(channel)] if masked else channel
-        blocks = [
-            _block(kept[first : first + BLOCK_VALUES].astype(np.float64)) for first in range(0, len(kept), BLOCK_VALUES)
-        ]
+        kept, blocks = channel[~np.isnan(channel)] if masked else channel, list[tuple[float, ...]]()
+        for first in range(0, len(kept), BLOCK_VALUES):
+            block = kept[first : first + BLOCK_VALUES].astype(np.float64)
+            low, high, mean = float(block.min()), float(block.max()), float(block.mean())
+            if np.isfinite(mean):
+                block -= mean
+            blocks.append((len(block), mean, float(np.square(block, out=block).sum()), low, high))
         found.append(merged(np.array(blocks)[:, :, None]) if len(blocks) > 1 else np.array(blocks or [(0.0,) * 5]).T)
     return np.concatenate(found, axis=1)
 
@@ -81,10 +81,3 @@ def merged(parts: npt.NDArray[np.float64]) -> Moments:
     squares = (squares + count * (mean - centre) ** 2).sum(0)
     low, high = np.where(count, low, np.inf).min(0), np.where(count, high, -np.inf).max(0)
     return np.stack([total, centre, squares, np.where(total, low, 0.0), np.where(total, high, 0.0)])
-
-
-def _block(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, float]:
-    low, high, mean = float(values.min()), float(values.max()), float(values.mean())
-    if np.isfinite(mean):
-        values -= mean
-    return len(values), mean, float(np.square(values, out=values).sum()), low, high

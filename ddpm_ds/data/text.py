@@ -112,9 +112,7 @@ class FilesOfEncoder:
 
 
 class TextEncoders:
-    """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU. Without a
-    device they only read text.
-    """
+    """Encoders on a device, loaded at their first use: fp16 on CUDA, else fp32. Without a device they read text."""
 
     def __init__(self, spec: TextSpec, parts: Sequence[FilesOfEncoder], device: torch.device | None) -> None:
         self.spec, self.device, self._parts = spec, device, parts
@@ -122,7 +120,7 @@ class TextEncoders:
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
-        """Open the encoders of ``spec``, of which only configurations are read; raises DataError."""
+        """Open the encoders of ``spec`` and read their configurations alone; raises DataError."""
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
         return cls(spec, parts_of(spec), device)
@@ -287,7 +285,25 @@ def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:
             listed = set()  # a folder of encoders alone
         second = [f"{part}{SUFFIXES[1]}" for part in ("tokenizer", "text_encoder")]
         has_two = any(name in listed or (folder / name).exists() for name in second)
-        return [_part(spec, folder, suffix) for suffix in SUFFIXES[: 1 + has_two]]
+        found = list[FilesOfEncoder]()
+        for suffix in SUFFIXES[: 1 + has_two]:
+            tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
+            if missing := next((part for part in (tokenizer, encoder) if not part.is_dir()), None):
+                raise _unusable(spec, f"it has no folder {missing.name}")
+            try:
+                config = _Config.model_validate(parse_json(read_bytes(encoder / CONFIG)), strict=False)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                key = ".".join(map(str, fault["loc"])) or CONFIG
+                raise _unusable(spec, f"{encoder.name}/{CONFIG} is of another kind ({key}: {fault['msg']})") from None
+            except (OSError, ValueError) as error:
+                raise _unusable(spec, f"{encoder.name}/{CONFIG} can't be read ({one_line(error)})") from None
+            variants: tuple[Literal["fp16"] | None, ...] = (None, "fp16")
+            usable = [each for each in variants if _weights(encoder, each)]
+            if not usable:
+                raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
+            found.append(FilesOfEncoder(tokenizer, encoder, config, usable[0]))
+        return found
 
     folder = expanded(spec.encoders)
     if folder.exists():
@@ -297,26 +313,6 @@ def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:
 
 
 _checksum = until_changed(sha256_of)
-
-
-def _part(spec: TextSpec, folder: Path, suffix: str) -> FilesOfEncoder:
-    """Return a tokenizer and its encoder in a pipeline's folder; raises DataError."""
-    tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
-    for part in (tokenizer, encoder):
-        if not part.is_dir():
-            raise _unusable(spec, f"it has no folder {part.name}")
-    try:
-        config = _Config.model_validate(parse_json(read_bytes(encoder / CONFIG)), strict=False)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"])) or CONFIG
-        raise _unusable(spec, f"{encoder.name}/{CONFIG} is of another kind ({key}: {fault['msg']})") from None
-    except (OSError, ValueError) as error:
-        raise _unusable(spec, f"{encoder.name}/{CONFIG} can't be read ({one_line(error)})") from None
-    variant = next((each for each in (None, "fp16") if _weights(encoder, each)), False)
-    if variant is False:
-        raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
-    return FilesOfEncoder(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
 
 
 def _weights(encoder: Path, variant: str | None) -> list[Path]:

@@ -116,9 +116,7 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 
 
 def lock_of(path: Path, name: str = "list") -> filelock.FileLock:
-    """Return lock ``name`` of the cache at ``path`` among the processes of this host, in its own folder for temporary
-    files, since not all shared file systems have locks.
-    """
+    """Return lock ``name`` of a cache among this host's processes; not all shared file systems have locks."""
     file = _lock_file(path, name)
     file.parent.mkdir(mode=0o700, exist_ok=True)
     return filelock.FileLock(file)
@@ -134,11 +132,8 @@ def write_cache(
 ) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    If the unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
-
-    Raises:
-        DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
-        OSError: the disk fails, and finished files are kept; or the folder was removed each time.
+    If the unfinished folder is removed, it is begun again, ``beginnings`` times in all. Raises DataError if the disk is
+    too small or too many images are unreadable, and OSError if the disk fails; finished files are kept then.
     """
     if path.exists():
         return

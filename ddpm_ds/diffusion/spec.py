@@ -43,7 +43,7 @@ class DiffusionSpec(Section):
     beta_end: Factor = 0.02
     """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
     zero_terminal_snr: Annotated[bool, only_with(OF_TIMESTEPS, _NOT_EPS)] = False
-    """Rescale the betas so that the last timestep is pure noise (Lin et al.), of which eps can't be learned."""
+    """Rescale the betas so that the last timestep is pure noise (Lin et al.), where eps can't be learned."""
     objective: Annotated[
         str,
         one_of(OBJECTIVES),

@@ -20,9 +20,7 @@ AcrossHosts = Literal["stages", "replicas"]
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Layers whose weights are split among the ranks of a tensor group, and the size of a group; nothing else if that
-    is 1.
-    """
+    """Layers whose weights are split among the ranks of a tensor group, and the size of a group."""
 
     size: int = 1
     """Number of ranks of a group; 1 splits nothing."""
@@ -87,8 +85,8 @@ class Layout:
     def most_held(self) -> int:
         """Most micro-batches that a rank of a planned pipeline holds, usually two for each stage, as in DualPipeV.
 
-        If ZeRO-2 reduces gradients over replicas after each pass of weight gradients, passes take more of them at once.
-        A single stage usually holds one; if it holds several, it computes their weight gradients together.
+        If ZeRO-2 reduces gradients after each pass of weight gradients, passes take more of them at once. A single
+        stage usually holds one; of several it computes the weight gradients together.
         """
         if self.in_flight != "auto":
             return self.in_flight

@@ -69,7 +69,7 @@ def no_number(value: object) -> object:
 
 @dataclass(frozen=True)
 class Needs:
-    """Mark of a field some values of which need conditions, by :func:`only_with` or :func:`needs`."""
+    """Mark of a field whose value needs conditions, by :func:`only_with` or :func:`needs`."""
 
     conditions: tuple[str | Callable[[], str], ...]
     value: str = ""
@@ -99,7 +99,7 @@ def only_with(*conditions: str | Callable[[], str]) -> Needs:
 
 
 def needs(value: str, *conditions: str | Callable[[], str]) -> Needs:
-    """Return the mark of a field of which one value needs conditions, written as for :func:`only_with`."""
+    """Return the mark of a field with one value that needs conditions, written as for :func:`only_with`."""
     return Needs(conditions, value)
 
 
@@ -111,9 +111,7 @@ def refuse(rules: Mapping[str, object]) -> None:
 
 
 def unused(root: object, within: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yield dotted keys whose values have no effect beside the others, or lack what they need, each with its message
-    and the keys it needs.
-    """
+    """Yield dotted keys whose values break a :class:`Needs`, each with its message and the keys it needs."""
     section = value_at(root, within.rstrip("."))
     for name, about in type(section).model_fields.items():
         key, value, usual = within + name, getattr(section, name), about.default
@@ -176,20 +174,16 @@ class Format(Generic[S]):
     """Whether the keys of a section are few enough to be listed where one is unknown."""
 
     def read(self, values: Mapping[str, object]) -> S:
-        """Return the model of ``values``, which are strict by JSON's rules: "64" is no number, and true is not 1.
+        """Return the model of ``values``, strict by JSON's rules: "64" is no number, and true is not 1.
 
-        A whole number may be written as 5e8 or 2.0, a list may be a tuple, and text a path.
-
-        Raises:
-            ValidationError: a key or value is wrong; :meth:`faults` has it in words.
+        A whole number may be written as 5e8 or 2.0, a list may be a tuple, and text a path. Raises ValidationError.
         """
         return self.model.model_validate_json(json.dumps(_exact(values), default=str), strict=True)
 
     def faults(self, error: ValidationError, values: Mapping[str, object]) -> dict[tuple[str, ...], str]:
         """Return a message for each wrong key of ``values``, by location, without missing keys that were misspelt.
 
-        A fault of no key in particular, which the model's own check found, has the location () and a line for each
-        message.
+        Faults of the model's own check have the location () and a line for each message.
         """
         found: dict[tuple[str, ...], str] = {}
         meant: set[str] = set()
@@ -266,7 +260,7 @@ class Format(Generic[S]):
             yield from self.all_keys((*within, name))
 
     def takes(self, location: Sequence[str]) -> str:
-        """Return words for what the field at a location takes."""
+        """Return words for the values of the field at a location."""
         if self.at(location):
             return f"{self.section} with {', '.join(self._names(location))}"
         return expected(self.schema(location))
@@ -351,7 +345,7 @@ class Format(Generic[S]):
         return list(section.model_fields) if section else []
 
     def _fix(self, location: tuple[str, ...], value: object) -> str:
-        """Return what to do about a wrong value: what it clearly means, such as "False" or null, or the reason."""
+        """Return the fix of a wrong value: its clear meaning, such as "False" or null, or the reason."""
         if is_off(value) and self.at(location):
             section = self.at(location[:-1])
             return "" if section is None or section.model_fields[location[-1]].is_required() else "; remove it"
@@ -464,10 +458,9 @@ def expected(schema: JsonSchemaValue) -> str:
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` with its arguments checked, and converted as pydantic does, before it runs.
+    """Return ``function`` with its arguments checked by their annotations, and converted, before it runs.
 
-    Ranges are in the annotations, such as ``Annotated[int, Field(ge=1)]``. The function raises SpecError, one line that
-    names the argument, its value and what it takes.
+    It raises SpecError, one line that names the argument, its value and its type.
     """
     signature = inspect.signature(function)
 

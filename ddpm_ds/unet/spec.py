@@ -39,7 +39,7 @@ class Interface:
     numbers: int = 0
     """Size of the vector that is added to the time embedding."""
     told_level: bool = False
-    """Whether the U-Net is told a second noise level, that of its condition."""
+    """Whether the U-Net reads a second noise level, that of its condition."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -147,7 +147,8 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
         (STORED, {**FIELDS, "sampler__clip": "static"}, ["sampler.clip = static", "use none"]),
         (STORED, {"diffusion__channel_weights": [1.0, 2.0]}, ["diffusion.channel_weights", "data.channels = 1"]),
         (STORED, {"diffusion__channel_weights": [0.0]}, ["diffusion.channel_weights = [0.0] leaves no loss"]),
-        (STORED, {"data__flips_negate": [0]}, ["data.flips_negate = [0]"]),
+        (None, {**FIELDS, "data__autoencoder": "a"}, ["data.autoencoder needs pictures", "has arrays here; use null"]),
+        (None, {"data__channels": 5}, ["data.channels = 5 should be 1 (grey) or 3"]),
         (
             STORED,
             {**FIELDS, "data__flips_negate": [4], "data__horizontal_flips": True},

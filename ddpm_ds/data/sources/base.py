@@ -136,9 +136,7 @@ def under_other_keys(others: Mapping[str, str], key: str) -> str:
 
 
 class Source(Protocol):
-    """Opened source of N images, numbered from 0. It can be pickled: another process reopens the files that it reads
-    instead of receiving their content.
-    """
+    """Opened source of N images, numbered from 0; when it is pickled, its files are opened again."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -231,7 +229,7 @@ def outside(name: str) -> bool:
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
-    """Return ``data.path``, which must be a file or, if ``folder``, a folder, called ``what``; raises DataError."""
+    """Return ``data.path``, a file or, if ``folder``, a folder, which an error calls ``what``; raises DataError."""
     path, kind = spec.path, "folder" if folder else "file"
     assert path is not None  # the run spec checks it
     if not (path.is_dir() if folder else path.is_file()):
@@ -254,9 +252,7 @@ def read_file(path: Path) -> bytes:
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:
-    """Return the states of all files in a folder and its folders, by relative name, sorted; raises OSError, also for
-    anything but files and folders, and for a folder that is found twice by a link.
-    """
+    """Return the states of all files below a folder, by relative name; OSError for others, or a folder twice."""
     found, below, seen = dict[str, os.stat_result](), [""], set[tuple[int, int]]()
     for above in below:  # which grows
         with os.scandir(folder / above) as entries:

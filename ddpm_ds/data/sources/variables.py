@@ -1,4 +1,4 @@
-"""Fields and what belongs to them, from files of named arrays: which arrays a spec means, their checks, lazy reads.
+"""Arrays of a spec in files of named arrays: found by name, checked, and read when they are needed.
 
 The first dimension of an array counts images; ``constants`` have no such dimension. Openers return the arrays of a file
 as :class:`Variable` by name, and read none of them::
@@ -229,11 +229,9 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
 
 
 def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
-    """Return an array whose reads raise OSError whatever the library raises, and DataError once a file was cut short:
-    HDF5 reads zeros there, and a mapped file ends the process.
-    """
+    """Return an array whose reads raise OSError for any fault, and DataError once its file was cut short."""
 
-    def check() -> None:
+    def check() -> None:  # HDF5 reads zeros beyond the end, and a mapped file ends the process
         if (size := path.stat().st_size) < before.st_size and not path.is_dir():
             sizes = f"from {before.st_size:,} to {size:,} bytes"
             raise DataError(f"{path} was cut {sizes} while it was read; bring it back")
@@ -418,7 +416,20 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[float, ...
 def open_stored(path: Path, spec: DataSpec) -> Variables:
     """Open a Zarr folder, an HDF5 file or a NetCDF file, whichever the content is."""
     if path.is_dir():
-        return _zarr(path)
+        import zarr
+
+        if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
+            count = len(os.listdir(path))
+            fix = "name one file, into which they are joined"
+            raise ValueError(f"it is a folder of {count:,} files and no Zarr; {fix}")
+        files = [*files_below(path)]
+        arrays: Variables = {}
+        for folder, _, kind in (file.rpartition("/") for file in files):
+            name = _text(folder or "images")  # of a single array
+            if kind in ZARR:
+                each = _opened(name, partial(_zarr_array, zarr.open_array, path, files, folder, kind, name))
+                arrays |= {name: each} if each.shape else {}
+        return arrays
     with open_regular(path) as file:
         first = file.read(64)
         if first.startswith(b"CDF"):
@@ -460,24 +471,6 @@ def _opened(name: str, make: Callable[[], Variable]) -> Variable:
 
 def _nothing(name: str, shape: tuple[int, ...] = (), fault: str = "") -> Variable:
     return Variable(name, shape, np.dtype(float), lambda part: np.empty(0), fault=fault)
-
-
-def _zarr(path: Path) -> Variables:
-    """Open the arrays of a Zarr folder, each by its own metadata; a single array is named images."""
-    import zarr
-
-    if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
-        count = len(os.listdir(path))
-        raise ValueError(f"it is a folder of {count:,} files and no Zarr; name one file, into which they are joined")
-    files = [*files_below(path)]
-    found: Variables = {}
-    for folder, _, kind in (file.rpartition("/") for file in files):
-        if kind in ZARR:
-            name = _text(folder or "images")
-            each = _opened(name, partial(_zarr_array, zarr.open_array, path, files, folder, kind, name))
-            if each.shape:
-                found[name] = each
-    return found
 
 
 def _zarr_array(
@@ -570,10 +563,7 @@ def _hdf5_array(name: str, item: Any, path: Path) -> Variable:
 
 
 def _mapped(item: Any, path: Path) -> int:
-    """Return how many values of a virtual data set have a source; raises ValueError unless all sources are there.
-
-    HDF5 itself reads the fill value for a source that is missing, and never ends for a data set of itself.
-    """
+    """Return how many values of a virtual data set have a source, which HDF5 itself would not look for."""
     import h5py
 
     count = 0
@@ -642,10 +632,7 @@ def _numbers(key: str, value: object) -> Array:
 
 
 def _finished(variable: Variable, found: Variables) -> Variable:
-    """Return an unpacked array whose dimension of time is the first and, of places if it has two, these are the last.
-
-    Where dimensions have no names, arrays (n,) beside it name them, where names and lengths leave no doubt.
-    """
+    """Return an unpacked array with time as its first dimension, and two dimensions of place as its last."""
     variable = _unpacked(variable)
     if variable.fault or len(variable.shape) < 2:
         return variable

@@ -121,11 +121,7 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
 
 
 def _images(shard: Path, captions: str | None) -> list[tuple[str, int, int, int, _Texts]]:
-    """Return name, offset, size in bytes, label and captions of the images in a shard; raises DataError.
-
-    Captions are under this key of the image's .json, or in its .txt. A mask ``KEY.seg.png`` beside ``KEY.png`` is not
-    read.
-    """
+    """Return name, offset, size, label and captions of the images in a shard, masks left out."""
     found, dotted = defaultdict[str, _Members](dict), dict[str, str]()
     try:
         with open_regular(shard) as file, tarfile.TarFile(fileobj=file) as archive:
@@ -169,23 +165,24 @@ def _beside(file: IO[bytes], members: _Members, captions: str | None) -> tuple[i
             raise ValueError(f"{printable(name)} has more than {MOST_RECORD_BYTES:,} bytes")
         return os.pread(file.fileno(), size, offset)
 
-    labels = (_label(printable(members[kind][0]), content(kind)) for kind in LABELS if kind in members)
+    def label_in(kind: str) -> int:
+        """Return the label in a member, UNLABELLED if its block has none."""
+        text = content(kind)
+        try:
+            if kind == "json":
+                block = parse_json(text)
+                label = next((block[key] for key in ("label", "cls") if block.get(key) is not None), UNLABELLED)
+            else:
+                label = int(check_digits(text.decode("ascii").strip()))
+        except (ValueError, AttributeError):
+            label = None
+        if type(label) is not int or not UNLABELLED <= label < MOST_CLASSES:
+            name = printable(members[kind][0])
+            raise ValueError(f"the label in {name} is no whole number from 0 to {MOST_CLASSES - 1:,}")
+        return label
+
+    labels = (label_in(kind) for kind in LABELS if kind in members)
     kinds = [kind for kind in CAPTIONS if kind in members] if captions is not None else []
     texts = [texts_in(printable(members[kind][0]), partial(content, kind), captions or "") for kind in kinds]
     label = next((label for label in labels if label != UNLABELLED), UNLABELLED)
     return label, next((each for each in texts if isinstance(each, list)), texts[0] if texts else {})
-
-
-def _label(name: str, content: bytes) -> int:
-    """Return the label in a member, UNLABELLED if its block has none; raises ValueError."""
-    try:
-        if name.lower().endswith("json"):
-            block = parse_json(content)
-            label = next((block[key] for key in ("label", "cls") if block.get(key) is not None), UNLABELLED)
-        else:
-            label = int(check_digits(content.decode("ascii").strip()))
-    except (ValueError, AttributeError):
-        label = None
-    if type(label) is not int or not UNLABELLED <= label < MOST_CLASSES:
-        raise ValueError(f"the label in {name} is no whole number from 0 to {MOST_CLASSES - 1:,}")
-    return label
