@@ -60,12 +60,7 @@ class _Faults:
 
 
 def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> DsConfig:
-    """Return a DeepSpeed JSON with its keys checked (docs/ds_configs.md).
-
-    Raises:
-        DsConfigError: keys are unknown or misspelt, have wrong values, would be ignored or break under a pipeline, or
-            contradict each other or the spec; one line for each fault, naming file, key, value and fix.
-    """
+    """Return a DeepSpeed JSON with its keys checked, beside the spec too; raises DsConfigError of all faults."""
     faults = _Faults(path)
     checked = _readable(config, faults)
     _check_together(checked, faults)

@@ -41,11 +41,7 @@ Shapes = npt.NDArray[np.int32]
 
 
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
-    """Return the buckets (height, width) around the pixels of a ``size``, from the tallest to the widest.
-
-    Sides are multiples of ``buckets.step`` pixels, their ratio is at most ``widest``, and with each size there is the
-    one that is turned.
-    """
+    """Return buckets (height, width) around the pixels of ``size``, each also turned, from tall to wide."""
     pixels, step = math.prod(size), buckets.step
     found = set[Size]()
     for height in range(step, int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step, step):

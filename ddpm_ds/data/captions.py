@@ -16,13 +16,12 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ddpm_ds.data.cache import (
     CAPTIONS,
@@ -30,10 +29,8 @@ from ddpm_ds.data.cache import (
     IMAGES,
     MEASURED,
     POOLED,
-    SIZES,
     TEXT,
     TEXT_SCALE,
-    TEXTS,
     DatasetCache,
     Images,
     Indices,
@@ -77,14 +74,6 @@ def known_captions(source: Source, spec: DataSpec) -> Captions | None:
     )
 
 
-def image_fields(captions: npt.NDArray[np.int32]) -> dict[str, StoredField]:
-    """Return the fields of images with ``captions`` (N, most captions), beside their pixels."""
-    return {
-        SIZES: StoredField(shape=(6,), values="float32"),
-        CAPTIONS: StoredField(shape=(captions.shape[1],), values="int32"),
-    }
-
-
 def written(texts: Iterable[str]) -> bytes:
     """Return the content of a file of distinct captions."""
     return b"".join(json.dumps(text).encode() + b"\n" for text in texts)
@@ -97,17 +86,6 @@ def texts_of(images: DatasetCache) -> list[str]:
             return [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise damaged(images.path, f"{CAPTIONS_FILE} can't be read ({error})") from error
-
-
-def text_path(images: DatasetCache, encoders: TextEncoders) -> Path:
-    """Return the folder of the encoded captions of a cache of images."""
-    name = f"text-{images.meta.sha256[CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
-    return images.path.with_name(name + ("" if encoders.spec.stored == "float16" else f"-{encoders.spec.stored}"))
-
-
-def without_text(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return ``checksums`` without those of encoded captions."""
-    return {name: value for name, value in checksums.items() if not name.startswith(TEXTS)}
 
 
 def text_sources(images: DatasetCache, encoders: TextEncoders) -> dict[str, str]:

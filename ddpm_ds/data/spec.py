@@ -66,14 +66,10 @@ class ConditionSpec(Section):
     """Share of the images whose condition, vector included, is replaced by zeros, which a flag says to the U-Net;
     needed for guidance."""
 
-    def made_channels(self, image_channels: int) -> int:
-        """Return the channels that are stored or made from the image, without constants and grid."""
-        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
-        return made[self.kind] if self.kind else 0
-
     def input_channels(self, image_channels: int) -> int:
         """Return all channels of the condition."""
-        return self.made_channels(image_channels) + self.constant_channels + self.grid_channels
+        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
+        return (made[self.kind] if self.kind else 0) + self.constant_channels + self.grid_channels
 
     @property
     def numbers(self) -> int:

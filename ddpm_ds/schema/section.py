@@ -1,5 +1,5 @@
-"""Models of the two configuration files: their base class, one-line messages for their faults, and their reference; and
-the check of arguments of the functions that scripts call, by the same models. Does not import torch.
+"""Models of the two configuration files: their base class, messages and reference; checks of arguments by the same
+models. Does not import torch.
 
 The run spec and the DeepSpeed JSON are trees of :class:`Section`, frozen pydantic models in which an unknown key is an
 error. A field's docstring is its documentation; everything else about it is read from its JSON schema, in which
@@ -34,10 +34,7 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """Frozen section of a configuration file, in which an unknown key is an error.
-
-    It is checked whenever it is given to a checked function or model, since ``model_copy`` checks nothing.
-    """
+    """Frozen section of a configuration file, checked wherever it is given; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -174,10 +171,7 @@ class Format(Generic[S]):
     """Whether the keys of a section are few enough to be listed where one is unknown."""
 
     def read(self, values: Mapping[str, object]) -> S:
-        """Return the model of ``values``, strict by JSON's rules: "64" is no number, and true is not 1.
-
-        A whole number may be written as 5e8 or 2.0, a list may be a tuple, and text a path. Raises ValidationError.
-        """
+        """Return the model of ``values``: "64" is no number, true is not 1, 5e8 is whole; raises ValidationError."""
         return self.model.model_validate_json(json.dumps(_exact(values), default=str), strict=True)
 
     def faults(self, error: ValidationError, values: Mapping[str, object]) -> dict[tuple[str, ...], str]:
