@@ -127,7 +127,10 @@ def test_classes_come_in_turn_unless_labels_say_otherwise(trained: Trained) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)}, "sampler.eta = 0.5 is of ddim, not of dpm_solver"),
+        (
+            {"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)},
+            "sampler.eta = 0.5 is used only with sampler.kind: ddim",
+        ),
         ({"sampler": SamplerSpec(steps=2000)}, "sampler.steps = 2000 is above the 1000 timesteps"),
         ({"labels": []}, "labels = [] names no class; use None"),
         ({"labels": [3, 10]}, "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),

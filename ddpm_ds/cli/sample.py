@@ -309,8 +309,7 @@ def sampler_from(
         check_guidance(changed, diffusion)
     except (ValueError, SpecError) as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
-        said = re.sub(r"(eta 0)$", r"--\1", said.replace("--kind", "--sampler"))
-        raise SpecError(said.replace("use kind ", "use --sampler ")) from None
+        raise SpecError(said.replace("--kind", "--sampler")) from None
     return changed
 
 

@@ -39,9 +39,7 @@ class _Faults:
         self._keys: set[str] = set()
 
     def add(self, key: str, fault: str, *others: str) -> None:
-        """Add what is wrong with a key, unless it may follow from a fault of that key, of one inside it or of
-        ``others``.
-        """
+        """Add the fault of a key, unless it may follow from one of that key, of a key inside it, or of ``others``."""
         if any(f"{name}.".startswith(f"{wrong}.") for name in (key, *others) for wrong in self._keys):
             return
         if any(wrong.startswith(f"{key}.") for wrong in self._keys):
@@ -62,17 +60,46 @@ class _Faults:
 
 
 def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> DsConfig:
-    """Return a DeepSpeed JSON with its keys checked (docs/ds_configs.md).
-
-    Raises:
-        DsConfigError: keys are unknown or misspelt, have wrong values, would be ignored or break under a pipeline, or
-            contradict each other or the spec; one line for each fault, naming file, key, value and fix.
-    """
+    """Return a DeepSpeed JSON with its keys checked, beside the spec too; raises DsConfigError of all faults."""
     faults = _Faults(path)
     checked = _readable(config, faults)
     _check_together(checked, faults)
-    if spec is not None:
-        _check_beside_spec(checked, spec, faults)
+    if spec is None:
+        faults.check()
+        return checked
+    most, levels = len(spec.unet.multipliers) - 1, tensor_split(checked).levels
+    if levels != "all" and (beyond := [level for level in levels if level > most]):
+        there = "level 0 alone" if most == 0 else f"levels 0 to {most}"
+        few = [level for level in levels if level <= most] or [most]
+        fix = f"use --set {shlex.quote(f'ds.pipeline.tensor.levels={shown(few)}')}"
+        fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
+        faults.add("pipeline.tensor.levels", fault)
+    warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
+    kind = checked.scheduler.type
+    if "scheduler" not in checked.model_fields_set and warmup and decay is None:
+        fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
+        faults.add("scheduler", f"{fault}optimizer.warmup_images=0")
+    if kind not in (None, "WarmupLR") and decay is not None:
+        faults.add(
+            "scheduler.type",
+            f"= {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; remove the scheduler "
+            "or use --set optimizer.decay=null",
+        )
+        faults.also_about("scheduler.params")
+    elif kind not in (None, "WarmupLR") and not warmup:
+        steps = _given(checked.scheduler.params.warmup_num_steps, 1)
+        images = steps * _given(checked.train_batch_size, spec.train.batch_images)
+        faults.add("scheduler.type", f"= {kind} needs a warm-up; use --set optimizer.warmup_images={images}")
+        faults.also_about("scheduler.params.warmup_num_steps")
+    for dotted, decided in _decided_by_spec(checked, spec).items():
+        given = value_at(checked, dotted)
+        if given not in ("auto", decided.value):
+            fix = f"use --set ds.{dotted}=auto"
+            if decided.spec_key is not None:
+                images = given if decided.images is None else int(given) * decided.images
+                fix += f" or --set {shlex.quote(f'{decided.spec_key}={shown(images)}')}"
+            source = f"{decided.source} is {shown(decided.value)}"
+            faults.add(dotted, f"= {shown(given)} contradicts the spec: {source}; {fix}")
     faults.check()
     return checked
 
@@ -86,7 +113,7 @@ def tensor_split(config: DsConfig) -> TensorSplit:
 
 
 def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
-    """Return a config with another answer to what is split."""
+    """Return a config that splits other layers."""
     return changed(config, {"pipeline.tensor": split.block})
 
 
@@ -135,10 +162,6 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         faults.add(device, f"is missing, so that nothing is offloaded; remove the block or use --set ds.{device}=cpu")
     if config.optimizer.type is None:
         faults.add("optimizer.type", "is missing; use --set ds.optimizer.type=AdamW")
-    for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
-        if variant in params.model_fields_set and not params.torch_adam and not config.is_8bit:
-            needs = "it needs torch_adam = true, or remove it" if getattr(params, variant) else "remove it"
-            faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
     for variant in ("torch_adam", "fused") if config.offloads else ():
         if getattr(params, variant) is False and variant in params.model_fields_set:
             fault = "= false, but PyTorch's fused AdamW steps what is offloaded; remove it"
@@ -148,9 +171,16 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     if config.is_8bit and config.offloads:
         fault = f"= {EIGHT_BIT} steps on the device; write AdamW, or remove zero_optimization.offload_optimizer"
         faults.add("optimizer.type", fault, device)
-    if config.graphs is True:
-        _check_graphs(config, faults)
-    _check_tensor(config, faults)
+    tensor = config.pipeline.tensor
+    if tensor.layers and tensor.levels != "all":
+        fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both name layers to split; use --set "
+        fault += "ds.pipeline.tensor.levels=all, or remove layers"
+        faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
+    elif tensor.size == "auto" and (tensor.layers or not isinstance(tensor.levels, str)):
+        key = "layers" if tensor.layers else "levels"
+        fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
+        fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key}"
+        faults.add(f"pipeline.tensor.{key}", fault, "pipeline.tensor.size")
     if "scheduler" in config.model_fields_set:
         kind = config.scheduler.type
         if kind is None:
@@ -160,42 +190,11 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
                 faults.add(f"scheduler.params.{name}", f"is not a setting of {kind}; remove it")
 
 
-def _check_graphs(config: DsConfig, faults: _Faults) -> None:
-    """Find keys of which no step can be captured as a CUDA graph."""
-    zero, params = config.zero_optimization, config.optimizer.params
-    needs = {
-        "zero_optimization.offload_optimizer.device": (not config.offloads, "no offload"),
-        "zero_optimization.stage": (zero.stage > 0 or config.bf16.enabled, "zero_optimization.stage = 1 or 2"),
-        "optimizer.params.fused": (
-            config.is_8bit or (params.torch_adam and params.fused),
-            "optimizer.params.torch_adam and fused = true",
-        ),
-        "wall_clock_breakdown": (not config.wall_clock_breakdown, "no wall_clock_breakdown"),
-    }
-    for key, (fits, what) in needs.items():
-        if not fits:
-            faults.add("graphs", f"= true needs {what}; change that, or set graphs to false", key)
-
-
-def _check_tensor(config: DsConfig, faults: _Faults) -> None:
-    """Find keys that tensor groups can't be trained with, and two answers to what is split."""
-    tensor = config.pipeline.tensor
-    if tensor.layers and tensor.levels != "all":
-        fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both say what is split; use --set "
-        fault += "ds.pipeline.tensor.levels=all, or remove layers"
-        faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
-    elif tensor.size == "auto" and (tensor.layers or not isinstance(tensor.levels, str)):
-        key = "pipeline.tensor.layers" if tensor.layers else "pipeline.tensor.levels"
-        fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
-        fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key.rpartition('.')[2]}"
-        faults.add(key, fault, "pipeline.tensor.size")
-
-
 @dataclass(frozen=True)
 class _Decided:
     """Value of a JSON's key that follows from the spec."""
 
-    value: Any
+    value: object
     source: str
     """What decides it, such as the spec's key."""
     spec_key: str | None = None
@@ -205,14 +204,11 @@ class _Decided:
 
 
 def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
-    """Return what the spec decides about a JSON that has no fault of its own, by dotted key.
-
-    Images are turned into steps of the JSON's own batch if it gives one, so that the fixes of several keys fit.
-    """
+    """Return the values that the spec decides, by dotted key; images become steps of the JSON's own batch."""
     train, optimizer = spec.train, spec.optimizer
     batch = _given(config.train_batch_size, train.batch_images)
 
-    def decided(value: Any, key: str) -> _Decided:
+    def decided(value: object, key: str) -> _Decided:
         return _Decided(value, key, key)
 
     def steps(images: int, key: str) -> _Decided:
@@ -237,43 +233,6 @@ def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
     }
     names = SCHEDULER_PARAMS.get(config.scheduler.type, ())
     return values | {f"scheduler.params.{name}": of_scheduler[name] for name in names if name in of_scheduler}
-
-
-def _check_beside_spec(config: DsConfig, spec: RunSpec, faults: _Faults) -> None:
-    """Find keys that contradict the spec, among those that have no fault of their own."""
-    most, levels = len(spec.unet.multipliers) - 1, tensor_split(config).levels
-    if levels != "all" and (beyond := [level for level in levels if level > most]):
-        there = "level 0 alone" if most == 0 else f"levels 0 to {most}"
-        few = [level for level in levels if level <= most] or [most]
-        fix = f"use --set {shlex.quote(f'ds.pipeline.tensor.levels={shown(few)}')}"
-        fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
-        faults.add("pipeline.tensor.levels", fault)
-    warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
-    kind = config.scheduler.type
-    if "scheduler" not in config.model_fields_set and warmup and decay is None:
-        fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
-        faults.add("scheduler", f"{fault}optimizer.warmup_images=0")
-    if kind not in (None, "WarmupLR") and decay is not None:
-        faults.add(
-            "scheduler.type",
-            f"= {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; remove the scheduler "
-            "or use --set optimizer.decay=null",
-        )
-        faults.also_about("scheduler.params")
-    elif kind not in (None, "WarmupLR") and not warmup:
-        steps = _given(config.scheduler.params.warmup_num_steps, 1)
-        images = steps * _given(config.train_batch_size, spec.train.batch_images)
-        faults.add("scheduler.type", f"= {kind} needs a warm-up; use --set optimizer.warmup_images={images}")
-        faults.also_about("scheduler.params.warmup_num_steps")
-    for dotted, decided in _decided_by_spec(config, spec).items():
-        given = value_at(config, dotted)
-        if given not in ("auto", decided.value):
-            fix = f"use --set ds.{dotted}=auto"
-            if decided.spec_key is not None:
-                images = given if decided.images is None else int(given) * decided.images
-                fix += f" or --set {shlex.quote(f'{decided.spec_key}={shown(images)}')}"
-            source = f"{decided.source} is {shown(decided.value)}"
-            faults.add(dotted, f"= {shown(given)} contradicts the spec: {source}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -308,9 +267,7 @@ class ResolvedDsConfig:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the order of passes is computed for the run: its schedule is planned, or its one stage holds several
-        micro-batches.
-        """
+        """Whether an order of passes is computed: for a planned schedule, or several micro-batches of one stage."""
         layout = self.layout
         return layout.schedule == "planned" or (layout.stages == 1 and layout.in_flight not in ("auto", 1))
 
@@ -327,10 +284,8 @@ class ResolvedDsConfig:
         return changed(config, keys | {key: value_at(config, key) for key in always}).given
 
     def for_deepspeed(self) -> dict[str, Any]:
-        """Return the JSON for ``deepspeed.initialize``.
-
-        It leaves out this project's own keys and the flops profiler, whose timers would crash a pipeline
-        (:mod:`ddpm_ds.observe.flops`). Activation checkpointing that is still undecided is off.
+        """Return the JSON for ``deepspeed.initialize``, without this project's own keys and the flops profiler, whose
+        timers would crash a pipeline. Activation checkpointing that is still undecided is off.
         """
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         config = {name: value for name, value in self.as_json().items() if name not in ours}
@@ -338,12 +293,14 @@ class ResolvedDsConfig:
             config["pipeline"].pop(name, None)
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)
+        params = config["optimizer"].get("params", {})  # DeepSpeed's Adam fails on a variant of PyTorch's that is null
+        config["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
         return config
 
-    def with_keys(self, values: Mapping[str, Any]) -> ResolvedDsConfig:
+    def with_keys(self, values: Mapping[str, object]) -> ResolvedDsConfig:
         """Return the configuration with other values at dotted keys that are not the layout's."""
         return replace(self, config=changed(self.config, values))
 
@@ -362,12 +319,18 @@ DS_CONFIGS = presets("ds_configs")
 
 
 def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a DeepSpeed JSON and apply the overrides of the form ``ds.block.key=value``.
-
-    Raises:
-        DsConfigError: the file can't be read, has a duplicate key, or an override names no key.
-    """
-    config = _read(path)
+    """Read a DeepSpeed JSON and apply overrides such as ``ds.block.key=value``; raises DsConfigError."""
+    try:
+        config = read_json(preset(path, DS_CONFIGS), MOST_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
+    except json.JSONDecodeError as error:
+        raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config ({reason}); see ds_configs") from None
+    if not isinstance(config, dict):
+        raise DsConfigError(f"{path}: holds {shown(config)} instead of a block {{...}}; see ds_configs")
     for item in overrides:
         key, equals, value = item.partition("=")
         if key.startswith(JSON_PREFIX):
@@ -378,11 +341,7 @@ def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str,
 
 
 def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
-    """Set a key of a DeepSpeed JSON to ``text``, parsed as JSON or else taken as a string, so that quotes are optional.
-
-    Raises:
-        DsConfigError: ``path`` passes through something that is not a block; the message begins with ``origin``.
-    """
+    """Set a key to ``text``, as JSON or else as a string; raises DsConfigError that begins with ``origin``."""
     *blocks, name = path.split(".")
     if len(blocks) >= DEEPEST:
         raise DsConfigError(f"{origin}: {len(blocks):,} blocks are inside each other; name a key of DeepSpeed")
@@ -397,51 +356,40 @@ def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
         config[name] = text.strip()
 
 
-def _read(path: Path | str) -> dict[str, Any]:
-    try:
-        config = read_json(preset(path, DS_CONFIGS), MOST_CONFIG_BYTES)
-    except FileNotFoundError:
-        raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
-    except json.JSONDecodeError as error:
-        raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config ({reason}); see ds_configs") from None
-    if not isinstance(config, dict):
-        raise DsConfigError(f"{path}: holds {shown(config)} instead of a block {{...}}; see ds_configs")
-    return config
-
-
 def resolve(
     config: DsConfig, spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
 ) -> ResolvedDsConfig:
-    """Resolve every "auto" of a checked DeepSpeed JSON for this spec and world size.
+    """Resolve every "auto" of a checked DeepSpeed JSON for this spec and world size; ``stages`` overrides the JSON.
 
-    `stages` comes from the command line and overrides the JSON. Raises :class:`DsConfigError` if keys are of no use in
-    this layout, :class:`LayoutError` if the processes or the batch can't be divided evenly.
+    Raises DsConfigError if keys are of no use in this layout, LayoutError if processes or batch can't be divided.
     """
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
-    decided = {key: one.value for key, one in _decided_by_spec(config, spec).items()}
-    filled = changed(config, decided | _filled(config, spec))
+    values = {key: one.value for key, one in _decided_by_spec(config, spec).items()}
+    if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:  # the scheduler has nothing to do
+        values["scheduler"] = REMOVED
+    zero = config.zero_optimization
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        elements = _given(getattr(zero, name), BUCKET_ELEMENTS)
+        values[f"zero_optimization.{name}"] = elements if zero.stage else REMOVED
+    if config.offloads:
+        values |= {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}
+    asked = "steps_per_print" in config.model_fields_set
+    if config.steps_per_print == "auto" or (config.wall_clock_breakdown and not asked):
+        values["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
+    filled = changed(config, values)
     layout = _layout(config, filled, spec, world_size, stages)
-    _check_buckets(spec, layout)
+    group, turn = spec.bucket_group, layout.micro_batch_images * layout.replicas
+    if group is not None and group % turn:
+        raise LayoutError(
+            f"data.buckets.images = {group} is no multiple of {turn}, micro-batches of {layout.micro_batch_images} on "
+            f"{counted(layout.replicas, 'replica')}; use --set data.buckets.images={-(-group // turn) * turn}"
+        )
     faults, laid_out = _Faults(path), {"pipeline.schedule": layout.schedule, "pipeline.stages": layout.stages}
     for key, fault, _ in unused(changed(filled, laid_out)):
         faults.add(key, fault)
     faults.check()
     return ResolvedDsConfig(layout, filled)
-
-
-def _check_buckets(spec: RunSpec, layout: Layout) -> None:
-    """Refuse a layout whose micro-batches would mix buckets of aspect."""
-    if (group := spec.bucket_group) is None:
-        return
-    if group % (turn := layout.micro_batch_images * layout.replicas):
-        raise LayoutError(
-            f"data.buckets.images = {group} is no multiple of {turn}, micro-batches of {layout.micro_batch_images} on "
-            f"{counted(layout.replicas, 'replica')}; use --set data.buckets.images={-(-group // turn) * turn}"
-        )
 
 
 def _schedule(pipeline: Pipeline, stages: int) -> Schedule:
@@ -527,9 +475,7 @@ def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int
 
 
 def _nearest_batch(config: DsConfig, spec: RunSpec, replicas: int) -> int:
-    """Return the batch of images, at least the spec's if possible, that replicas share in the micro-batches asked
-    for.
-    """
+    """Return the batch that replicas share in the given micro-batches, at least the spec's if possible."""
     micro = _given(config.train_micro_batch_size_per_gpu, 0)
     count = _given(config.gradient_accumulation_steps, 0)
     unit = replicas * (micro or 1) * (count or 1)
@@ -573,23 +519,6 @@ def _micro_batches(config: DsConfig, share: int, stages: int) -> tuple[int, int]
     several = (count for count in range(4 * stages, share) if share % count == 0)  # for a small bubble
     filling = 1 if stages == 1 else next(several, share)
     return max(share // filling, 1), filling
-
-
-def _filled(config: DsConfig, spec: RunSpec) -> dict[str, Any]:
-    """Return values of keys that are open whatever the spec decides, without a scheduler that has nothing to do."""
-    values: dict[str, Any] = {}
-    if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:
-        values["scheduler"] = REMOVED
-    zero = config.zero_optimization
-    for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        elements = _given(getattr(zero, name), BUCKET_ELEMENTS)
-        values[f"zero_optimization.{name}"] = elements if zero.stage else REMOVED
-    if config.offloads:
-        values |= {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}
-    asked = "steps_per_print" in config.model_fields_set
-    if config.steps_per_print == "auto" or (config.wall_clock_breakdown and not asked):
-        values["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
-    return values
 
 
 def _given(value: T | Literal["auto"] | None, otherwise: T) -> T:

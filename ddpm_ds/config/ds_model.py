@@ -13,7 +13,18 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from ddpm_ds.command_line import MOST_IMAGES, MOST_PROCESSES
 from ddpm_ds.schema.layout import Precision
-from ddpm_ds.schema.section import REMOVED, Format, Section, broken_rule, is_off, no_number, no_switch, only_with, shown
+from ddpm_ds.schema.section import (
+    REMOVED,
+    Format,
+    Section,
+    broken_rule,
+    is_off,
+    needs,
+    no_number,
+    no_switch,
+    only_with,
+    shown,
+)
 from ddpm_ds.schema.types import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
@@ -33,6 +44,8 @@ CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 
 EIGHT_BIT: Literal["AdamW8bit"] = "AdamW8bit"
 """Type of the optimizer whose moments take 8 bits."""
+_SPELLINGS = {name.lower(): name for name in ("AdamW", "Adam", EIGHT_BIT)}
+"""Published spellings of the optimizers, which DeepSpeed reads in any case of letters."""
 
 
 def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,16 +54,11 @@ def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
     return cuts
 
 
-def _adam(kind: object) -> object:
-    """Return the published spelling of an optimizer's name, which DeepSpeed reads in any case of letters."""
-    names = {name.lower(): name for name in ("AdamW", "Adam", EIGHT_BIT)}
-    return names.get(kind.lower(), kind) if isinstance(kind, str) else kind
-
-
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
 WITH_ZERO = "zero_optimization.stage=1|2"
 ZERO_ONLY = only_with(WITH_ZERO)
 """Mark of a field that DeepSpeed ignores without ZeRO (stage 0)."""
+PYTORCHS = only_with("torch_adam or optimizer.type=AdamW8bit")
 PLANNED = only_with("schedule=planned|auto or stages=1")  # which is recorded as 1F1B
 
 
@@ -159,10 +167,10 @@ class OptimizerParams(Section):
     """"auto" is the spec's `optimizer.weight_decay`."""
     torch_adam: bool = False
     """true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO. AdamW8bit ignores it."""
-    fused: bool | None = None
-    """PyTorch's variant; only with torch_adam. AdamW8bit ignores it."""
-    foreach: bool | None = None
-    """PyTorch's variant; only with torch_adam. AdamW8bit ignores it."""
+    fused: Annotated[bool | None, PYTORCHS] = None
+    """PyTorch's variant. AdamW8bit ignores it."""
+    foreach: Annotated[bool | None, PYTORCHS] = None
+    """PyTorch's variant. AdamW8bit ignores it."""
     adam_w_mode: Annotated[Yes, _why("the spec's weight decay is decoupled")] = True
     bias_correction: Annotated[Yes, _why("the spec means Adam as published")] = True
     amsgrad: Annotated[No, _why("its third moment is not in checkpoints")] = False
@@ -173,7 +181,7 @@ class Optimizer(Section):
 
     type: Annotated[
         Literal["AdamW", "Adam", "AdamW8bit"],
-        BeforeValidator(_adam),
+        BeforeValidator(lambda kind: _SPELLINGS.get(kind.lower(), kind) if isinstance(kind, str) else kind),
         _why("the spec's optimizer section describes AdamW"),
     ] = None  # type: ignore[assignment] # a missing type is found beside the other keys
     """Required; in any case of letters. All are AdamW, as in DeepSpeed: weight decay is decoupled. AdamW8bit, which is
@@ -258,7 +266,7 @@ class Pipeline(Section):
     """This project's key: recompute the order of a planned schedule from the times of the traced steps. Numbers change
     by rounding, always at the same step."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
-    """This project's key: what is spread over several hosts, the stages of a pipeline or whole pipelines. "auto" is the
+    """This project's key: whether several hosts share the stages of a pipeline, or have whole pipelines. "auto" is the
     axis with fewer bytes per step for the busiest host (docs/planner.md)."""
     tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (
         TensorGroups()
@@ -384,7 +392,16 @@ class DsConfig(Section):
     kernels: Literal["fused", "reference", "auto"] = "auto"
     """This project's key: Triton kernels for group normalisations with SiLU and dropout masks, or PyTorch's operations.
     "auto" is "fused" where steps are CUDA graphs; elsewhere only masks have their kernel (docs/performance.md)."""
-    graphs: Literal["auto"] | bool = "auto"
+    graphs: Annotated[
+        Literal["auto"] | bool,
+        needs(
+            "true",
+            "zero_optimization.offload_optimizer.device=none",
+            "zero_optimization.stage=1|2 or bf16.enabled",
+            "optimizer.type=AdamW8bit or optimizer.params.fused",
+            "wall_clock_breakdown=false",
+        ),
+    ] = "auto"
     """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where each process has the
     whole U-Net, alone or as one of several replicas; true also in tensor groups and, as one graph for each part between
     two messages, in pipelines."""
@@ -503,7 +520,7 @@ SYNONYMS = {
 """Names that people type, in any block, for a key."""
 
 
-def given_at(values: Mapping[str, Any], key: str) -> Any:
+def given_at(values: Mapping[str, object], key: str) -> object:
     """Return the value of a dotted key of a JSON; None if it is not given."""
     *blocks, name = key.split(".")
     for block in blocks:
@@ -512,7 +529,7 @@ def given_at(values: Mapping[str, Any], key: str) -> Any:
     return values.get(name)
 
 
-def changed(config: DsConfig, values: Mapping[str, Any]) -> DsConfig:
+def changed(config: DsConfig, values: Mapping[str, object]) -> DsConfig:
     """Return a JSON with other values at dotted keys; a value of :data:`REMOVED` takes the key away."""
     given = config.given
     for key, value in values.items():
@@ -534,27 +551,20 @@ def nested(key: str, value: object) -> str:
     return json.dumps(value)[1:-1]
 
 
-def _unknown(key: str, value: object, values: Mapping[str, Any]) -> str | None:
+def _unknown(key: str, value: object, values: Mapping[str, object]) -> str | None:
     name = key.rpartition(".")[2]
     if given_at(values, key) is not value:  # DeepSpeed has no dotted keys
         return f"{key} is unknown: a dot is no block; write {nested(key, value)}"
     if reason := REFUSED.get(key) or REFUSED.get(name):
-        return f"{key} = {shown(value)} is refused: {reason}; {_instead(key, value, values)}"
+        new, on = RENAMED.get(key, ("", None))
+        instead, held = "remove it", value.get("enabled") if isinstance(value, dict) else value
+        if new and given_at(values, new) is None and (not is_off(held) or new == "gradient_clipping"):
+            instead = f"write {nested(new, 0 if is_off(held) else held if on is None else on)} instead"
+        return f"{key} = {shown(value)} is refused: {reason}; {instead}"
     return None
 
 
-def _instead(key: str, value: object, values: Mapping[str, Any]) -> str:
-    """Return what to do about a refused key; what is off must not be switched on under another name."""
-    new, on = RENAMED.get(key, ("", None))
-    if not new or given_at(values, new) is not None:
-        return "remove it"
-    value = value.get("enabled") if isinstance(value, dict) else value
-    if is_off(value):
-        return f"write {nested(new, 0)} instead" if new == "gradient_clipping" else "remove it"
-    return f"write {nested(new, value if on is None else on)} instead"
-
-
 UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(field.default, Off)}
-"""Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
+"""Blocks that are off, and not handed to DeepSpeed, which may not know their keys."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""

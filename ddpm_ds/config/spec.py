@@ -1,4 +1,4 @@
-"""The run spec: what is trained, as frozen pydantic models read from YAML.
+"""The run spec: data, U-Net and training, as frozen pydantic models read from YAML.
 
 Sections that one room obeys are in that room: :mod:`ddpm_ds.data.spec`, :mod:`ddpm_ds.unet.spec`,
 :mod:`ddpm_ds.diffusion.spec`. How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpeed JSON
@@ -15,11 +15,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ddpm_ds.command_line import MOST_IMAGES
-from ddpm_ds.data.spec import DataSpec, check_condition, check_flips, check_images, check_source
+from ddpm_ds.data.spec import DataSpec, check_buckets, check_condition, check_flips, check_images, check_source
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_process, check_sampler
-from ddpm_ds.schema.choices import OBJECTIVES
-from ddpm_ds.schema.section import Section, only_with, unused
-from ddpm_ds.schema.types import MOST_LEARNING_RATE, Batch, Factor, FilePath, Fraction, Images, Small, Title, written
+from ddpm_ds.schema.section import Section, needs, only_with, unused
+from ddpm_ds.schema.types import MOST_LEARNING_RATE, Batch, Factor, FilePath, Fraction, Images, Small, Title
 from ddpm_ds.unet.spec import UnetSpec, check_cross_attention, check_levels, check_widths
 
 MOST_PICTURE_PIXELS = 2**26
@@ -39,7 +38,7 @@ class OptimizerSpec(Section):
     """Decoupled weight decay."""
     warmup_images: Annotated[int, Field(ge=0, le=MOST_IMAGES)] = 0
     """Images over which the learning rate rises linearly from 0."""
-    decay: Literal["cosine", "inverse_sqrt"] | None = None
+    decay: Annotated[Literal["cosine", "inverse_sqrt"] | None, needs("inverse_sqrt", "reference_images")] = None
     """Decay of the learning rate with the images seen: half a cosine from warm-up to `train.images`, or the inverse
     square root beyond `reference_images` (EDM2). Null leaves it to the DeepSpeed JSON's `scheduler`."""
     decay_to: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -175,76 +174,53 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        """Check fields against each other; a message for each fault names the key, the value and the fix, in one line.
-
-        A check ends at its first fault, since its others may follow from that one.
-        """
-        faults: list[str] = []
-        for check in _CHECKS:
+        """Check fields against each other; a check ends at its first fault, since others may follow from it."""
+        data, unet, train, optimizer, samples = self.data, self.unet, self.train, self.optimizer, self.samples
+        weights = self.diffusion.channel_weights
+        count, prompts = samples.count, len(samples.prompts)
+        rules = {
+            f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
+            "micro-batches; use a divisor or auto": (
+                train.accumulation != "auto" and train.batch_images % train.accumulation
+            ),
+            f"optimizer.warmup_images = {optimizer.warmup_images} leaves none of train.images = {train.images} to "
+            "optimizer.decay = cosine; use fewer": (
+                optimizer.decay == "cosine" and optimizer.warmup_images >= train.images
+            ),
+            f"samples.count = {count} is below the {prompts} of samples.prompts, which are an image each; use "
+            f"{prompts} or more": prompts > count,
+            f"diffusion.channel_weights = {list(weights)} has {len(weights)} weights, and data.channels = "
+            f"{data.channels}; give one for each channel, or []": len(weights) not in (0, data.channels),
+        }
+        checks: tuple[Callable[[], None], ...] = (
+            lambda: check_source(data),
+            lambda: check_images(data),
+            lambda: check_condition(data),
+            lambda: check_flips(data),
+            lambda: check_levels(unet, data.size),
+            lambda: check_widths(unet, data.size),
+            lambda: check_cross_attention(unet, data.interface.numbers),
+            lambda: check_buckets(data, len(unet.multipliers)),
+            lambda: check_process(self.diffusion),
+            lambda: check_sampler(
+                self.sampler,
+                self.diffusion,
+                classes=unet.classes,
+                latents=data.autoencoder is not None,
+                drops=data.text is not None or (data.condition is not None and data.condition.drop > 0.0),
+                unbounded=data.is_unbounded,
+            ),
+            lambda: check_picture(samples, data.size),
+        )
+        faults = [f"{key} {fault}" for key, fault, _ in unused(self)]
+        for check in checks:
             try:
-                check(self)
+                check()
             except ValueError as error:
                 faults += error.args
-        if faults:
+        if faults := [*dict.fromkeys(faults), *(message for message, broken in rules.items() if broken)]:
             raise ValueError(*faults)
         return self
-
-
-def _check_used(spec: RunSpec) -> None:
-    """Refuse values that have no effect beside the others."""
-    if faults := [f"{key} {fault}" for key, fault, _ in unused(spec)]:
-        raise ValueError(*faults)
-
-
-def _check_buckets(spec: RunSpec) -> None:
-    """Refuse what has one size of images where buckets of aspect have several."""
-    data, unet = spec.data, spec.unet
-    if data.buckets is None:
-        return
-    step, halved = data.buckets.step, 2 ** (len(unet.multipliers) - 1)
-    if step % halved:
-        raise ValueError(
-            f"data.buckets.step = {step} can't be halved {len(unet.multipliers) - 1} times, as the levels of "
-            f"unet.multipliers ask; use a multiple of {halved}, or fewer levels"
-        )
-    if data.autoencoder is None and any(side % step for side in data.size):
-        raise ValueError(
-            f"data.image_size = {written(data.size)} is no multiple of data.buckets.step = {step}; use one, or another "
-            "step"
-        )
-
-
-def _check_batch(spec: RunSpec) -> None:
-    train = spec.train
-    if isinstance(train.accumulation, int) and train.batch_images % train.accumulation:
-        raise ValueError(
-            f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
-            f"micro-batches; use a divisor or auto"
-        )
-
-
-def _check_decay(spec: RunSpec) -> None:
-    train = spec.train
-    if spec.optimizer.decay == "inverse_sqrt" and spec.optimizer.reference_images is None:
-        raise ValueError(
-            "optimizer.reference_images is missing; optimizer.decay = inverse_sqrt needs it, such as --set "
-            f"optimizer.reference_images={max(train.images // 10, 1)}"
-        )
-    if spec.optimizer.decay == "cosine" and spec.optimizer.warmup_images >= train.images:
-        raise ValueError(
-            f"optimizer.warmup_images = {spec.optimizer.warmup_images} leaves none of train.images = {train.images} to "
-            "optimizer.decay = cosine; use fewer"
-        )
-
-
-def _check_picture(spec: RunSpec) -> None:
-    check_picture(spec.samples, spec.data.size)
-    samples = spec.samples
-    if len(samples.prompts) > samples.count:
-        raise ValueError(
-            f"samples.count = {samples.count} is below the {len(samples.prompts)} of samples.prompts, which are an "
-            f"image each; use {len(samples.prompts)} or more"
-        )
 
 
 def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:
@@ -256,44 +232,3 @@ def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:
             f"samples.count = {samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} are "
             f"the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
         )
-
-
-def _check_diffusion(spec: RunSpec) -> None:
-    diffusion, data = spec.diffusion, spec.data
-    if len(diffusion.channel_weights) not in (0, data.channels):
-        raise ValueError(
-            f"diffusion.channel_weights = {list(diffusion.channel_weights)} has {len(diffusion.channel_weights)} "
-            f"weights, and data.channels = {data.channels}; give one for each channel, or []"
-        )
-    check_process(diffusion)
-    if not OBJECTIVES[diffusion.objective].diffuses and data.condition is None:
-        raise ValueError(
-            f"diffusion.objective = {diffusion.objective} predicts an image from its condition, and data.condition is "
-            "null; give one, or use eps, x0 or v"
-        )
-    drops = data.text is not None or (data.condition is not None and data.condition.drop > 0.0)
-    check_sampler(
-        spec.sampler,
-        diffusion,
-        classes=spec.unet.classes,
-        latents=data.autoencoder is not None,
-        drops=drops,
-        unbounded=data.is_unbounded,
-    )
-
-
-_CHECKS: tuple[Callable[[RunSpec], None], ...] = (
-    _check_used,
-    lambda spec: check_source(spec.data),
-    lambda spec: check_images(spec.data),
-    lambda spec: check_condition(spec.data),
-    lambda spec: check_flips(spec.data),
-    lambda spec: check_levels(spec.unet, spec.data.size),
-    lambda spec: check_widths(spec.unet, spec.data.size),
-    lambda spec: check_cross_attention(spec.unet, spec.data.interface.numbers),
-    _check_buckets,
-    _check_diffusion,
-    _check_batch,
-    _check_decay,
-    _check_picture,
-)

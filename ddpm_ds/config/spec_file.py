@@ -5,7 +5,6 @@ import difflib
 import functools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -35,10 +34,7 @@ class _Loader(yaml.SafeLoader):
         """Values inside of each anchor; an anchor that is still being read has none yet."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read a node within the limits, which stop nested aliases and deep nesting.
-
-        Tags such as !!bool or !!binary are refused: the form of a value decides its type.
-        """
+        """Read a node within limits of depth and number; tags are refused, since a value's form decides its type."""
         event, before = self.peek_event(), self._nodes
         if self._depth == DEEPEST:
             raise _fault(f"lists or blocks are more than {DEEPEST} levels deep", event)
@@ -56,12 +52,8 @@ class _Loader(yaml.SafeLoader):
             self._sizes[event.anchor] = self._nodes - before
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Return a node's value.
-
-        Raises:
-            MarkedYAMLError: it is a number with too many digits, or looks like a number but is none.
-        """
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        """Return a node's value; raises MarkedYAMLError for a number of too many digits, or none."""
         try:
             if node.tag in _NUMBERS:
                 check_digits(node.value)
@@ -69,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         except ValueError as error:
             raise yaml.MarkedYAMLError(None, None, str(error), node.start_mark) from None
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys: set[str] = set()
         for name, _ in node.value:
             if name.tag == "tag:yaml.org,2002:merge":
@@ -141,14 +133,20 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = ()) -> RunSpec:
-    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML; ``unasked`` ones
-    count last, and no message names them.
-
-    Raises :class:`SpecError`, one line for each fault, if the file can't be read or a key or value is wrong. Whether
-    values fit each other is only checked once each of them is right.
+    """Read a YAML run spec and apply ``section.key=value`` overrides; ``unasked`` ones count last, and no message names
+    them. Raises SpecError, a line for each fault; whether values fit each other is checked once each of them is right.
     """
     path = preset(path, SPECS)
-    values = _read(path)
+    try:
+        values = parse_yaml(read_text(path, MOST_CONFIG_BYTES), str(path))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.yaml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "examples are in launch/specs"
+        raise SpecError(f"{path}: no such run spec; {hint}") from None
+    except OSError as error:
+        raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
+    if not isinstance(values, dict):
+        raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
     origins: dict[str, str] = {}
     faults: list[str] = []
     for item in overrides:
@@ -171,19 +169,8 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[
     return spec
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_text(path, MOST_CONFIG_BYTES)
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.yaml")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "examples are in launch/specs"
-        raise SpecError(f"{path}: no such run spec; {hint}") from None
-    except OSError as error:
-        raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
-    values = parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
-    return values
+_parsed = functools.lru_cache(maxsize=64)(functools.partial(yaml.load, Loader=_Loader))
+"""Value of a text; a sweep reads one spec for each of its runs."""
 
 
 def parse_yaml(text: str, origin: str) -> Any:
@@ -195,11 +182,6 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise SpecError(f"{origin}: not YAML{line}: {error.problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
-
-
-@functools.lru_cache(maxsize=64)  # whoever makes several runs of a spec reads it for each of them
-def _parsed(text: str) -> Any:
-    return yaml.load(text, _Loader)
 
 
 def _override(values: dict[str, Any], item: str) -> str:

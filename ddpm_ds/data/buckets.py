@@ -33,7 +33,7 @@ AREAS = 0.06
 """Largest difference of a bucket's pixels from those of ``data.image_size``, as a share: one order of passes serves all
 buckets."""
 SDXL_AREA = 0.9
-"""Smallest share of the pixels in buckets of SDXL's sizes, of which none has more. Source: Podell et al. 2023."""
+"""Smallest share of the pixels of ``data.image_size`` in SDXL's buckets; none has more. Source: Podell et al. 2023."""
 MOST_SIZES = 512
 MOST_SHAPES_BYTES = 2**33
 Shapes = npt.NDArray[np.int32]
@@ -41,11 +41,7 @@ Shapes = npt.NDArray[np.int32]
 
 
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
-    """Return the buckets (height, width) around the pixels of a ``size``, from the tallest to the widest.
-
-    Sides are multiples of ``buckets.step`` pixels, their ratio is at most ``widest``, and with each size there is the
-    one that is turned.
-    """
+    """Return buckets (height, width) around the pixels of ``size``, each also turned, from tall to wide."""
     pixels, step = math.prod(size), buckets.step
     found = set[Size]()
     for height in range(step, int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step, step):
@@ -60,9 +56,7 @@ def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
 
 
 def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
-    """Return the shares (N, sizes) of readable images that are lost when they are scaled to cover a size and cropped
-    to it.
-    """
+    """Return the share of each readable image that is lost if it covers a size and is cropped, (N, sizes)."""
     wide, (heights, widths) = shapes.astype(np.int64), np.array(sizes, np.int64).T
     ratios = wide[:, :1] * widths / (wide[:, 1:] * heights)
     return 1.0 - np.minimum(ratios, 1.0 / ratios)
@@ -74,7 +68,7 @@ class BucketData(DataSpec):
     number: int
     """Its number among ``sizes``."""
     sizes: tuple[Size, ...]
-    """Heights and widths in pixels of the buckets of which this one has the images that it crops least."""
+    """Heights and widths in pixels of all buckets; an image is in the one that crops it least."""
 
     @property
     def pixels(self) -> Size:
@@ -99,11 +93,7 @@ def image_sizes(data: DataSpec, sizes: Sequence[Size]) -> list[Size]:
 
 
 def sizes_of(data: DataSpec) -> tuple[Size, ...]:
-    """Return heights and widths in pixels of all buckets of ``data``, that of ``data.image_size`` first.
-
-    Raises:
-        DataError: sizes of latents don't fit the steps, there are too many, or the autoencoder can't be used.
-    """
+    """Return heights and widths in pixels of all buckets, that of ``data.image_size`` first; raises DataError."""
     assert data.buckets is not None
     factor, step = _factor(data), data.buckets.step
     size = (data.size[0] * factor, data.size[1] * factor)
@@ -123,10 +113,7 @@ def sizes_of(data: DataSpec) -> tuple[Size, ...]:
 
 def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:
     """Return the sizes of :func:`sizes_of` without small buckets: while a bucket has fewer than ``group`` images to
-    train on, the smallest is left out, and its images go to the others that crop them least.
-
-    Raises:
-        DataError: all images are fewer, or as :func:`sizes_of`.
+    train on, the smallest is left out, and the others take its images. Raises DataError if all images are fewer.
     """
     sizes, held_out = [*sizes_of(data)], 0 if data.held_out_path is not None else data.held_out_images
     if (left := len(shapes) - held_out) < group:
@@ -174,7 +161,7 @@ def filled_buckets(data: DataSpec, shapes: Shapes, group: int, kept: Sequence[Si
 
 
 def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: int) -> str | None:
-    """Return a line about images of small buckets, which moved to one of ``buckets``; None if there are none."""
+    """Return a line about images of small buckets, which are in others of ``buckets``; None without any."""
     sizes, kept = sizes_of(data), {bucket.pixels for bucket in buckets}
     counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
     small = {written(size): count for size, count in zip(sizes, counts, strict=True) if count and size not in kept}

@@ -9,15 +9,14 @@
                                         meta.json has their shapes and types
         constants.npy   float32 (C, H, W), fields that are the same for all images
         labels.npy    int64 (N,)
-        sizes.npy, captions.npy   with captions, fields of the same images: float32 (N, 6) and int32 (N, most captions),
-                                  numbers of lines of
+        sizes.npy, captions.npy   with captions: float32 (N, 6), and lines of captions.jsonl, int32 (N, most captions)
         captions.jsonl   distinct captions, each a JSON text; the first is empty
         meta.json     CacheMeta
         skipped.txt   images that were left out and why, one per line, if there were any
     <store_root>/text-<captions>-<encoders>[-int8|-ids]/
-        the same files for encoded captions, whose images are tokens (n, 1, tokens, channels), beside text_scale.npy,
-        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off; or
-        images are the tokens' numbers (n, 1, encoders, tokens), which training encodes
+        the same files for captions: images.npy has tokens (n, 1, tokens, channels), or their numbers (n, 1, encoders,
+        tokens), which training encodes; text_scale.npy, pooled.npy, and measured.npy: a caption's mean and largest
+        relative error, and the number of tokens that were cut off
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from types import EllipsisType
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -54,7 +54,7 @@ SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
 """Fields of encoded captions; in the cache of the text, tokens are :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
-"""Prefixes, in the checksums of images, of the files of their encoded text and of other buckets of aspect."""
+"""Prefixes of encoded text and of other buckets of aspect, in the checksums of images."""
 Kind = Literal["pixels", "latents", "fields", "text"]
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
@@ -66,7 +66,7 @@ MOST_OPEN = 256
 """Maximum image files open at a time; processes are often limited to 1,024 open files."""
 
 Look = tuple[int, int]
-"""Size in bytes, 0 for a folder, and time of the last change in ns; of a folder of arrays, both of all its files."""
+"""Size in bytes, 0 for a folder, and time of the last change in ns. A folder of arrays has those of all its files."""
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
@@ -78,7 +78,7 @@ def shard_name(number: int, name: str = IMAGES) -> str:
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]
-"""Channels, height or width of the images, of which a forged number is refused before memory is allocated for it."""
+"""Channels, height or width; a forged number is refused before memory is allocated for it."""
 
 
 class StoredField(Kept):
@@ -234,21 +234,17 @@ class ByPosition(ABC):
 
     @abstractmethod
     def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
-        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given.
+        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given; raises DataError.
 
         ``draws`` are whole numbers (n,) that choose among several captions of an image; without them it is the first.
-
-        Raises:
-            DataError: a file was truncated or removed since the cache was opened.
         """
 
 
 class StoredImages(ByPosition):
-    """Images of a cache on disk, or another field.
+    """Images of a cache on disk, or another field, memory-mapped; masked values are the mean of their channel.
 
-    Its files are memory-mapped, and their sizes checked before each read, since reading beyond the end of a truncated
-    file would kill the process. With ``crop`` only the central (height, width) pixels are returned. Masked values are
-    the mean of their channel.
+    Sizes of files are checked before each read, since reading beyond the end of a truncated one would kill the process.
+    With ``crop`` only the central (height, width) pixels are returned.
     """
 
     def __init__(self, path: Path, meta: CacheMeta, crop: tuple[int, int] | None = None, name: str = IMAGES) -> None:
@@ -259,7 +255,7 @@ class StoredImages(ByPosition):
         self.crop, self._path = crop, path
         sides = () if crop is None else zip(stored.shape[1:], crop, strict=True)
         starts = ((begin := (side - kept) // 2, begin + kept) for side, kept in sides)
-        self.inside: tuple[Any, ...] = (..., *itertools.starmap(slice, starts))
+        self.inside: tuple[slice | EllipsisType, ...] = (..., *itertools.starmap(slice, starts))
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
         self._sizes = [(path / file).stat().st_size for file in self._files]
@@ -277,7 +273,16 @@ class StoredImages(ByPosition):
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 np.take(self._opened(0), positions, axis=0, out=stored, mode="clip")
             else:
-                self._read_files(positions, stored)
+                files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
+                for number in np.unique(files).tolist():
+                    mapped, rows = self._opened(number), np.flatnonzero(files == number)
+                    places = (positions[rows] - self._starts[number]).tolist()
+                    for place in places:  # all at once, which a disk serves faster than one by one
+                        begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
+                        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                        mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
+                    for row, place in zip(rows.tolist(), places, strict=True):
+                        stored[row] = mapped[place][self.inside]
         except OSError as error:
             raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
         found = self._field.read(stored, out)
@@ -285,19 +290,6 @@ class StoredImages(ByPosition):
             for channel, mean in zip(image, self._means, strict=True):
                 np.copyto(channel, mean, where=np.isnan(channel))
         return found
-
-    def _read_files(self, positions: Indices, out: Images) -> None:
-        """Read stored values of the images at ``positions`` into ``out``, one image after the other."""
-        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
-        for number in np.unique(files).tolist():
-            mapped, rows = self._opened(number), np.flatnonzero(files == number)
-            places = (positions[rows] - self._starts[number]).tolist()
-            for place in places:  # all at once, which a disk serves faster than one by one
-                begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
-                page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-                mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
-            for row, place in zip(rows.tolist(), places, strict=True):
-                out[row] = mapped[place][self.inside]
 
     def _opened(self, number: int) -> Any:
         """Return the memory-mapped images (n, C, H, W) of a file, as long as it was; raises DataError."""
@@ -353,23 +345,18 @@ class DatasetCache:
             found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != MEASURED}
         return found
 
-    def with_text(self, text: DatasetCache) -> DatasetCache:
-        """Return this cache with its encoded captions, whose checksums count among its own."""
-        return replace(self, text=text, meta=self._meta_with({TEXTS: text}))
-
-    def with_buckets(self, others: Sequence[DatasetCache]) -> DatasetCache:
-        """Return this cache as the first bucket of aspect, with the others, whose checksums count among its own."""
-        meta = self._meta_with({bucket_prefix(each.meta.shape): each for each in others})
-        return replace(self, buckets=tuple(others), meta=meta)
-
-    def _meta_with(self, others: Mapping[str, DatasetCache]) -> CacheMeta:
-        """Return the description of this cache with the checksums of others, by prefix of their names."""
-        added = {
+    def with_others(self, text: DatasetCache | None, buckets: Sequence[DatasetCache] = ()) -> DatasetCache:
+        """Return this cache with its encoded captions, and as the first bucket of aspect with the others, whose
+        checksums count among its own.
+        """
+        others = {bucket_prefix(each.meta.shape): each for each in buckets} | ({TEXTS: text} if text else {})
+        sums = {
             f"{prefix}{name}": checksum
             for prefix, each in others.items()
             for name, checksum in each.meta.sha256.items()
         }
-        return self.meta.model_copy(update={"sha256": self.meta.sha256 | added})
+        meta = self.meta.model_copy(update={"sha256": self.meta.sha256 | sums})
+        return replace(self, text=text or self.text, buckets=tuple(buckets), meta=meta)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -405,11 +392,7 @@ class DatasetCache:
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
-        """Open the cache at ``path``; ``verify`` reads every byte and compares checksums.
-
-        Raises:
-            DataError: it is missing, damaged or in another format.
-        """
+        """Open the cache at ``path``; ``verify`` compares all checksums. Raises DataError."""
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         if not (path / META).exists():
@@ -441,30 +424,20 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         text = None if self.text is None else self.text.path
         return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text, self.buckets)
 
     def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
-        """Return this cache, which must not be cropped, with other statistics, by field: they bring its images to the
-        U-Net's scale, and their means replace masked values.
-        """
+        """Return this uncropped cache with other statistics, which scale its images and fill masked values."""
         if statistics == self.meta.statistics:
             return self
         meta = self.meta.model_copy(update={"statistics": dict(statistics)})
-        fields = {
-            name: StoredImages(self.path, meta, name=name)
-            for name, stored in self.fields.items()
-            if isinstance(stored, StoredImages)
-        }
-        return replace(self, meta=meta, images=fields.pop(IMAGES), others=fields)
+        others = {name: StoredImages(self.path, meta, name=name) for name in self.others}
+        return replace(self, meta=meta, images=StoredImages(self.path, meta), others=others)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
-        """Return this cache with its images, and all fields of their size, centre-cropped to ``size`` (height, width),
-        without a copy.
-
-        Evaluation reads these; training takes random crops.
-        """
+        """Return this cache, without a copy, with all fields of the images' size centre-cropped to ``size``."""
         channels, *before = self.meta.shape
         if (*before,) == size:
             return self
@@ -514,8 +487,8 @@ class DatasetCache:
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
-def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any]) -> Iterator[str]:
-    """Yield a description of everything that contradicts ``meta.json``."""
+def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
+    """Yield each contradiction of ``meta.json``, in words."""
     if sum(meta.counts) != meta.count:
         yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
     if labels.dtype != np.int64 or labels.shape != (meta.count,):
@@ -555,8 +528,7 @@ def _reopen(
     buckets: tuple[DatasetCache, ...],
 ) -> DatasetCache:
     found = DatasetCache.open(path, verify=False).with_statistics(statistics).centre(size)
-    found = found if text is None else found.with_text(DatasetCache.open(text, verify=False))
-    return found.with_buckets(buckets) if buckets else found
+    return found.with_others(None if text is None else DatasetCache.open(text, verify=False), buckets)
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ddpm_ds.data.cache import (
     CAPTIONS,
@@ -30,11 +29,10 @@ from ddpm_ds.data.cache import (
     IMAGES,
     MEASURED,
     POOLED,
-    SIZES,
     TEXT,
     TEXT_SCALE,
-    TEXTS,
     DatasetCache,
+    Images,
     Indices,
     StoredField,
     damaged,
@@ -76,14 +74,6 @@ def known_captions(source: Source, spec: DataSpec) -> Captions | None:
     )
 
 
-def image_fields(captions: npt.NDArray[np.int32]) -> dict[str, StoredField]:
-    """Return the fields of images with ``captions`` (N, most captions), beside their pixels."""
-    return {
-        SIZES: StoredField(shape=(6,), values="float32"),
-        CAPTIONS: StoredField(shape=(captions.shape[1],), values="int32"),
-    }
-
-
 def written(texts: Iterable[str]) -> bytes:
     """Return the content of a file of distinct captions."""
     return b"".join(json.dumps(text).encode() + b"\n" for text in texts)
@@ -96,17 +86,6 @@ def texts_of(images: DatasetCache) -> list[str]:
             return [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise damaged(images.path, f"{CAPTIONS_FILE} can't be read ({error})") from error
-
-
-def text_path(images: DatasetCache, encoders: TextEncoders) -> Path:
-    """Return the folder of the encoded captions of a cache of images."""
-    name = f"text-{images.meta.sha256[CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
-    return images.path.with_name(name + ("" if encoders.spec.stored == "float16" else f"-{encoders.spec.stored}"))
-
-
-def without_text(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return ``checksums`` without those of encoded captions."""
-    return {name: value for name, value in checksums.items() if not name.startswith(TEXTS)}
 
 
 def text_sources(images: DatasetCache, encoders: TextEncoders) -> dict[str, str]:
@@ -170,8 +149,8 @@ def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round().clamp(-STEPS, STEPS).to(torch.int8), scale
 
 
-def findings(text: DatasetCache) -> list[str]:
-    """Return lines about encoded captions: how many were cut, and the error of 8 bits."""
+def warnings_of(text: DatasetCache) -> list[str]:
+    """Return warnings about encoded captions: captions cut, 8-bit error."""
     mean, largest, cut = text.others[MEASURED][:].T
     found = []
     if cuts := int((cut > 0).sum()):
@@ -185,16 +164,16 @@ def findings(text: DatasetCache) -> list[str]:
     return found
 
 
-def _read_field(store: DatasetCache, positions: Indices, name: str) -> Any:
+def _read_field(cache: DatasetCache, positions: Indices, name: str) -> Images:
     """Return a field of the images at ``positions`` of a cache and its other buckets of aspect."""
-    of_buckets = zip(store.caches, store.by_bucket(positions), strict=True)
-    return np.concatenate([cache.fields[name].read(at) for cache, at in of_buckets])
+    of_buckets = zip(cache.caches, cache.by_bucket(positions), strict=True)
+    return np.concatenate([bucket.fields[name].read(at) for bucket, at in of_buckets])
 
 
-def first_captions(store: DatasetCache, positions: Indices) -> tuple[str, ...]:
+def first_captions(cache: DatasetCache, positions: Indices) -> tuple[str, ...]:
     """Return the first captions of the images at ``positions`` of a cache; raises DataError."""
-    texts = texts_of(store)
-    return tuple(texts[row] for row in _read_field(store, positions, CAPTIONS)[:, 0])
+    texts = texts_of(cache)
+    return tuple(texts[row] for row in _read_field(cache, positions, CAPTIONS)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -215,9 +194,7 @@ class EncodedPrompts:
         log: Callable[[str], None],
         learned: str | None = None,
     ) -> Self:
-        """Encode texts; ``log`` prints which are cut. Raises DataError if the encoders can't be used, or don't have the
-        checksum ``learned``.
-        """
+        """Encode texts; ``log`` prints which are cut. Raises DataError, also for encoders other than ``learned``."""
         import torch
 
         encoders = TextEncoders.open(spec, device)
@@ -229,20 +206,20 @@ class EncodedPrompts:
         return cls.split(texts, encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod
-    def of_captions(cls, store: DatasetCache, positions: Indices) -> Self:
+    def of_captions(cls, cache: DatasetCache, positions: Indices) -> Self:
         """Return the first captions of the images at ``positions`` of a cache, as encoded there; raises DataError."""
         import torch
 
-        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
-        found = {name: torch.from_numpy(_read_field(store, positions, name)) for name in names}
-        scale, empty = found.get(TEXT_SCALE), store.empty_text
+        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in cache.fields]
+        found = {name: torch.from_numpy(_read_field(cache, positions, name)) for name in names}
+        scale, empty = found.get(TEXT_SCALE), cache.empty_text
         assert empty is not None, "the cache has text"
         captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
-        return cls(first_captions(store, positions), captions, empty._replace(tokens=empty.tokens.half()))
+        return cls(first_captions(cache, positions), captions, empty._replace(tokens=empty.tokens.half()))
 
     @classmethod
     def split(cls, texts: Sequence[str], whole: Encoded) -> Self:
-        """Return prompts of which ``whole`` are encoded, and the empty text last."""
+        """Return prompts from their encoded texts and, last of ``whole``, the empty text."""
         tokens, pooled = whole
         last = Encoded(tokens[-1:], None if pooled is None else pooled[-1:])
         return cls(tuple(texts), Encoded(tokens[:-1], None if pooled is None else pooled[:-1]), last)

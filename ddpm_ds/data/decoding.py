@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Lock
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +43,9 @@ PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
 """More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
-ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
+Turn = AbstractContextManager[object]
+"""Context in which one process at a time decodes a big image."""
+ALONE: Turn = contextlib.nullcontext()
 """Lock replacement for a process that decodes alone."""
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
@@ -58,15 +59,10 @@ UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate
 """Operation that turns an image upright, by EXIF orientation."""
 
 
-def decoded(
-    source: Source, i: int, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
-) -> tuple[Pixels, Sizes]:
-    """Return image ``i`` of a source as uint8 (height, width, ``channels``) of ``size``, and its sizes.
+def decoded(source: Source, i: int, size: Size, channels: int, big: Turn = ALONE) -> tuple[Pixels, Sizes]:
+    """Return image ``i`` as uint8 (height, width, ``channels``) of ``size``, and its sizes; raises UnreadableImage.
 
     ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
-
-    Raises:
-        UnreadableImage: it can't be read or decoded, or would take too much memory.
     """
     try:
         content = source.read(i)
@@ -78,7 +74,7 @@ def decoded(
         raise UnreadableImage(source.name(i), one_line(error)) from error
 
 
-def decode(content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
+def decode(content: bytes | Pixels, size: Size, channels: int, big: Turn = ALONE) -> Pixels:
     """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``) of ``size``.
 
     Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
@@ -96,9 +92,7 @@ def upright_size(content: bytes | Pixels) -> Size:
         return image.size if _orientation(image, Image.Image.getexif) in SIDEWAYS else image.size[::-1]
 
 
-def decode_with_sizes(
-    content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
-) -> tuple[Pixels, Sizes]:
+def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int, big: Turn = ALONE) -> tuple[Pixels, Sizes]:
     """Decode as :func:`decode`, and return the sizes of the upright image and of its crop too."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
@@ -124,14 +118,14 @@ def decode_with_sizes(
 
 
 def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
-    """Return the sizes of an image of ``whole`` (width, height), of which ``size`` (height, width) is kept."""
+    """Return the sizes of an image of ``whole`` (width, height) that is scaled and cropped to ``size``."""
     width, height = whole
     scale = max(size[0] / height, size[1] / width)
     crop = (round((side * scale - kept) / 2) for side, kept in zip((height, width), size, strict=True))
     return np.array([height, width, *crop, *size], np.float32)
 
 
-def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+def _memory(needed: int, shape: tuple[int, ...], big: Turn) -> Turn:
     """Return the context in which ``needed`` bytes may be allocated; raises ValueError if they are too many."""
     if needed > MOST_DECODING_BYTES:
         raise ValueError(
@@ -159,7 +153,13 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
     top += (whole[1] - height) * (orientation in (3, 4, 7, 8))
     upright = image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
     box = (left, top, left + wide, top + high)
-    fitted = _coloured(upright, MODES[channels]).resize((columns, rows), Image.Resampling.LANCZOS, box)
+    if upright.mode.startswith("I"):  # 16 bits ("I" for PGM); Pillow's own conversion clips instead of scaling
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    if upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+    coloured = upright if upright.mode == MODES[channels] else upright.convert(MODES[channels])
+    fitted = coloured.resize((columns, rows), Image.Resampling.LANCZOS, box)
     return np.array(fitted).reshape(*size, channels)  # (H, W, C)
 
 
@@ -171,16 +171,6 @@ def _orientation(image: Image.Image, read: Callable[[Image.Image], Image.Exif] =
         return 1
 
 
-def _coloured(image: Image.Image, mode: str) -> Image.Image:
-    """Convert an image to mode L or RGB; transparent pixels become white."""
-    if image.mode.startswith("I"):  # 16 bits ("I" for PGM); Pillow's own conversion clips instead of scaling
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == mode else image.convert(mode)
-
-
 class Decoding:
     """Decoding of a source's images to pixels of a shape (C, H, W)."""
 
@@ -189,7 +179,7 @@ class Decoding:
         self.captions = captions
         """Numbers of each image's captions, (N, most captions)."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
-        self.big: AbstractContextManager[object] = ALONE
+        self.big: Turn = ALONE
         """Context in which a big image is decoded, by one process at a time."""
 
     def parts(self, numbers: range) -> Iterator[range]:
@@ -230,14 +220,14 @@ def _begin(file: str, big: Lock) -> None:
     global _decoding
     _decoding = ForkingPickler.loads(Path(file).read_bytes())
     _decoding.big = big
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _decode(numbers: range) -> Chunk:

@@ -70,7 +70,7 @@ PREDICTED_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class JoinedField:
     """A field, and the arrays that are joined to it along the channels."""
 
     arrays: Arrays
@@ -82,7 +82,7 @@ class Part:
 class FieldSource:
     """Opened source of N images with their other fields."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, JoinedField]
     """Fields by name, images first; a mask that is made of values that are NaN is not among them."""
     fields: Mapping[str, StoredField]
     """All fields that are stored."""
@@ -108,8 +108,8 @@ class FieldSource:
         return (self._chunk(rows, part) for part in parts)
 
     def content(self, *paths: Path) -> str:
-        """Return a hash of the arrays' names and shapes, labels and constants, and of the files at ``paths``, or of
-        some images if these are large.
+        """Return a hash of names, shapes, labels and constants, and of the files at ``paths`` or, of large ones, of
+        some images.
         """
         every = [(name, each) for name, part in self.parts.items() for each in part.variables]
         known = [(name, each.name, each.shape, str(each.dtype)) for name, each in every]
@@ -135,8 +135,9 @@ class FieldSource:
         return np.linspace(0, len(self.labels) - 1, count).astype(int).tolist()
 
     def centred(self) -> FieldSource:
-        """Return this source with the offsets of its fields in float16: the means of some images, in channels whose
-        mean is larger than their spread; whole ones for whole numbers, none for float16 arrays.
+        """Return this source with offsets of its float16 fields: means of some images where they exceed the spread.
+
+        They are whole for whole numbers; float16 arrays have none.
         """
         parts, rows = dict(self.parts), self.rows()
         halves = [name for name, part in parts.items() if part.stored.values == "float16"]
@@ -161,12 +162,22 @@ class FieldSource:
         return replace(self, parts=parts, fields={**self.fields, **{name: parts[name].stored for name in halves}})
 
     def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
-        """Return the fields of an image with its mask, before they are rounded; raises errors of :data:`BROKEN`."""
+        """Return the fields of an image, not yet rounded, with its uint8 mask, and NaN for masked floats."""
         found = {
             name: joined(self.parts[name].stored.wide, each, i) if name != MASK else np.asarray(each[0][i])
             for name, each in rows.items()
         }
-        self._mask(found, i)
+        images = found[IMAGES]
+        if self.nan:
+            found[MASK] = (~np.isnan(images)).astype(np.uint8)
+        elif MASK in found:
+            mask = found[MASK]
+            if not np.isin(mask, (0, 1)).all():
+                (variable,), arrays = self.parts[MASK].variables, self.parts[MASK].arrays
+                raise DataError(f"data.mask: {variable.name} of {arrays} has other values than 0 and 1 in image {i}")
+            mask = found[MASK] = mask.astype(np.uint8).reshape(self.fields[MASK].shape)
+            if images.dtype.kind == "f" and not mask.all():
+                found[IMAGES] = np.where(mask, images, images.dtype.type(np.nan))
         return found
 
     def _chunk(self, rows: Mapping[str, Sequence[Rows]], numbers: range) -> Chunk:
@@ -200,20 +211,6 @@ class FieldSource:
         """Whether values of a field that are NaN are masked."""
         return (name == IMAGES and MASK in self.fields) or (name in (IMAGES, CONDITION) and self.nan)
 
-    def _mask(self, found: dict[str, Array], i: int) -> None:
-        """Make the mask of image ``i``, uint8, and put NaN where it is 0 in images of floats."""
-        images = found[IMAGES]
-        if self.nan:
-            found[MASK] = (~np.isnan(images)).astype(np.uint8)
-        elif MASK in found:
-            mask = found[MASK]
-            if not np.isin(mask, (0, 1)).all():
-                (variable,), arrays = self.parts[MASK].variables, self.parts[MASK].arrays
-                raise DataError(f"data.mask: {variable.name} of {arrays} has other values than 0 and 1 in image {i}")
-            mask = found[MASK] = mask.astype(np.uint8).reshape(self.fields[MASK].shape)
-            if images.dtype.kind == "f" and not mask.all():
-                found[IMAGES] = np.where(mask, images, images.dtype.type(np.nan))
-
     def _unfit(self, name: str, rows: Sequence[Rows], i: int) -> DataError:
         """Return the error for a value of image ``i`` that is not finite, or not once it is stored."""
         part = self.parts[name]
@@ -234,9 +231,7 @@ class FieldSource:
 
 
 def open_fields(spec: DataSpec) -> FieldSource:
-    """Open the arrays that ``spec`` names and check them against it, reading none but constants and labels; raises
-    DataError.
-    """
+    """Open and check the arrays that ``spec`` names, reading constants and labels alone; raises DataError."""
     opener, asked = FIELD_OPENERS[spec.source], spec.condition or ConditionSpec()
     main = open_arrays_of(spec, opener)
     beside = main if asked.path is None else open_arrays_of(spec, opener, condition=True)
@@ -248,33 +243,28 @@ def open_fields(spec: DataSpec) -> FieldSource:
         parts[CONDITION] = _part(beside, found, spec.values if spec.values != "bytes" else kind)
     if asked.vector:
         found = vector_of(spec, asked, beside)
-        parts[VECTOR] = Part(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
+        parts[VECTOR] = JoinedField(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
     count = check_counts([(part.arrays, part.variables) for part in parts.values()])
     if mask is not None:
-        parts[MASK] = _part(main, [_for_each(main, mask, count)], "uint8")
+        if len(mask.shape) == 2:  # one for all images
+            values, every = main.read_all(mask), (count, *mask.shape)
+            mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
+        parts[MASK] = _part(main, [mask], "uint8")
         check_counts([(main, images), (main, parts[MASK].variables)])
     fields = {name: part.stored for name, part in parts.items()}
     if spec.mask == "nan":
         fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
     constants = constants_of(spec, asked, beside)
     return FieldSource(
-        parts, fields, spec.mask == "nan", constants, _coordinates(images[0], main), *_labels(main, count)
+        parts, fields, spec.mask == "nan", constants, coordinates_of(images[0], main), *labels_of(main, count)
     )
 
 
-def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> Part:
+def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> JoinedField:
     """Return the part of arrays (N, H, W) or (N, C, H, W)."""
     names = channel_names(variables, arrays)
     stored = StoredField(shape=(len(names), *variables[0].shape[-2:]), values=values, channels=names)
-    return Part(arrays, variables, stored)
-
-
-def _for_each(arrays: Arrays, mask: Variable, count: int) -> Variable:
-    """Return a mask (H, W) as one of each of ``count`` images; others as they are."""
-    if len(mask.shape) != 2:
-        return mask
-    values, whole = arrays.whole(mask), (count, *mask.shape)
-    return replace(mask, shape=whole, read=lambda part: np.broadcast_to(values, whole)[part], chunks=None)
+    return JoinedField(arrays, variables, stored)
 
 
 def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
@@ -289,7 +279,7 @@ def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
     return found
 
 
-def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
+def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
     """Return names, positions and units of the dimensions of images."""
     found = list[Coordinate]()
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
@@ -301,12 +291,12 @@ def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
     return tuple(found)
 
 
-def _labels(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
+def labels_of(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
     """Return classes and labels: whole numbers (N,) named labels or arr_1, else one class."""
     found = next((arrays.found[name] for name in ("labels", "arr_1") if name in arrays.found), None)
     if found is None or found.shape != (count,) or found.dtype.kind not in "iu":
         return labelled(np.full(count, UNLABELLED))
-    labels = arrays.whole(found).astype(np.int64)
+    labels = arrays.read_all(found).astype(np.int64)
     if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
         raise DataError(f"{found.name} of {arrays} has labels from {labels.min()} to {labels.max()}; number from 0")
     return labelled(labels)

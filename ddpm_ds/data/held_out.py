@@ -27,10 +27,10 @@ HELD_OUT = "held-out/"
 """Prefix of the files of a held-out source in the checksums of a run's images."""
 
 
-class Part(NamedTuple):
+class Subset(NamedTuple):
     """Images at rising positions of a cache and, of buckets of aspect, of its others."""
 
-    store: DatasetCache
+    cache: DatasetCache
     positions: Indices
 
 
@@ -51,40 +51,48 @@ def held_out_of(data: DataSpec) -> DataSpec | None:
 def prepare_all(
     data: DataSpec, progress: bool = False, *, learned: Mapping[str, str] | None = None, group: int = 1, **how: Any
 ) -> tuple[DatasetCache, DatasetCache]:
-    """Return the caches of the training images and of those held out, which may be one, making what is missing.
+    """Return the caches of the training images and of the held-out ones, which may be one; a missing one is made.
 
     A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
-    Held-out images of aspect are in the buckets of the training images. ``learned`` are the checksums of the
-    images of a checkpoint; the rest is passed to :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
-
-    Raises:
-        DataError: held-out images would be trained on, or are of another size, number of channels or type.
+    Its images are in the buckets of the training images. ``learned`` are the checksums of a checkpoint's images; the
+    rest is passed to :func:`ddpm_ds.data.prepare.prepare`. Raises DataError also if the two don't fit each other.
     """
-    trained_on, held_out = (None, None) if learned is None else told_apart(learned)
+    trained_on, held_out = (None, None) if learned is None else training_and_held_out(learned)
     if data.held_out_path is None:
-        store = prepare(data, progress, learned=trained_on, group=group, **how)
-        return store, store
+        cache = prepare(data, progress, learned=trained_on, group=group, **how)
+        return cache, cache
     sizes = sizes_trained(data, group, progress)
     other = prepare_held_out(data, progress, learned=held_out or None, sizes=sizes, **how)
-    store = prepare(data, progress, learned=trained_on, sizes=sizes, **how)
-    _check_alike(data, store, other)
-    return store, other.with_statistics(store.meta.statistics)
+    cache = prepare(data, progress, learned=trained_on, sizes=sizes, **how)
+    given = f"data.held_out_path = {data.held_out_path}"
+    for name in {IMAGES, *cache.meta.fields} - {CAPTIONS}:  # there may be more captions of an image
+        if name == IMAGES and data.buckets is not None:
+            continue  # the first bucket may be of another size
+        ours, theirs = cache.meta.field(name), other.meta.field(name)
+        if ours.model_copy(update={"offset": theirs.offset}) != theirs:
+            raise DataError(
+                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} of data.path = {data.path}; "
+                "give both the same"
+            )
+    if cache.meta.sha256.get(CONSTANTS) != other.meta.sha256.get(CONSTANTS):
+        raise DataError(
+            f"{given} has other data.condition.constants than data.path = {data.path}, and those are the same for all "
+            "images; give both the same"
+        )
+    if cache.key == other.key:
+        raise DataError(f"{given} has the images of data.path = {data.path}, which are trained on; name others")
+    return cache, other.with_statistics(cache.meta.statistics)
 
 
 def sizes_trained(data: DataSpec, group: int, progress: bool = False) -> list[Size] | None:
-    """Return the sizes of the buckets of aspect of the training images, which those of another source are in too; None
-    without buckets. Raises DataError as :func:`ddpm_ds.data.prepare.buckets_of`.
-    """
+    """Return the sizes of the buckets of the training images, None without buckets; raises DataError."""
     return None if data.buckets is None else [one.pixels for one in buckets_of(data, group, progress=progress)]
 
 
 def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> DatasetCache:
-    """Return the cache with the held-out images of ``data``, with its own statistics if it is that of another source.
+    """Return the cache with the held-out images of ``data``, with the statistics of their own source if they have one.
 
-    ``how`` is passed to :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
-
-    Raises:
-        DataError: held-out images would be trained on.
+    ``how`` is passed to :func:`ddpm_ds.data.prepare.prepare`. Raises DataError also for images that are trained on.
     """
     source = held_out_of(data)
     if source is None or source.path is None or data.path is None:
@@ -93,7 +101,7 @@ def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> Data
     if here == there or here in there.parents or there in here.parents:
         raise DataError(
             f"data.held_out_path = {source.path} and data.path = {data.path} are one, or one is in the other, so that "
-            "held-out images would be trained on; move them apart"
+            "held-out images would be trained on; use two folders"
         )
     try:
         return prepare(source, progress, **how)
@@ -106,15 +114,11 @@ def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> Data
         raise type(error)(message) from error
 
 
-def parts(data: DataSpec, store: DatasetCache, other: DatasetCache) -> tuple[Part, Part]:
-    """Return the training images and the held-out images, of the caches of both.
-
-    Raises:
-        SpecError: no image would be left to train on, or fewer exist than are to be held out.
-    """
+def parts(data: DataSpec, cache: DatasetCache, other: DatasetCache) -> tuple[Subset, Subset]:
+    """Return training and held-out images in the caches of both; raises SpecError if there are too few."""
     if data.held_out_path is None:
-        among, held_out = _split(store, data)
-        return Part(store, among), Part(store, held_out)
+        among, held_out = _split(cache, data)
+        return Subset(cache, among), Subset(cache, held_out)
     count, asked = sum(other.counts), data.held_out_images
     if asked > count:
         raise SpecError(
@@ -122,50 +126,29 @@ def parts(data: DataSpec, store: DatasetCache, other: DatasetCache) -> tuple[Par
             "--set data.held_out_images=0 takes all"
         )
     positions = _split(other, data)[1] if 0 < asked < count else np.arange(count)
-    return Part(store, np.arange(sum(store.counts))), Part(other, positions)
+    return Subset(cache, np.arange(sum(cache.counts))), Subset(other, positions)
 
 
-def _split(store: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
+def _split(cache: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
     """Split the images of a cache into training and held-out images, the same share of each bucket of aspect."""
     pairs, start = [], 0
-    for count, share in zip(store.counts, shares_of(store.counts, data.held_out_images), strict=True):
+    for count, share in zip(cache.counts, shares_of(cache.counts, data.held_out_images), strict=True):
         pairs.append([start + each for each in split(count, share, data.held_out)])
         start += count
     among, held_out = map(np.concatenate, zip(*pairs, strict=True))
     return among, held_out
 
 
-def checksums_of(store: DatasetCache, other: DatasetCache) -> dict[str, str]:
+def checksums_of(cache: DatasetCache, other: DatasetCache) -> dict[str, str]:
     """Return the checksums that a run keeps of its images."""
-    others = {} if other is store else other.meta.sha256
-    return {**store.meta.sha256, **{f"{HELD_OUT}{name}": value for name, value in others.items()}}
+    others = {} if other is cache else other.meta.sha256
+    return {**cache.meta.sha256, **{f"{HELD_OUT}{name}": value for name, value in others.items()}}
 
 
-def told_apart(checksums: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def training_and_held_out(checksums: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the checksums of a run's training images, and those of its held-out source, empty if it has none."""
     held_out = {name.removeprefix(HELD_OUT): value for name, value in checksums.items() if name.startswith(HELD_OUT)}
     return {name: value for name, value in checksums.items() if not name.startswith(HELD_OUT)}, held_out
-
-
-def _check_alike(data: DataSpec, store: DatasetCache, other: DatasetCache) -> None:
-    """Refuse held-out images that differ in shape from the training images, or are the same."""
-    given = f"data.held_out_path = {data.held_out_path}"
-    for name in {IMAGES, *store.meta.fields} - {CAPTIONS}:  # there may be more captions of an image
-        if name == IMAGES and data.buckets is not None:
-            continue  # the first bucket may be of another size
-        ours, theirs = store.meta.field(name), other.meta.field(name)
-        if ours.model_copy(update={"offset": theirs.offset}) != theirs:
-            raise DataError(
-                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} of data.path = {data.path}; "
-                "give both the same"
-            )
-    if store.meta.sha256.get(CONSTANTS) != other.meta.sha256.get(CONSTANTS):
-        raise DataError(
-            f"{given} has other data.condition.constants than data.path = {data.path}, and those are the same for all "
-            "images; give both the same"
-        )
-    if store.key == other.key:
-        raise DataError(f"{given} has the images of data.path = {data.path}, which are trained on; name others")
 
 
 def _shown(stored: StoredField) -> str:

@@ -25,31 +25,19 @@ def is_hub_name(name: str) -> bool:
 
 
 def from_hub(
-    name: str,
-    files: Sequence[str],
-    opened: Callable[[Path], Opened],
-    *,
-    said: str,
-    expected: str,
-    newest: bool = False,
+    name: str, files: Sequence[str], opened: Callable[[Path], Opened], *, key: str, expected: str, newest: bool = False
 ) -> Opened:
-    """Return what ``opened`` makes of a repository's folder, which holds the files that fit the patterns ``files``.
+    """Return the result of ``opened`` for a repository's folder, which holds the files that fit the patterns ``files``.
 
     Cached files will do unless the ``newest`` version is asked for. While ``opened`` raises UserError, more is
-    downloaded: first weights in full precision, then those in fp16.
-
-    Args:
-        said: key and value, or option, that a message begins with.
-        expected: what should be there instead, for a message.
-
-    Raises:
-        DataError: there is no such repository, or no network.
-        UserError: that of ``opened``, if the repository does not hold what it needs.
+    downloaded: first weights in full precision, then those in fp16; the last error is raised. Raises DataError without
+    a repository or network; its message begins with ``key``, an option or a key and its value, and ends with
+    ``expected``.
     """
     if not is_hub_name(name):
-        raise DataError(f"{said} does not exist; {expected}")
+        raise DataError(f"{key} does not exist; {expected}")
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise DataError(f"{said} is no folder, and a name on the Hugging Face hub needs: pip install 'ddpm_ds[hub]'")
+        raise DataError(f"{key} is no folder, and a name on the Hugging Face hub needs: pip install 'ddpm_ds[hub]'")
     import huggingface_hub
     from huggingface_hub.utils import logging
 
@@ -64,7 +52,7 @@ def from_hub(
             if cached:
                 continue
             what = f"is no folder, and can't be had from the Hugging Face hub ({_reason(error)})"
-            raise DataError(f"{said} {what}; {expected}") from None
+            raise DataError(f"{key} {what}; {expected}") from None
         try:
             return opened(folder)
         except UserError as error:
@@ -74,11 +62,7 @@ def from_hub(
 
 
 def check_upload(name: str, *, public: bool, overwrite: bool) -> None:
-    """Check that :func:`upload` can be asked for the repository ``name``; change nothing.
-
-    Raises:
-        OutputError: the hub refuses the token, or the repository exists and may not be overwritten as it is.
-    """
+    """Check that :func:`upload` may change the repository ``name``; raises OutputError."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise OutputError(f"--push-to-hub {name} needs a package that is missing: pip install 'ddpm_ds[hub]'")
     from huggingface_hub import HfApi
@@ -98,11 +82,7 @@ def check_upload(name: str, *, public: bool, overwrite: bool) -> None:
 
 
 def upload(name: str, folder: Path, message: str, *, public: bool) -> str:
-    """Make the repository ``name`` hold the files of ``folder`` alone; return the commit's address.
-
-    Raises:
-        OutputError: the hub refuses.
-    """
+    """Make a repository hold the files of ``folder`` alone; return the commit's address. Raises OutputError."""
     from huggingface_hub import HfApi
 
     with _faults(name, f"is not uploaded ({folder} is whole; hf upload {name} {shlex.quote(str(folder))} .)"):
@@ -130,6 +110,6 @@ def _status(error: Exception) -> int | None:
 
 def _reason(error: Exception, token: str = "") -> str:
     """Return an error of huggingface_hub in one line, without the token, which a server may quote."""
-    status, said = _status(error), getattr(error, "server_message", None) or str(error)
-    lines = without_secrets(said, token).strip().splitlines() or [type(error).__name__]
+    status, message = _status(error), getattr(error, "server_message", None) or str(error)
+    lines = without_secrets(message, token).strip().splitlines() or [type(error).__name__]
     return lines[0] if status is None else f"{status}: {lines[0]}"

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ddpm_ds.data.cache import IMAGES, FieldFacts
+from ddpm_ds.data.cache import IMAGES, FieldFacts, Indices
+from ddpm_ds.data.cache import Images as Values
 from ddpm_ds.data.decoding import decode, upright_size
 from ddpm_ds.data.fields import CONDITION, VECTOR, joined
 from ddpm_ds.data.prepare import looks_of
@@ -28,8 +28,6 @@ from ddpm_ds.data.sources.variables import (
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.errors import DataError, SpecError
 
-Values = npt.NDArray[Any]
-Indices = npt.NDArray[np.int64]
 OPTION = "--conditions"
 HOLE = "hole"
 """Field of the pixels that are cut out of pictures, if they are given."""
@@ -63,20 +61,12 @@ class GivenInputs:
 
 
 def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenInputs:
-    """Open conditions for samples of a run on ``data``; ``facts`` are those of its fields.
-
-    Raises:
-        DataError: it can't be read, or is of another size, number or kind than the run learned.
-    """
+    """Open conditions for samples of a run on ``data`` with these ``facts`` of fields; raises DataError."""
     if not path.exists():
         raise DataError(f"{OPTION} {path} does not exist; name a file or folder, or held-out")
     key = f"{path.absolute()} {sorted(looks_of(path, facts is not None).items())}"
-    if facts is not None:
-        return _arrays(data, facts, path, key)
-    return _pictures(data, path, key)
-
-
-def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInputs:
+    if facts is None:
+        return _pictures(data, path, key)
     source = "zarr" if path.is_dir() else SOURCES.get(path.suffix.lower(), data.source)
     if source not in FIELD_OPENERS:
         raise DataError(f"{OPTION} {path} is of pictures, and the run learned named arrays; name a file of such")
@@ -103,7 +93,7 @@ def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInp
 def _named(arrays: Arrays, key: str, names: tuple[str, ...], usual: tuple[str, ...]) -> list[Variable]:
     """Return the arrays of these names; a file of a single array needs none, and one without names has a usual one."""
     if len(arrays.found) == 1 and len(names) <= 1:
-        return arrays.taken([*arrays.found.values()])
+        return arrays.checked([*arrays.found.values()])
     names = names or next(((name,) for name in usual if name in arrays.found), usual[:1])
     return arrays.named(key, names)
 
@@ -149,7 +139,15 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
     condition = data.condition or ConditionSpec()
     factor = condition.factor if condition.kind == "reduced" else 1
     small = (data.size[0] // factor, data.size[1] // factor)
-    source = _source(data, path)
+    kind = SOURCES.get(path.suffix.lower(), "folder" if path.is_dir() else "")
+    source: Source = FolderSource((".",), np.zeros(1, np.int64), path.parent, Names([path.name]))
+    if kind in ("hdf5", "netcdf", "zarr"):
+        raise DataError(f"{OPTION} {path} is of fields, and the run learned pictures; name a folder of pictures")
+    if kind:
+        try:
+            source = open_source(data.model_copy(update={"source": kind, "path": path, "name": None}))
+        except (DataError, SpecError) as error:
+            raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
 
     def read_one(i: int) -> tuple[Values, bool]:
         """Return pixels (C, H, W) and whether they are the true image."""
@@ -178,18 +176,6 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
     return GivenInputs(len(source.labels), key, fields, truths)
 
 
-def _source(data: DataSpec, path: Path) -> Source:
-    kind = SOURCES.get(path.suffix.lower(), "folder" if path.is_dir() else "")
-    if kind in ("hdf5", "netcdf", "zarr"):
-        raise DataError(f"{OPTION} {path} is of fields, and the run learned pictures; name a folder of pictures")
-    if not kind:
-        return FolderSource((".",), np.zeros(1, np.int64), path.parent, Names([path.name]))
-    try:
-        return open_source(data.model_copy(update={"source": kind, "path": path, "name": None}))
-    except (DataError, SpecError) as error:
-        raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
-
-
 def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values] | None:
     """Return the reader of ``mask`` in a ``.npz``, (H, W) or (N, H, W), 1 where pixels are cut out, if there is one."""
     if path.suffix.lower() != ".npz":
@@ -197,7 +183,7 @@ def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values
     arrays = open_at(OPTION, path, data, FIELD_OPENERS["arrays"])
     if "mask" not in arrays.found:
         return None
-    mask = arrays.whole(arrays.found["mask"])
+    mask = arrays.read_all(arrays.found["mask"])
     if mask.shape not in (data.size, (count, *data.size)) or not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"{OPTION} {path}: mask should be 0 or 1, {data.size} or {(count, *data.size)}, not {mask.shape}"

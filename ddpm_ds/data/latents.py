@@ -63,7 +63,7 @@ Latents: TypeAlias = "npt.NDArray[np.float16]"
 
 
 class _Config(BaseModel):
-    """Content of ``config.json``, with the defaults of diffusers; keys of type Any decide the layers alone."""
+    """Content of ``config.json``, with the defaults of diffusers; keys of type object decide the layers alone."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
@@ -82,12 +82,12 @@ class _Config(BaseModel):
     """Whether fp16 is too small, as SDXL's says. Where it is missing diffusers has true, but SD 1.5's fits."""
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
-    down_block_types: Any = None
-    up_block_types: Any = None
-    act_fn: Any = None
-    norm_num_groups: Any = None
-    sample_size: Any = None
-    mid_block_add_attention: Any = None
+    down_block_types: object = None
+    up_block_types: object = None
+    act_fn: object = None
+    norm_num_groups: object = None
+    sample_size: object = None
+    mid_block_add_attention: object = None
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,7 @@ class Autoencoder:
 
     @classmethod
     def open(cls, name: Path) -> Autoencoder:
-        """Open the autoencoder in folder ``name``, or else of that name on the Hugging Face hub.
-
-        Raises:
-            DataError: diffusers is not installed, or the autoencoder does not exist or is of another kind.
-        """
+        """Open the autoencoder in folder ``name``, or of that name on the Hugging Face hub; raises DataError."""
         if importlib.util.find_spec("diffusers") is None:
             raise DataError(f"data.autoencoder = {name} needs diffusers: pip install 'ddpm_ds[latents]'")
         try:
@@ -152,11 +148,7 @@ class Autoencoder:
         return _weights(self.folder)
 
     def copy_to(self, folder: Path) -> None:
-        """Write the autoencoder into a new folder, with its shift in the weights, since pipelines read no shift_factor.
-
-        Raises:
-            OSError: the file system refuses.
-        """
+        """Write it into a new folder, with its shift in the weights, since pipelines read no shift_factor."""
         folder.mkdir()
         if not self.shift:
             shutil.copyfile(self.folder / CONFIG, folder / CONFIG)
@@ -171,9 +163,7 @@ class Autoencoder:
         (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
     def unshifted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1), which subtract it
-        after encoding and add it before decoding.
-        """
+        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1)."""
         import torch
 
         if not self.shift:
@@ -192,12 +182,9 @@ class Autoencoder:
 
 
 def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
-    """Open the autoencoder of ``data``; return None if pixels are learned.
+    """Return the autoencoder of ``data``, None if pixels are learned; raises DataError.
 
-    ``learned`` are the checksums of the images that a checkpoint was trained on.
-
-    Raises:
-        DataError: it can't be used, its latents differ from ``data``, or it is not the one in ``learned``.
+    ``learned`` are the checksums of the images that a checkpoint was trained on, which must be of this autoencoder.
     """
     if data.autoencoder is None:
         return None
@@ -221,11 +208,7 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
 
 
 def pixels_of(data: DataSpec) -> DataSpec:
-    """Return the spec of the pixels from which the latents of ``data`` are made; ``data`` itself without autoencoder.
-
-    Raises:
-        DataError: see :func:`autoencoder_of`.
-    """
+    """Return the spec of the pixels behind latents, ``data`` itself without autoencoder; raises DataError."""
     found = autoencoder_of(data)
     if found is None:
         return data
@@ -246,11 +229,7 @@ def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
-    """Return the function from images or latents sampled on ``device`` to pixels.
-
-    The autoencoder is loaded with the first latents, and occupies the device only while it decodes. Pixels that are NaN
-    become black.
-    """
+    """Return the function from drawn images or latents to pixels; NaN becomes black."""
     return _as_bytes if autoencoder is None else Coder(autoencoder, device).decode
 
 
@@ -263,10 +242,9 @@ def _as_bytes(images: Tensor) -> Tensor:
 
 
 class Coder:
-    """Autoencoder that runs on a device, in fp16 on CUDA unless it needs fp32, and in fp32 on a CPU.
+    """Autoencoder on a device: in fp16 on CUDA unless it needs fp32, else in fp32.
 
-    If a result is not finite in fp16, it is computed again in fp32, and so are all later ones. If the device runs out
-    of memory, the CPU takes over.
+    A result that is not finite in fp16 is computed again in fp32, as all later ones; without memory the CPU takes over.
     """
 
     def __init__(self, autoencoder: Autoencoder, device: torch.device) -> None:
@@ -337,25 +315,21 @@ class Coder:
         return torch.cat(done)
 
 
-def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
-    """Yield batches of latents of images ``numbers`` in a cache of pixels, with their positions in the cache.
-
-    Raises:
-        DataError: a value is beyond float16.
-    """
+def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
+    """Yield latents of images ``numbers`` of a cache, in batches, with their positions; raises DataError."""
     import torch
 
-    together = max(1, MOVED_PIXELS // math.prod(store.meta.shape[1:]))
+    together = max(1, MOVED_PIXELS // math.prod(cache.meta.shape[1:]))
     for first in range(numbers.start, numbers.stop, together):
         part = slice(first, min(first + together, numbers.stop))
-        latents = coder.encode(torch.from_numpy(store.images[part]))
+        latents = coder.encode(torch.from_numpy(cache.images[part]))
         largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN if any value is
         beyond = ~(largest <= MOST_FLOAT16)
         if beyond.any():
             which = int(beyond.int().argmax())
             raise DataError(
                 f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} of image "
-                f"{first + which} of {store.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
+                f"{first + which} of {cache.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
                 f"or a smaller scaling_factor in its {CONFIG}"
             )
         yield part, latents.half().numpy()
@@ -394,7 +368,7 @@ def _from_hub(name: Path) -> Path:
                 raise _unusable(name, f"it has no {inside / file.name}")
         return folder / inside
 
-    return from_hub(repository, files, opened, said=f"data.autoencoder = {name}", expected=EXPECTED)
+    return from_hub(repository, files, opened, key=f"data.autoencoder = {name}", expected=EXPECTED)
 
 
 def _unusable(name: Path | str, what: str) -> DataError:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds import keyed
 from ddpm_ds.command_line import gib
-from ddpm_ds.data.cache import IMAGES, ByPosition, DatasetCache, Indices
+from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices
 from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.errors import HostError, SpecError
 from ddpm_ds.keyed import Stream
@@ -145,13 +145,8 @@ def _from_workers(data: _Reads, workers: int, pin_memory: bool) -> Callable[[int
 
 
 @contextlib.contextmanager
-def failures_reported() -> Iterator[None]:
-    """Turn the failure of a worker process, which PyTorch raises anywhere in the main thread, into a line.
-
-    Raises:
-        HostError: the worker could not hand over a read.
-        MemoryError: the worker was killed.
-    """
+def worker_failures() -> Iterator[None]:
+    """Turn the failure of a worker, which PyTorch raises anywhere, into HostError or, if it was killed, MemoryError."""
     try:
         yield
     except RuntimeError as error:
@@ -171,7 +166,7 @@ def _no_room() -> HostError:
     )
 
 
-class Memory:
+class ArrayPool:
     """Pool of freed host arrays, by size, as PyTorch has one of pinned memory.
 
     The system clears memory before it gives it to a process, which takes as long as copying an image into it.
@@ -180,7 +175,7 @@ class Memory:
     def __init__(self) -> None:
         self._free: defaultdict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)  # by size in bytes
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Images:
         """Return an array of any content, in memory that is free again when it and all views of it are gone."""
         size = math.prod(shape) * dtype.itemsize
         free = self._free[size]
@@ -200,10 +195,7 @@ process takes milliseconds."""
 
 @dataclass(frozen=True)
 class _Reads(Dataset[_Read]):
-    """Reads of one replica, by number; each read has several micro-batches.
-
-    Batches divide evenly into turns of the replicas, so their ends don't matter here.
-    """
+    """Reads of one replica, by number, of several micro-batches each, which may cross the end of a batch."""
 
     cache: DatasetCache
     among: tuple[Indices, ...] | None
@@ -214,7 +206,7 @@ class _Reads(Dataset[_Read]):
     size: int
     pin_memory: bool
     fields: tuple[str, ...] = (IMAGES,)
-    memory: Memory = field(default_factory=Memory)
+    pool: ArrayPool = field(default_factory=ArrayPool)
 
     @property
     def micro_batches(self) -> int:
@@ -237,19 +229,16 @@ class _Reads(Dataset[_Read]):
         draws = None
         if cache.text is not None:
             draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
-        read = (self._read(field, stored, draws) for field in fields.values())
+        read = list[Tensor]()
+        for values in fields.values():
+            shape = (len(stored), *values.shape[1:])
+            if self.pin_memory:
+                dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
+                read.append(torch.empty(shape, dtype=dtype, pin_memory=True))
+            else:
+                read.append(torch.from_numpy(self.pool.array(shape, values.dtype)))
+            values.read(stored, read[-1].numpy(), draws)
         return *read, cache.labels[stored], index
-
-    def _read(self, field: ByPosition, positions: Indices, draws: Indices | None) -> Tensor:
-        """Return a field of the images at ``positions``, with a random whole number of each in ``draws``."""
-        shape = (len(positions), *field.shape[1:])
-        if self.pin_memory:
-            dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
-            found = torch.empty(shape, dtype=dtype, pin_memory=True)
-        else:
-            found = torch.from_numpy(self.memory.array(shape, field.dtype))
-        field.read(positions, found.numpy(), draws)
-        return found
 
 
 def _ahead(
@@ -275,12 +264,9 @@ def _ahead(
 
 
 def _begin_worker(_: int) -> None:
-    """Let this worker process end if it can't hand over a read, which its parent would wait for in vain.
-
-    SIGTERM, which all its threads block, ends it only if its training process sends it. A scheduler that stops a run
-    sends it to all processes, and training needs images to finish the step and save. It is blocked before the worker
-    starts, since PyTorch and other libraries may start threads in it before this is called.
-    """
+    """End this worker process if it can't hand over a read, or its training process sends SIGTERM."""
+    # A scheduler that stops a run sends SIGTERM to all processes, and training needs images to finish its step and
+    # save. So all threads block it, from before the start, since libraries may start threads before this is called.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(lambda error, read: os._exit(UNSENT))
     parent = multiprocessing.parent_process()
@@ -306,10 +292,9 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[M
 
     That needs ``batches`` in pinned memory. Without CUDA they are passed through.
     """
-    return _copied_ahead(batches, device) if device.type == "cuda" else batches
-
-
-def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    if device.type != "cuda":
+        yield from batches
+        return
     stream = torch.cuda.Stream(device)
 
     def copy(batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event]:

@@ -13,10 +13,7 @@ ROUNDS = 2**32
 
 @dataclass(frozen=True)
 class Order:
-    """Order in which training sees ``count`` images: each once per epoch, every epoch shuffled anew.
-
-    It is a pure function of ``seed`` and the number of images seen.
-    """
+    """Order in which training sees ``count`` images, a function of ``seed``: each once per epoch, shuffled anew."""
 
     count: int
     seed: int

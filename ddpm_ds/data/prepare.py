@@ -2,8 +2,8 @@
 
 ::
 
-    source ──decode──▶ pixels ──autoencoder──▶ latents          each arrow is :class:`Work`, whose result is written to
-       │                  └──────captions────▶ encoded text     a cache of its own (:mod:`ddpm_ds.data.writing`)
+    source ──decode──▶ pixels ──autoencoder──▶ latents          each arrow is a :class:`Preparation`, which is written
+       │                  └──────captions────▶ encoded text     to a cache of its own (:mod:`ddpm_ds.data.writing`)
        └────read─────▶ fields ──regression───▶ residuals
 """
 
@@ -26,21 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.data import buckets, captions
-from ddpm_ds.data.cache import (
-    BUCKETS,
-    IMAGES,
-    META,
-    CacheMeta,
-    DatasetCache,
-    Kind,
-    Look,
-    Origin,
-    StoredField,
-    bucket_prefix,
-    damaged,
-    field_of,
-)
+from ddpm_ds.data import buckets, cache, captions
 from ddpm_ds.data.decoding import Decoding, Size, by_processes
 from ddpm_ds.data.fields import (
     REGRESSION,
@@ -73,14 +59,14 @@ VERIFIED_BYTES = 2**34
 FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
-"""Number of images by which a source is recognised; and size of a source of which all images count."""
+"""Number of images that a source is recognised by, and size of a source that is recognised by all."""
 LOOKED_AT = 10_000
 """Number of a source's folders, and of its files, whose sizes and times are compared before training; below its double
 all are. A look at 100,000 files takes 0.3 s on a local disk, but may take minutes over a network.
 """
 
 
-class Work(NamedTuple):
+class Preparation(NamedTuple):
     """Plan and facts of a cache, and the function that makes its images."""
 
     plan: CachePlan
@@ -91,12 +77,7 @@ class Work(NamedTuple):
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Return the folder of the cache, named after all that decides its images: source, size, channels, and autoencoder,
-    regression or sizes of all buckets.
-
-    Raises:
-        DataError: the autoencoder can't be used.
-    """
+    """Return the folder of the cache, named after all that decides its images; raises DataError."""
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec))
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
@@ -109,7 +90,7 @@ def cache_path(spec: DataSpec) -> Path:
 
 
 def _source_key(spec: DataSpec) -> str:
-    """Return the end of a cache's name: a hash of what the source reads, empty if it always has the same pixels."""
+    """Return the end of a cache's name: a hash of the source's keys and path, empty if its pixels never change."""
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
     if (beside := keys.pop("data.condition.path", None)) is not None:
@@ -132,7 +113,7 @@ def class_names(data: DataSpec, group: int | None, classes: int | None) -> Seque
     with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         if group is not None and (shapes := _known_shapes(data)) is not None:
             data = buckets.filled_buckets(data, shapes, group)[0]
-        names = CacheMeta.read(cache_path(data)).classes
+        names = cache.CacheMeta.read(cache_path(data)).classes
         if len(names) == len(numbers):
             return names
     return numbers
@@ -149,7 +130,7 @@ def prepare(
     learned: Mapping[str, str] | None = None,
     group: int = 1,
     sizes: Sequence[Size] | None = None,
-) -> DatasetCache:
+) -> cache.DatasetCache:
     """Return the data-set cache of ``spec``, with its encoded captions if it has some, making all that is missing.
 
     With ``data.buckets`` it is the cache of the bucket nearest to ``data.image_size`` with those of all others that
@@ -158,12 +139,7 @@ def prepare(
     ``together`` of them share this host's cores. ``progress`` shows bars. ``verify`` compares the checksums of an
     existing cache; None does so up to 16 GiB. Latents and text are made only on a device ``encode_on``, residuals only
     with a ``regression``. ``learned`` are the checksums of a checkpoint's images: their cache is used though its source
-    has changed.
-
-    Raises:
-        DataError: the source fails, can't be normalised, or has changed since it was prepared (unless ``learned`` is
-            given or ``verify`` is False); too many images are unreadable; ``store_root`` can't be written; the cache is
-            damaged or made of another; an autoencoder or encoder is missing; or there are fewer images than ``group``.
+    has changed, as it is if ``verify`` is False. Raises DataError.
     """
     is_whole = spec.buckets is not None and not isinstance(spec, buckets.BucketData)
     parts = buckets_of(spec, group, sizes, progress) if is_whole else [spec]
@@ -172,31 +148,27 @@ def prepare(
         encoders = TextEncoders.open(spec.text, encode_on)
         if encode_on is not None:
             _ = encoders.tokenizers, encoders.models if spec.text.stored != "ids" else ()  # before hours of preparation
-    texts: dict[Path, DatasetCache] = {}  # one, of all buckets
+    texts: dict[Path, cache.DatasetCache] = {}  # one, of all buckets
     caches = []
     for part in parts:
         known = learned
         if learned is not None:
-            prefix = bucket_prefix(part.shape) if part is not parts[0] else ""
+            prefix = cache.bucket_prefix(part.shape) if part is not parts[0] else ""
             own = {name.removeprefix(prefix): value for name, value in learned.items() if name.startswith(prefix)}
-            known = captions.without_text({name: value for name, value in own.items() if not name.startswith(BUCKETS)})
+            known = {name: value for name, value in own.items() if not name.startswith((cache.BUCKETS, cache.TEXTS))}
         images = prepare_images(
-            part,
-            progress,
-            together=together,
-            verify=verify,
-            encode_on=encode_on,
-            regression=regression,
-            learned=known,
+            part, progress, together=together, verify=verify, encode_on=encode_on, regression=regression, learned=known
         )
         if encoders is not None:
-            path = captions.text_path(images, encoders)
+            name = f"text-{images.meta.sha256[cache.CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
+            kind = encoders.spec.stored
+            path = images.path.with_name(name if kind == "float16" else f"{name}-{kind}")
             if path not in texts:
                 texts[path] = _text(path, images, encoders, part, progress, verify)
-            images = images.with_text(texts[path])
+            images = images.with_others(texts[path])
         caches.append(images)
     first, *others = caches
-    return first.with_buckets(others) if others else first
+    return first.with_others(None, others) if others else first
 
 
 def prepare_images(
@@ -208,13 +180,13 @@ def prepare_images(
     encode_on: torch.device | None = None,
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
-) -> DatasetCache:
+) -> cache.DatasetCache:
     """Return the cache of :func:`prepare` without encoded captions; of images of one size."""
     path, autoencoder = cache_path(spec), autoencoder_of(spec)
     base = pixels_of(spec) if autoencoder is not None else fields_of(spec) if spec.residual_of is not None else None
     if (found := _opened(path, verify, progress)) is not None:
         if found.meta.shape != spec.stored_shape:
-            raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {spec.stored_shape}")
+            raise cache.damaged(path, f"{cache.META} says images of {found.meta.shape}, the spec {spec.stored_shape}")
         if verify is not False and found.meta.sha256 != learned:
             _check_source(spec, found, progress)
         if autoencoder is not None and encode_on is not None and base is not None and cache_path(base).exists():
@@ -227,15 +199,15 @@ def prepare_images(
         run = spec.residual_of
         raise _missing(f"data.residual_of = {run}: there are no residuals at {path}; make them", f"residual {run}")
     else:
-        make = partial(source_work, spec, progress)
+        make = partial(source_preparation, spec, progress)
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
             _ = coder.model  # finds a damaged one before hours of preparation
             pixels = prepare_images(pixels_of(spec), progress, together=together)
-            make = partial(latents_work, pixels, coder, spec)
+            make = partial(latents_preparation, pixels, coder, spec)
         elif regression is not None:
             fields = prepare(fields_of(spec), progress, together=together)
-            make = partial(residuals_work, fields, regression)
+            make = partial(residuals_preparation, fields, regression)
         found = _made(path, spec, progress, make, max(1, processors() // together))
         for line in (found.summary, *found.rounding) if progress else ():
             print(f"{path.name}: {line}", file=sys.stderr)
@@ -244,16 +216,16 @@ def prepare_images(
 
 
 def _text(
-    path: Path, images: DatasetCache, encoders: TextEncoders, spec: DataSpec, progress: bool, verify: bool | None
-) -> DatasetCache:
+    path: Path, images: cache.DatasetCache, encoders: TextEncoders, spec: DataSpec, progress: bool, verify: bool | None
+) -> cache.DatasetCache:
     """Return the cache of the encoded captions of ``images``, made if the encoders have a device or need none."""
     if (found := _opened(path, verify, progress)) is not None:
         if not found.meta.sha256.items() >= captions.text_sources(images, encoders).items():
-            raise damaged(path, "it has text of other captions or encoders")
+            raise cache.damaged(path, "it has text of other captions or encoders")
         return found
     if encoders.device is None and encoders.spec.stored != "ids":
         raise _missing(f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it")
-    work = text_work(images, encoders)
+    work = text_preparation(images, encoders)
     if progress:
         plan, free = work.plan, shutil.disk_usage(path.parent).free
         print(
@@ -262,21 +234,23 @@ def _text(
             file=sys.stderr,
         )
     made = _made(path, spec, progress, lambda: work)
-    for line in captions.findings(made) if progress else ():
+    for line in captions.warnings_of(made) if progress else ():
         print(f"{path.name}: {line}", file=sys.stderr)
     return made
 
 
-def _opened(path: Path, verify: bool | None, progress: bool) -> DatasetCache | None:
+def _opened(path: Path, verify: bool | None, progress: bool) -> cache.DatasetCache | None:
     """Open the cache at ``path``; None if there is none."""
     if not os.path.exists(path):  # also if a folder above it can't be entered, which making it reports
         return None
     if verify is None:
         verify = sum(file.stat().st_size for file in path.glob("*.*")) <= VERIFIED_BYTES
-    return DatasetCache.open(path, verify, progress)
+    return cache.DatasetCache.open(path, verify, progress)
 
 
-def _made(path: Path, spec: DataSpec, progress: bool, make: Callable[[], Work], processes: int = 1) -> DatasetCache:
+def _made(
+    path: Path, spec: DataSpec, progress: bool, make: Callable[[], Preparation], processes: int = 1
+) -> cache.DatasetCache:
     """Make the cache at ``path`` together with other processes, and open it."""
     try:
         spec.store_root.mkdir(parents=True, exist_ok=True)
@@ -289,10 +263,10 @@ def _made(path: Path, spec: DataSpec, progress: bool, make: Callable[[], Work], 
             write_cache(path, work.plan, work.chunks, spec, work.facts, progress)
     except OSError as error:
         raise _unwritable(spec, error) from error
-    return DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
+    return cache.DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
 
 
-def _check_made_of(found: DatasetCache, sources: Mapping[str, str], what: str, base: str) -> None:
+def _check_made_of(found: cache.DatasetCache, sources: Mapping[str, str], what: str, base: str) -> None:
     """Refuse latents or residuals that were made of another ``base`` than there is now."""
     changed = {name for name, checksum in sources.items() if found.meta.sha256.get(name) != checksum}
     if changed:
@@ -307,11 +281,7 @@ def _missing(what: str, option: str = "encode") -> DataError:
 def buckets_of(
     spec: DataSpec, group: int, sizes: Sequence[Size] | None = None, progress: bool = False
 ) -> list[buckets.BucketData]:
-    """Return the buckets of :func:`prepare`; ``progress`` shows a bar, and says which have too few images.
-
-    Raises:
-        DataError: there are fewer images than ``group``, or the source fails.
-    """
+    """Return the buckets of :func:`prepare`; ``progress`` shows a bar, and which are too small. Raises DataError."""
     found, shapes = list[buckets.BucketData](), _known_shapes(spec)
     with suppress(DataError):  # of images that have been replaced
         found = [] if shapes is None else buckets.filled_buckets(spec, shapes, group, sizes)
@@ -329,10 +299,7 @@ def buckets_of(
 
 def bucket_shares(data: DataSpec, group: int | None, *, counted: bool) -> tuple[tuple[Size, float], ...]:
     """Return the size of each bucket, as ``data.image_size`` counts it, and its share of the images; () without
-    buckets. Shares are equal unless they are to be ``counted`` and preparation has counted the images.
-
-    Raises:
-        DataError: the autoencoder can't be used, or there are too few images.
+    buckets. Shares are equal unless they are to be ``counted`` and images have been. Raises DataError.
     """
     if group is None:
         return ()
@@ -384,17 +351,19 @@ def _unwritable(spec: DataSpec, error: OSError) -> DataError:
     )
 
 
-def text_work(images: DatasetCache, encoders: TextEncoders) -> Work:
+def text_preparation(images: cache.DatasetCache, encoders: TextEncoders) -> Preparation:
     """Return the encoding of the distinct captions of ``images``."""
     texts, sources = captions.texts_of(images), captions.text_sources(images, encoders)
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         return captions.encoded_texts(encoders, texts[numbers.start : numbers.stop])
 
-    return Work(_plan("text", captions.text_fields(encoders), len(texts), sources), Facts((".",), sources), chunks)
+    return Preparation(
+        _plan("text", captions.text_fields(encoders), len(texts), sources), Facts((".",), sources), chunks
+    )
 
 
-def latents_work(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Work:
+def latents_preparation(pixels: cache.DatasetCache, coder: Coder, spec: DataSpec) -> Preparation:
     """Return the encoding of all ``pixels`` to latents."""
     sources = sources_of(pixels, coder.autoencoder)
     beside = {name: pixels.meta.field(name) for name in pixels.others}
@@ -405,56 +374,58 @@ def latents_work(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Work:
             others = {name: [row.data for row in stored[part]] for name, stored in pixels.others.items()}
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
 
-    plan = _plan("latents", {IMAGES: field_of("latents", spec.shape), **beside}, len(pixels), sources)
-    return Work(plan, Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=texts), chunks)
+    plan = _plan("latents", {cache.IMAGES: cache.field_of("latents", spec.shape), **beside}, len(pixels), sources)
+    return Preparation(plan, Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=texts), chunks)
 
 
-def residuals_work(fields: DatasetCache, regression: Regression) -> Work:
+def residuals_preparation(fields: cache.DatasetCache, regression: Regression) -> Preparation:
     """Return the subtraction of predictions from all ``fields``."""
     meta, sources = fields.meta, made_of(fields, regression)
     stored = {name: meta.field(name) for name in fields.fields}
-    stored[IMAGES] = stored[IMAGES].model_copy(update={"offset": ()})
+    stored[cache.IMAGES] = stored[cache.IMAGES].model_copy(update={"offset": ()})
     facts = Facts(meta.classes, sources, meta.origin, fields.constants, meta.coordinates, meta.masked)
     plan = _plan("fields", stored, len(fields), sources)
-    return Work(plan, facts, lambda numbers: residuals(fields, regression, numbers))
+    return Preparation(plan, facts, lambda numbers: residuals(fields, regression, numbers))
 
 
-def source_work(spec: DataSpec, progress: bool) -> Work:
-    """Open the source of ``spec``, before anything is decoded or written.
-
-    Raises:
-        DataError: the source fails, or has other fields than the spec says.
-    """
+def source_preparation(spec: DataSpec, progress: bool) -> Preparation:
+    """Open the source of ``spec``, before anything is decoded or written; raises DataError."""
     paths = _paths(spec)
     looks = [looks_of(path, spec.reads_arrays) for path in paths]  # before it is read
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
     of_files = [str(look) for path, look in zip(paths, looks, strict=True) if path.is_file()]
 
-    def origin_of(content: str) -> Origin | None:
+    def origin_of(content: str) -> cache.Origin | None:
         known = dict(zip(("looks", "condition_looks"), looks, strict=False))
-        return None if spec.path is None else Origin(content=content, **known)
+        return None if spec.path is None else cache.Origin(content=content, **known)
 
     if spec.reads_arrays:
         fields = open_fields(spec).centred()
         content = fields.content(*paths)
-        kind: Kind = "fields" if spec.are_fields else "pixels"
+        kind: cache.Kind = "fields" if spec.are_fields else "pixels"
         plan = _plan(kind, fields.fields, len(fields.labels), " ".join([content, *of_files]))
         masked = spec.mask is not None
         facts = Facts(fields.classes, {}, origin_of(content), fields.constants, fields.coordinates, masked)
-        return Work(plan, facts, fields.chunks)
+        return Preparation(plan, facts, fields.chunks)
     source = _opened_source(spec, progress)
     known = captions.known_captions(source, spec)
     content, are_files = _sampled(source)
-    facts, stored = Facts(source.classes, {}, origin_of(content)), {IMAGES: field_of("pixels", spec.stored_shape)}
+    facts, stored = (
+        Facts(source.classes, {}, origin_of(content)),
+        {cache.IMAGES: cache.field_of("pixels", spec.stored_shape)},
+    )
     if known is not None:
         facts = replace(facts, captions=captions.written(known.texts))
-        stored |= captions.image_fields(known.table)
+        stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
+        stored[cache.CAPTIONS] = cache.StoredField(shape=(known.table.shape[1],), values="int32")
     plan = _plan("pixels", stored, len(source.labels), " ".join([content, *of_files]))
     decoding = Decoding(source, plan.shape, None if known is None else known.table)
-    return Work(plan, facts, decoding.chunks, decoding if are_files and plan.images > FEW_IMAGES else None)
+    return Preparation(plan, facts, decoding.chunks, decoding if are_files and plan.images > FEW_IMAGES else None)
 
 
-def _plan(kind: Kind, fields: Mapping[str, StoredField], images: int, origin: str | Mapping[str, str]) -> CachePlan:
+def _plan(
+    kind: cache.Kind, fields: Mapping[str, cache.StoredField], images: int, origin: str | Mapping[str, str]
+) -> CachePlan:
     """Return the plan of a cache; ``origin`` are the checksums of its images' origins, or a hash of them."""
     if not isinstance(origin, str):
         origin = sha256(repr(sorted(origin.items())).encode()).hexdigest()
@@ -491,10 +462,8 @@ def _paths(spec: DataSpec) -> list[Path]:
     return [path for path in (spec.path, None if spec.condition is None else spec.condition.path) if path is not None]
 
 
-def looks_of(path: Path, whole: bool) -> dict[str, Look]:
-    """Return the look of a path and, in a folder, of some of its folders and files, by their relative names; with
-    ``whole`` one of the path with all of its files.
-    """
+def looks_of(path: Path, whole: bool) -> dict[str, cache.Look]:
+    """Return the looks of a path and of some folders and files in it, or only one of a ``whole`` folder."""
     folders, files = [str(path)], list[str]()
     for above, folders_here, files_here in () if whole else os.walk(path):
         folders += (os.path.join(above, name) for name in folders_here)
@@ -506,10 +475,8 @@ def looks_of(path: Path, whole: bool) -> dict[str, Look]:
     return {name: look for name, look in found if look is not None}
 
 
-def _look(path: Path, whole: bool = False) -> Look | None:
-    """Return size and time as :data:`Look`; None if it can't be seen. Those of a ``whole`` folder are the sum of its
-    files' sizes, and a number made of their names, sizes and times.
-    """
+def _look(path: Path, whole: bool = False) -> cache.Look | None:
+    """Return size and time as :data:`Look`, or those of all files of a ``whole`` folder; None if it can't be seen."""
     try:
         status = os.stat(path)
         if whole and stat.S_ISDIR(status.st_mode):
@@ -521,10 +488,8 @@ def _look(path: Path, whole: bool = False) -> Look | None:
     return 0 if stat.S_ISDIR(status.st_mode) else status.st_size, status.st_mtime_ns
 
 
-def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
-    """Refuse a cache if a file of ``data.path`` has another size now or, where only times differ, if names, labels or
-    images do. The source may be gone.
-    """
+def _check_source(spec: DataSpec, found: cache.DatasetCache, progress: bool) -> None:
+    """Refuse a cache if its source has other sizes now, or other times and content; it may be gone."""
     if spec.path is None or (origin := found.meta.origin) is None:
         return
     looks = [

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from ddpm_ds.files import expanded
+from ddpm_ds.schema import types
 from ddpm_ds.schema.choices import SOURCES
-from ddpm_ds.schema.section import Section, only_with, plain
-from ddpm_ds.schema.types import (
-    OF_ARRAYS,
-    OF_FIELDS,
-    OF_NOISE,
-    ONE_SIZE,
-    PIXELS,
-    FilePath,
-    Fraction,
-    HeldOut,
-    ImageChannels,
-    Normalise,
-    Size,
-    Small,
-    Variable,
-    height_and_width,
-    listed,
-    one_of,
-    read_by_source,
-    those,
-    written,
-)
+from ddpm_ds.schema.section import Section, needs, only_with, plain, refuse
 from ddpm_ds.unet.spec import Interface
 
 
@@ -40,60 +20,60 @@ class ConditionSpec(Section):
     Channels of the condition are in this order: stored or made ones, constants, grid.
     """
 
-    kind: Literal["stored", "reduced", "grey", "cut_out"] | None = None
+    kind: Annotated[
+        Literal["stored", "reduced", "grey", "cut_out"] | None,
+        needs("stored", types.OF_ARRAYS, "channels"),
+        needs("grey", "data.channels=3"),
+    ] = None
     """Where the condition's channels come from: a second array of the same images, or made from the image itself:
     reduced by `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a
     rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
-    path: Annotated[FilePath | None, only_with("kind=stored or constants or vector", OF_ARRAYS)] = None
+    path: Annotated[types.FilePath | None, only_with("kind=stored or constants or vector", types.OF_ARRAYS)] = None
     """File or folder of the stored condition; null means `data.path`."""
-    held_out_path: Annotated[FilePath | None, only_with("path", "data.held_out_path")] = None
+    held_out_path: Annotated[types.FilePath | None, only_with("path", "data.held_out_path")] = None
     """The same for the images in `data.held_out_path`, if the condition has a `path` of its own."""
-    variables: Annotated[tuple[Variable, ...], only_with("kind=stored", OF_ARRAYS)] = ()
+    variables: Annotated[tuple[types.Variable, ...], only_with("kind=stored", types.OF_ARRAYS)] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
     condition, or the only one in a `path` of its own."""
     channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored")] = 0
-    """Channels of the stored condition; those that are made are counted by themselves."""
+    """Channels of the stored condition; made ones are counted by themselves."""
     resize: Annotated[Literal["nearest", "bilinear", "bicubic"], only_with("kind=stored|reduced")] = "bilinear"
     """How a condition of another size is brought to that of the image."""
-    normalise: Annotated[Normalise, only_with("kind=stored or constants")] = None
+    normalise: Annotated[types.Normalise, only_with("kind=stored or constants")] = None
     """How the stored condition and the constants come to the U-Net's scale, each channel by statistics of its own; see
     `data.normalise`."""
     factor: Annotated[int, Field(ge=2, le=64), only_with("kind=reduced")] = 4
     """Pixels of the image, each way, in one of the reduced image."""
-    noise: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=reduced", OF_NOISE)] = 0.0
-    """Highest level of the noise that is mixed into a reduced image: each image has a random level up to this one, of
-    which the U-Net is told, x -> sqrt(1 - level^2) x + level noise. Samples have level 0."""
-    cut: Annotated[tuple[Small, Small], only_with("kind=cut_out")] = (0.25, 0.75)
+    noise: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=reduced", types.OF_NOISE)] = 0.0
+    """Highest level of the noise that is mixed into a reduced image, x -> sqrt(1 - level^2) x + level noise: each image
+    has a random level up to this one, which the U-Net reads too. Samples have level 0."""
+    cut: Annotated[tuple[types.Small, types.Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
-    constants: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
+    constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS, "constant_channels")] = ()
     """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
     they are stored once."""
-    constant_channels: Annotated[int, Field(ge=0, le=256)] = 0
+    constant_channels: Annotated[int, Field(ge=0, le=256), only_with("constants")] = 0
     """Channels of all `constants`."""
     grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
     """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
     right."""
-    vector: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
+    vector: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS, "vector_size")] = ()
     """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
     embedding."""
-    vector_size: Annotated[int, Field(ge=0, le=4096)] = 0
+    vector_size: Annotated[int, Field(ge=0, le=4096), only_with("vector")] = 0
     """Numbers in all arrays of `vector` together."""
-    drop: Fraction = 0.0
-    """Share of the images whose condition, vector included, is replaced by zeros, of which the U-Net is told; needed
-    for guidance."""
-
-    def made_channels(self, image_channels: int) -> int:
-        """Return the channels that are stored or made from the image, without constants and grid."""
-        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
-        return made[self.kind] if self.kind else 0
+    drop: types.Fraction = 0.0
+    """Share of the images whose condition, vector included, is replaced by zeros, which a flag says to the U-Net;
+    needed for guidance."""
 
     def input_channels(self, image_channels: int) -> int:
         """Return all channels of the condition."""
-        return self.made_channels(image_channels) + self.constant_channels + self.grid_channels
+        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
+        return (made[self.kind] if self.kind else 0) + self.constant_channels + self.grid_channels
 
     @property
     def numbers(self) -> int:
-        """Size of the vector that the U-Net is told: that of the data, and a flag of a dropped condition."""
+        """Size of the U-Net's vector: the data's numbers, and a flag of a dropped condition."""
         return self.vector_size + (self.drop > 0.0)
 
 
@@ -108,12 +88,12 @@ class TextSpec(Section):
     (SDXL)."""
     captions: Annotated[str, Field(min_length=1, max_length=200)] = "text"
     """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column: a text, or a
-    list of texts, of which one is taken each time an image is seen. Other images have their caption in a .txt or
+    list of texts, one of which is taken each time an image is seen. Other images have their caption in a .txt or
     .caption of their name."""
     drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
-    """What is read instead of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
+    """Replacement of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
     stored: Literal["float16", "int8", "ids"] = "float16"
     """How captions are stored: encoded in 16 bits; in 8 with a scale for each token, in half of the space; or as the
     tokenizers' ids alone, in a five-hundredth, which each rank that reads text encodes while it trains."""
@@ -126,8 +106,8 @@ class BucketsSpec(Section):
     """Heights and widths are multiples of this many pixels."""
     sizes: Literal["nearest", "sdxl"] = "nearest"
     """Which sizes there are: for each height the width that comes nearest to the pixels of `image_size`, and for each
-    width the height, if it is within 6 %; or all of 90 to 100 % of these pixels, which at 1024 pixels are those that
-    SDXL was trained on (41 with `widest` 4)."""
+    width the height, if it is within 6 %; or all of 90 to 100 % of these pixels, which at 1024
+    pixels are SDXL's own (41 with `widest` 4)."""
     widest: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
     """Largest ratio of the longer side to the shorter."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
@@ -138,93 +118,96 @@ class BucketsSpec(Section):
 class DataSpec(Section):
     """Images to learn."""
 
-    source: Annotated[str, one_of(SOURCES), listed("Where images come from", SOURCES)]
-    path: Annotated[FilePath | None, only_with(read_by_source("path"), "name=null")] = None
+    source: Annotated[str, types.one_of(SOURCES), types.listed("Where images come from", SOURCES)]
+    path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
     """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for
     `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
     a path."""
     name: Annotated[
-        Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None, only_with(read_by_source("name"))
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None,
+        only_with(types.read_by_source("name")),
     ] = None
     """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
     split: Annotated[
-        Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None, only_with(read_by_source("split"))
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None,
+        only_with(types.read_by_source("split")),
     ] = None
     """Split of the data set that `huggingface` or `torchvision` reads; null means train, else the only split or
     torchvision's default."""
     image_column: Annotated[
-        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(read_by_source("image_column"))
+        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("image_column"))
     ] = None
     """Column of images that `huggingface` reads; null means the only image column."""
     label_column: Annotated[
-        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(read_by_source("label_column"))
+        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("label_column"))
     ] = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
-    image_size: Size
+    image_size: types.Size
     """Size in pixels of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents: a
     number for squares, or [height, width]. Fields have this size already."""
     crop_from: Annotated[
-        Size | None, only_with(PIXELS, ONE_SIZE, "residual_of=null", "unet.text.pooled_channels=null")
+        types.Size | None, only_with(types.PIXELS, types.ONE_SIZE, "residual_of=null", "unet.text.pooled_channels=null")
     ] = None
     """Size in pixels of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
     evaluation the centre; null prepares images of `image_size`."""
-    channels: ImageChannels
+    channels: types.ImageChannels
     """Channels of the images (1 grey, 3 RGB), of fields, or of `autoencoder`'s latents."""
-    variables: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
+    variables: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS)] = ()
     """Names of the arrays in `path` that are the fields to learn, (N, H, W) or (N, C, H, W) each, joined along the
     channels; [] means the only array that fits, or one that is named image or images."""
-    values: Annotated[Literal["bytes", "float16", "float32"], only_with(OF_ARRAYS)] = "bytes"
+    values: Annotated[Literal["bytes", "float16", "float32"], only_with(types.OF_ARRAYS)] = "bytes"
     """How values are stored: bytes for pictures, floats for fields."""
-    normalise: Annotated[Normalise, only_with(OF_FIELDS)] = None
+    normalise: Annotated[types.Normalise, only_with(types.OF_FIELDS)] = None
     """How fields come to the U-Net's scale, by channel: "statistics" subtracts the mean and divides by the standard
     deviation, "range" maps the smallest and the largest value to -1 and 1; both are computed while the data are
     prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
-    mask: Annotated[Variable | None, only_with(OF_ARRAYS, PIXELS)] = None
+    mask: Annotated[types.Variable | None, only_with(types.OF_ARRAYS, types.PIXELS)] = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
-    elsewhere; or "nan", which masks what is not a number in the fields. Masked values are read as the mean of their
-    channel, and those of a condition that are not a number too. Null refuses fields that are not finite."""
-    missing_chunks: Annotated[Literal["refuse", "fill"], only_with(OF_ARRAYS)] = "refuse"
-    """What is done if chunks of a Zarr or HDF5 array are not there: refuse it, or take its fill value for them, which
-    is right where a writer leaves out chunks that have this value alone."""
-    held_out: HeldOut = "random"
+    elsewhere; or "nan", which masks NaN in the fields. Masked values are read as the mean of their channel, and NaN in
+    a condition too. Null refuses fields that are not finite."""
+    missing_chunks: Annotated[Literal["refuse", "fill"], only_with(types.OF_ARRAYS)] = "refuse"
+    """Response to missing chunks of a Zarr or HDF5 array: refuse it, or take its fill value for them, which is right
+    where a writer leaves out chunks that have this value alone."""
+    held_out: types.HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
-    held_out_path: Annotated[FilePath | None, only_with(read_by_source("path"), "name=null")] = None
+    held_out_path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
     """Path of held-out images that are a source of their own, of the same kind as `path` and read by the same keys,
     such as a folder of validation images or the file of another year; all of `path` is trained on. Null holds out
     images of `path`."""
-    flips_negate: Annotated[tuple[Variable | int, ...], only_with("horizontal_flips", OF_FIELDS)] = ()
+    flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
     from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
     has one channel."""
-    condition: Annotated[ConditionSpec | None, only_with(PIXELS, ONE_SIZE)] = None
-    """What each image is conditioned on; null learns images alone."""
-    autoencoder: FilePath | None = None
+    condition: Annotated[ConditionSpec | None, only_with(types.PIXELS, types.ONE_SIZE)] = None
+    """Condition of each image; null learns images alone."""
+    autoencoder: types.FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
     on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
     text: Annotated[
-        TextSpec | None, only_with("unet.text", those("source", SOURCES, lambda source: source.captions))
+        TextSpec | None, only_with("unet.text", types.those("source", SOURCES, lambda source: source.captions))
     ] = None
     """Captions, for a U-Net with `unet.text`; null trains without text."""
     buckets: BucketsSpec | None = None
     """Buckets of aspect, whose images have about as many pixels as `image_size`, and each bucket its own height and
     width; null has one size."""
     residual_of: Annotated[
-        FilePath | None, only_with(OF_FIELDS, "condition", "data.condition.kind=null|stored", OF_NOISE)
+        types.FilePath | None,
+        only_with(types.OF_FIELDS, "condition", "data.condition.kind=null|stored", types.OF_NOISE),
     ] = None
-    """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields: what is
-    learned is what is left, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes these
-    residuals; null learns the fields themselves."""
-    horizontal_flips: Annotated[bool, only_with(PIXELS)] = False
+    """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields:
+    the residuals are learned, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes
+    them; null learns the fields themselves."""
+    horizontal_flips: Annotated[bool, only_with(types.PIXELS)] = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
     images these are, of buckets of aspect about the same share of each. 0 holds out none, or all of `held_out_path`."""
-    max_bad_fraction: Fraction = 0.01
+    max_bad_fraction: types.Fraction = 0.01
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
-    store_root: FilePath = Path("data")
+    store_root: types.FilePath = Path("data")
     """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Loader processes per rank that loads data; 0 reads in threads of the training process, which is fastest for
@@ -233,12 +216,12 @@ class DataSpec(Section):
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels of the images that are learned."""
-        return height_and_width(self.image_size)
+        return types.height_and_width(self.image_size)
 
     @property
     def stored_size(self) -> tuple[int, int]:
         """Height and width in pixels of the prepared images."""
-        return height_and_width(self.crop_from or self.image_size)
+        return types.height_and_width(self.crop_from or self.image_size)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -273,7 +256,7 @@ class DataSpec(Section):
         return self.are_fields and self.normalise != "range"
 
     @property
-    def named_arrays(self) -> dict[str, Any]:
+    def named_arrays(self) -> dict[str, object]:
         """Values of the keys that only a source of named arrays reads, by key, if they are given."""
         condition = self.condition or ConditionSpec()
         given = {
@@ -299,86 +282,89 @@ def check_source(data: DataSpec) -> None:
     """Check that a source has the keys that it needs, and none of another kind; raises ValueError with one line."""
     source = SOURCES[data.source]
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
-    if takes and data.path is None and data.name is None:
-        needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
-        raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
-    condition = data.condition
-    if condition is not None and condition.kind == "stored" and not source.arrays:
-        raise ValueError(
-            f"data.condition.kind = stored is used only with {OF_ARRAYS().replace('=', ': ').replace('|', ' or ')}; "
-            "use another kind"
-        )
-    for key, value in (("autoencoder", data.autoencoder), ("text", data.text), ("buckets", data.buckets)):
-        if data.reads_arrays and value is not None:
-            raise ValueError(f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null")
+    ways = " or ".join(f"--set {key}={word}" for key, word in takes.items())
+    pictures_alone = {"autoencoder": data.autoencoder, "text": data.text, "buckets": data.buckets}
+    refuse(
+        {
+            f"{' or '.join(takes)} is missing; source {data.source} needs it: {ways}": takes
+            and not (data.path or data.name)
+        }
+        | {
+            f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null": data.reads_arrays
+            and value is not None
+            for key, value in pictures_alone.items()
+        }
+    )
 
 
 def check_images(data: DataSpec) -> None:
     """Check sizes and channels of the images; raises ValueError with one line."""
-    if any(stored < cropped for stored, cropped in zip(data.stored_size, data.size, strict=True)):
-        raise ValueError(
-            f"data.crop_from = {written(data.stored_size)} is below data.image_size = {written(data.size)}, the size "
-            f"of the crops; use {written(data.size)} or more, or null for no crops"
-        )
-    if data.autoencoder is None and not data.are_fields and data.channels not in (1, 3):
-        raise ValueError(
+    kept, size = types.written(data.stored_size), types.written(data.size)
+    refuse(
+        {
+            f"data.crop_from = {kept} is below data.image_size = {size}, the size of the crops; use {size} or more, or "
+            "null for no crops": any(side < crop for side, crop in zip(data.stored_size, data.size, strict=True)),
             f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
-            "data.autoencoder, which is null, or of fields (data.values)"
-        )
+            "data.autoencoder, which is null, or of fields (data.values)": (
+                data.autoencoder is None and not data.are_fields and data.channels not in (1, 3)
+            ),
+        }
+    )
+
+
+def check_buckets(data: DataSpec, levels: int) -> None:
+    """Check sizes of buckets for a U-Net with so many levels; raises ValueError with one line."""
+    if data.buckets is None:
+        return
+    step, multiple, size = data.buckets.step, 2 ** (levels - 1), types.written(data.size)
+    refuse(
+        {
+            f"data.buckets.step = {step} can't be halved {levels - 1} times, as the levels of unet.multipliers ask; "
+            f"use a multiple of {multiple}, or fewer levels": step % multiple,
+            f"data.image_size = {size} is no multiple of data.buckets.step = {step}; use one, or another "
+            "step": data.autoencoder is None and any(side % step for side in data.size),
+        }
+    )
 
 
 def check_condition(data: DataSpec) -> None:
-    """Check what the images are conditioned on; raises ValueError with one line."""
+    """Check the condition; raises ValueError with one line."""
     condition = data.condition
     if condition is None:
         return
-    if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
-        raise ValueError(
-            "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
-        )
+    factor, size = condition.factor, types.written(data.size)
     of_each_image = condition.kind == "stored" or condition.vector
-    if data.held_out_path and condition.path and of_each_image and condition.held_out_path is None:
-        raise ValueError(
+    refuse(
+        {
+            "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null": not (
+                condition.kind or condition.constants or condition.grid_channels or condition.vector
+            ),
             f"data.condition.path = {condition.path} has the condition of data.path, and data.held_out_path = "
-            f"{data.held_out_path} has none; name it by data.condition.held_out_path"
-        )
-    if condition.kind == "stored" and not condition.channels:
-        raise ValueError("data.condition.channels = 0, but kind stored has channels; give their number")
-    for names, size in (("constants", "constant_channels"), ("vector", "vector_size")):
-        given, count = getattr(condition, names), getattr(condition, size)
-        if bool(given) != bool(count):
-            raise ValueError(
-                f"data.condition.{names} = {plain(given)} and {size} = {count} belong together; give both or neither"
-            )
-    if condition.kind == "grey" and data.channels != 3:
-        raise ValueError(f"data.condition.kind = grey needs 3 channels, and data.channels = {data.channels}")
-    if condition.kind == "reduced" and any(side % condition.factor for side in data.size):
-        raise ValueError(
-            f"data.condition.factor = {condition.factor} does not divide data.image_size = {written(data.size)}; use a "
-            "divisor"
-        )
-    if condition.cut[0] > condition.cut[1]:
-        raise ValueError(f"data.condition.cut = {plain(condition.cut)} should not fall; give the smaller side first")
+            f"{data.held_out_path} has none; name it by data.condition.held_out_path": (
+                data.held_out_path and condition.path and of_each_image and condition.held_out_path is None
+            ),
+            f"data.condition.factor = {factor} does not divide data.image_size = {size}; use a divisor": (
+                condition.kind == "reduced" and any(side % factor for side in data.size)
+            ),
+            f"data.condition.cut = {plain(condition.cut)} should not fall; give the smaller side first": (
+                condition.cut[0] > condition.cut[1]
+            ),
+        }
+    )
 
 
 def check_flips(data: DataSpec) -> None:
     """Check the channels that change sign in a mirrored image; raises ValueError with one line."""
     condition = data.condition or ConditionSpec()
-    both = data.channels + condition.channels
-    named = [
-        name
-        for names, count in ((data.variables, data.channels), (condition.variables, condition.channels))
-        if len(names) == count
-        for name in names
-    ]
+    both, named = data.channels + condition.channels, list[str]()
+    for names, count in ((data.variables, data.channels), (condition.variables, condition.channels)):
+        named += names if len(names) == count else ()
     for one in data.flips_negate:
-        if isinstance(one, int) and not 0 <= one < both:
-            raise ValueError(
+        refuse(
+            {
                 f"data.flips_negate has {one}, but the channels of the fields and of their stored condition are 0 to "
-                f"{both - 1}; use those"
-            )
-        if isinstance(one, str) and one not in named:
-            raise ValueError(
+                f"{both - 1}; use those": isinstance(one, int) and not 0 <= one < both,
                 f"data.flips_negate has {one}, which is no variable of one channel; use a name in data.variables, if "
-                "each of them has one channel, or the channel's number"
-            )
+                "each of them has one channel, or the channel's number": isinstance(one, str) and one not in named,
+            }
+        )

@@ -52,11 +52,25 @@ def rounding_of(name: str) -> str:
 
 
 def moments_of(values: npt.NDArray[Any], masked: bool = False) -> Moments:
-    """Return the moments of values (C, ...), of which NaN are left out if they are ``masked``.
+    """Return the moments of values (C, ...), without NaN if these are ``masked``; the mean may not be finite."""
+    found = list[Moments]()
+    for channel in values.reshape(len(values), -1):
+        kept, blocks = channel[~np.isnan(channel)] if masked else channel, list[tuple[float, ...]]()
+        for first in range(0, len(kept), BLOCK_VALUES):
+            block = kept[first : first + BLOCK_VALUES].astype(np.float64)
+            low, high, mean = float(block.min()), float(block.max()), float(block.mean())
+            if np.isfinite(mean):
+                block -= mean
+            blocks.append((len(block), mean, float(np.square(block, out=block).sum()), low, high))
+        found.append(merged(np.array(blocks)[:, :, None]) if len(blocks) > 1 else np.array(blocks or [(0.0,) * 5]).T)
+    return np.concatenate(found, axis=1)
 
-    The mean of a channel is not finite if one of its values is not.
-    """
-    return np.stack([_channel(channel.reshape(-1), masked) for channel in values], axis=1)
+
+def shares_of_spread(values: Moments, errors: Moments) -> Numbers:
+    """Return the RMS of errors by channel as a share of the values' standard deviation; 0 where that is 0."""
+    count, mean, squares, *_ = errors
+    total = squares + count * mean**2
+    return tuple(np.sqrt(np.divide(total, values[2], out=np.zeros_like(total), where=values[2] > 0)).tolist())
 
 
 def merged(parts: npt.NDArray[np.float64]) -> Moments:
@@ -67,19 +81,3 @@ def merged(parts: npt.NDArray[np.float64]) -> Moments:
     squares = (squares + count * (mean - centre) ** 2).sum(0)
     low, high = np.where(count, low, np.inf).min(0), np.where(count, high, -np.inf).max(0)
     return np.stack([total, centre, squares, np.where(total, low, 0.0), np.where(total, high, 0.0)])
-
-
-def _channel(values: npt.NDArray[Any], masked: bool) -> npt.NDArray[np.float64]:
-    """Return the moments (5,) of values (n,)."""
-    if masked:
-        values = values[~np.isnan(values)]
-    blocks = [values[first : first + BLOCK_VALUES] for first in range(0, len(values), BLOCK_VALUES)]
-    found = np.array([_block(block.astype(np.float64)) for block in blocks]).reshape(-1, 5, 1)
-    return found[0, :, 0] if len(found) == 1 else merged(found)[:, 0] if len(found) else np.zeros(5)
-
-
-def _block(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, float]:
-    low, high, mean = float(values.min()), float(values.max()), float(values.mean())
-    if np.isfinite(mean):
-        values -= mean
-    return len(values), mean, float(np.square(values, out=values).sum()), low, high

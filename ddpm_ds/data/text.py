@@ -102,7 +102,7 @@ class _Config(BaseModel):
 
 
 @dataclass(frozen=True)
-class Part:
+class FilesOfEncoder:
     """A tokenizer and its encoder, which are not loaded."""
 
     tokenizer: Path
@@ -112,17 +112,15 @@ class Part:
 
 
 class TextEncoders:
-    """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU. Without a
-    device they only read text.
-    """
+    """Encoders on a device, loaded at their first use: fp16 on CUDA, else fp32. Without a device they read text."""
 
-    def __init__(self, spec: TextSpec, parts: Sequence[Part], device: torch.device | None) -> None:
+    def __init__(self, spec: TextSpec, parts: Sequence[FilesOfEncoder], device: torch.device | None) -> None:
         self.spec, self.device, self._parts = spec, device, parts
         self._configs = [part.config for part in parts]
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
-        """Open the encoders of ``spec``, of which only configurations are read; raises DataError."""
+        """Open the encoders of ``spec`` and read their configurations alone; raises DataError."""
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
         return cls(spec, parts_of(spec), device)
@@ -180,7 +178,7 @@ class TextEncoders:
     def tokenizers(self) -> list[Any]:
         """Tokenizers of all encoders; raises DataError if they are damaged or of another kind."""
 
-        def loaded(transformers: Any, part: Part) -> Any:
+        def loaded(transformers: Any, part: FilesOfEncoder) -> Any:
             tokenizer = transformers.CLIPTokenizer.from_pretrained(part.tokenizer, local_files_only=True)
             if tokenizer.model_max_length != self.tokens:
                 raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self.tokens}")
@@ -197,7 +195,7 @@ class TextEncoders:
         device, dtype = self.device, torch.float16 if self.device.type == "cuda" else torch.float32
         given = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True, "dtype": dtype}
 
-        def loaded(transformers: Any, part: Part) -> Any:
+        def loaded(transformers: Any, part: FilesOfEncoder) -> Any:
             kind = getattr(transformers, part.config.architectures[0])
             encoder, notes = kind.from_pretrained(part.encoder, variant=part.variant, **given)
             if missing := sorted(notes["missing_keys"]):
@@ -206,7 +204,7 @@ class TextEncoders:
 
         return [self._loaded(part.encoder, part, loaded) for part in self._parts]
 
-    def _loaded(self, where: Path, part: Part, load: Callable[[Any, Part], Any]) -> Any:
+    def _loaded(self, where: Path, part: FilesOfEncoder, load: Callable[[Any, FilesOfEncoder], Any]) -> Any:
         import transformers
 
         transformers.logging.set_verbosity_error()  # the error below replaces its warnings
@@ -232,22 +230,19 @@ class TextEncoders:
         """Return the encoded texts of :meth:`ids`, on the device, in the encoders' dtype."""
         import torch
 
+        tokens: list[Tensor] = []
+        projected: list[Tensor] = []
         with torch.no_grad():
-            found = [self._encoded(piece) for piece in ids.to(self.device).long().split(TEXTS_AT_ONCE)]
-        tokens, pooled = zip(*found, strict=True)
-        return Encoded(torch.cat(tokens), None if pooled[0] is None else torch.cat(pooled))
-
-    def _encoded(self, ids: Tensor) -> Encoded:
-        """Return up to :data:`TEXTS_AT_ONCE` encoded texts, filled up for the encoders with the last one."""
-        import torch
-
-        count, states, pooled = len(ids), [], None
-        ids = torch.cat((ids, ids[-1:].expand(TEXTS_AT_ONCE - count, -1, -1)))
-        for encoder, own in zip(self.models, ids.unbind(dim=1), strict=True):
-            found = encoder(own, output_hidden_states=True)
-            states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
-            pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
-        return Encoded(torch.cat(states, dim=-1)[:count], None if pooled is None else pooled[:count])
+            for piece in ids.to(self.device).long().split(TEXTS_AT_ONCE):
+                count, states, pooled = len(piece), [], None
+                padded = torch.cat((piece, piece[-1:].expand(TEXTS_AT_ONCE - count, -1, -1)))
+                for encoder, own in zip(self.models, padded.unbind(dim=1), strict=True):
+                    found = encoder(own, output_hidden_states=True)
+                    states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
+                    pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
+                tokens.append(torch.cat(states, dim=-1)[:count])
+                projected += () if pooled is None else (pooled[:count],)
+        return Encoded(torch.cat(tokens), torch.cat(projected) if projected else None)
 
     def excess(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text that are cut off."""
@@ -279,10 +274,10 @@ def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int,
     return next(wrong, None)
 
 
-def parts_of(spec: TextSpec) -> list[Part]:
+def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:
     """Return the tokenizers and encoders of ``spec``, downloaded if needed; raises DataError."""
 
-    def opened(folder: Path) -> list[Part]:
+    def opened(folder: Path) -> list[FilesOfEncoder]:
         try:
             index = parse_json(read_bytes(folder / INDEX))
             listed = {name for name, kind in index.items() if any(kind or ())}
@@ -290,36 +285,34 @@ def parts_of(spec: TextSpec) -> list[Part]:
             listed = set()  # a folder of encoders alone
         second = [f"{part}{SUFFIXES[1]}" for part in ("tokenizer", "text_encoder")]
         has_two = any(name in listed or (folder / name).exists() for name in second)
-        return [_part(spec, folder, suffix) for suffix in SUFFIXES[: 1 + has_two]]
+        found = list[FilesOfEncoder]()
+        for suffix in SUFFIXES[: 1 + has_two]:
+            tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
+            if missing := next((part for part in (tokenizer, encoder) if not part.is_dir()), None):
+                raise _unusable(spec, f"it has no folder {missing.name}")
+            try:
+                config = _Config.model_validate(parse_json(read_bytes(encoder / CONFIG)), strict=False)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                key = ".".join(map(str, fault["loc"])) or CONFIG
+                raise _unusable(spec, f"{encoder.name}/{CONFIG} is of another kind ({key}: {fault['msg']})") from None
+            except (OSError, ValueError) as error:
+                raise _unusable(spec, f"{encoder.name}/{CONFIG} can't be read ({one_line(error)})") from None
+            variants: tuple[Literal["fp16"] | None, ...] = (None, "fp16")
+            usable = [each for each in variants if _weights(encoder, each)]
+            if not usable:
+                raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
+            found.append(FilesOfEncoder(tokenizer, encoder, config, usable[0]))
+        return found
 
     folder = expanded(spec.encoders)
     if folder.exists():
         return opened(folder)
     key = f"data.text.encoders = {spec.encoders}"
-    return from_hub(spec.encoders, DOWNLOADED, opened, said=key, expected=EXPECTED)
+    return from_hub(spec.encoders, DOWNLOADED, opened, key=key, expected=EXPECTED)
 
 
 _checksum = until_changed(sha256_of)
-
-
-def _part(spec: TextSpec, folder: Path, suffix: str) -> Part:
-    """Return a tokenizer and its encoder in a pipeline's folder; raises DataError."""
-    tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
-    for part in (tokenizer, encoder):
-        if not part.is_dir():
-            raise _unusable(spec, f"it has no folder {part.name}")
-    try:
-        config = _Config.model_validate(parse_json(read_bytes(encoder / CONFIG)), strict=False)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"])) or CONFIG
-        raise _unusable(spec, f"{encoder.name}/{CONFIG} is of another kind ({key}: {fault['msg']})") from None
-    except (OSError, ValueError) as error:
-        raise _unusable(spec, f"{encoder.name}/{CONFIG} can't be read ({one_line(error)})") from None
-    variant = next((each for each in (None, "fp16") if _weights(encoder, each)), False)
-    if variant is False:
-        raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
-    return Part(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
 
 
 def _weights(encoder: Path, variant: str | None) -> list[Path]:

@@ -24,14 +24,13 @@ from uuid import uuid4
 
 import filelock
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.data import cache
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of
+from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of, shares_of_spread
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import read_bytes, sha256_of, sync
 
@@ -117,9 +116,7 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 
 
 def lock_of(path: Path, name: str = "list") -> filelock.FileLock:
-    """Return lock ``name`` of the cache at ``path`` among the processes of this host, in its own folder for temporary
-    files, since not all shared file systems have locks.
-    """
+    """Return lock ``name`` of a cache among this host's processes; not all shared file systems have locks."""
     file = _lock_file(path, name)
     file.parent.mkdir(mode=0o700, exist_ok=True)
     return filelock.FileLock(file)
@@ -135,11 +132,8 @@ def write_cache(
 ) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    If the unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
-
-    Raises:
-        DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
-        OSError: the disk fails, and finished files are kept; or the folder was removed each time.
+    If the unfinished folder is removed, it is begun again, ``beginnings`` times in all. Raises DataError if the disk is
+    too small or too many images are unreadable, and OSError if the disk fails; finished files are kept then.
     """
     if path.exists():
         return
@@ -178,16 +172,6 @@ def _record_name(number: int | str) -> str:
     return f"shard.{number}.json"
 
 
-def _in_order(files: int) -> list[int]:
-    """Return the numbers of the files in this host's order: its own, then the others from the last on, which their
-    hosts come to last.
-    """
-    rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    hosts = max(1, world // local)
-    own = range(rank // local % hosts, files, hosts)
-    return [*own, *sorted(set(range(files)) - {*own}, reverse=True)]
-
-
 class _Shards:
     """Files of a cache that is being written."""
 
@@ -202,7 +186,11 @@ class _Shards:
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for those of this host, and return all records."""
-        missing, seconds = _in_order(self.plan.shards), 0
+        rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        hosts = max(1, world // local)
+        own = range(rank // local % hosts, self.plan.shards, hosts)
+        # After its own files this host takes the others from the last on, which their hosts come to last.
+        missing, seconds = [*own, *sorted(set(range(self.plan.shards)) - {*own}, reverse=True)], 0
         while missing:
             for number in missing:
                 with suppress(filelock.Timeout), lock_of(self.path, str(number)).acquire(timeout=seconds):
@@ -326,7 +314,7 @@ def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: Da
         origin=facts.origin,
         constants=None if constants is None else cache.StoredField(shape=constants.shape, values="float32"),
         statistics={name: Statistics.of(measured[name]) for name in sorted(plan.fields) if name in measured},
-        rounding={name: _shares(measured[name], errors) for name, errors in roundings.items()},
+        rounding={name: shares_of_spread(measured[name], errors) for name, errors in roundings.items()},
         coordinates=facts.coordinates,
         masked=facts.masked,
     )
@@ -339,15 +327,7 @@ def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: Da
     sync(folder)
 
 
-def _saved(array: npt.NDArray[Any]) -> bytes:
+def _saved(array: cache.Images) -> bytes:
     content = io.BytesIO()
     np.save(content, array)
     return content.getvalue()
-
-
-def _shares(values: Moments, errors: Moments) -> Numbers:
-    """Return the RMS of errors by channel as a share of the values' standard deviation; 0 where that is 0."""
-    count, mean, squares, *_ = errors
-    total = squares + count * mean**2
-    shares = np.sqrt(np.divide(total, values[2], out=np.zeros_like(total), where=values[2] > 0))
-    return tuple(shares.tolist())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from ddpm_ds.errors import SpecError
-from ddpm_ds.schema.choices import OBJECTIVES, SAMPLERS, SCHEDULES, samplers_with
-from ddpm_ds.schema.section import Format, Section, only_with
+from ddpm_ds.schema.choices import OBJECTIVES, SAMPLERS, SCHEDULES
+from ddpm_ds.schema.section import Format, Section, needs, only_with, refuse, unused
 from ddpm_ds.schema.types import (
     ALL_SIGMAS,
     OF_NOISE,
@@ -23,25 +24,32 @@ from ddpm_ds.schema.types import (
     Timesteps,
     listed,
     one_of,
+    those,
 )
 
 LEAST_SIGNAL = 1e-30
 """Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
+_NOT_EPS = those("objective", OBJECTIVES, lambda one: one.diffuses and one is not OBJECTIVES["eps"])
 
 
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
 
-    schedule: Annotated[str, one_of(SCHEDULES), listed("Noise schedule", SCHEDULES)] = "linear"
+    schedule: Annotated[str, one_of(SCHEDULES), listed("Noise schedule", SCHEDULES), only_with(OF_NOISE)] = "linear"
     timesteps: Timesteps = 1000
     """Number of timesteps T; edm and flow have none."""
     beta_start: Annotated[float, Field(ge=1e-15, le=1.0)] = 1e-4
     """First beta of linear and scaled_linear; for the latter the default is 0.00085."""
     beta_end: Factor = 0.02
     """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
-    zero_terminal_snr: Annotated[bool, only_with(OF_TIMESTEPS, OF_NOISE)] = False
-    """Rescale the betas so that the last timestep is pure noise (Lin et al.); not with eps, which is trivial there."""
-    objective: Annotated[str, one_of(OBJECTIVES), listed("What the U-Net predicts", OBJECTIVES)] = "eps"
+    zero_terminal_snr: Annotated[bool, only_with(OF_TIMESTEPS, _NOT_EPS)] = False
+    """Rescale the betas so that the last timestep is pure noise (Lin et al.), where eps can't be learned."""
+    objective: Annotated[
+        str,
+        one_of(OBJECTIVES),
+        listed("What the U-Net predicts", OBJECTIVES),
+        needs("regression", "data.condition"),
+    ] = "eps"
     sigma_data: Sigma = 0.5
     """Standard deviation that edm assumes for images in [-1, 1]."""
     noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
@@ -81,7 +89,7 @@ class DiffusionSpec(Section):
                 object.__setattr__(self, key, usual)  # the section is frozen for everyone else
         return self
 
-    def process_values(self) -> dict[str, Any]:
+    def process_values(self) -> dict[str, object]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not OBJECTIVES[self.objective].diffuses:
@@ -123,7 +131,9 @@ class SamplerSpec(Section):
     """Noise level at which the last step begins under edm."""
     rho: Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
-    eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    eta: Annotated[
+        float, Field(ge=0.0, le=1.0), only_with(those("kind", SAMPLERS, lambda kind: "eta" in kind.options))
+    ] = 0.0
     """Noise that ddim adds: 0 means none, 1 as much as ddpm."""
     variance: Literal["small", "large"] = "large"
     """Variance of ddpm's steps: the posterior's (small), or beta (large) as in DDPM on CIFAR-10."""
@@ -177,38 +187,30 @@ def _log_signal(start: float, end: float, steps: int, root: float) -> float:
 
 def check_process(diffusion: DiffusionSpec) -> None:
     """Check the noise schedule beside the objective; raises ValueError with one line."""
-    schedule = SCHEDULES[diffusion.schedule]
-    if diffusion.channel_weights and not any(diffusion.channel_weights):
-        raise ValueError(f"diffusion.channel_weights = {list(diffusion.channel_weights)} leaves no loss; use a weight")
-    if not OBJECTIVES[diffusion.objective].diffuses:
-        if diffusion.schedule != "linear":
-            raise ValueError(f"diffusion.schedule = {diffusion.schedule} is used only with noise; use linear")
-    elif schedule.continuous:
-        if diffusion.objective != schedule.objective:
-            raise ValueError(
-                f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; "
-                f"use {schedule.objective}"
-            )
-    elif schedule.betas:
-        start, end, steps = diffusion.beta_start, diffusion.beta_end, diffusion.timesteps
-        if not start < end < 1:
-            raise ValueError(
-                f"diffusion.beta_start = {start} and beta_end = {end} must rise and stay below 1, as the usual "
-                f"{schedule.betas[0]} and {schedule.betas[1]} do"
-            )
-        if _log_signal(start, end, steps, schedule.beta_root) < 2.0 * math.log(LEAST_SIGNAL):
-            raise ValueError(
-                f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
-                f"{LEAST_SIGNAL:g} of the image, too little to compute with; use fewer timesteps or a smaller beta_end"
-            )
-    if diffusion.zero_terminal_snr and diffusion.objective == "eps":
-        raise ValueError(
-            "diffusion.objective = eps can't be learned if diffusion.zero_terminal_snr leaves noise alone; use v or x0"
-        )
-    slopes = diffusion.zero_terminal_snr or diffusion.weighting == "sigmoid"
-    if slopes and diffusion.timesteps < 2:
-        what = "zero_terminal_snr = true" if diffusion.zero_terminal_snr else "weighting = sigmoid"
-        raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
+    schedule, steps = SCHEDULES[diffusion.schedule], diffusion.timesteps
+    start, end = diffusion.beta_start, diffusion.beta_end
+    diffuses, slopes = OBJECTIVES[diffusion.objective].diffuses, diffusion.weighting == "sigmoid"
+    with_betas = diffuses and schedule.betas is not None
+    rises = start < end < 1
+    refuse(
+        {
+            f"diffusion.channel_weights = {list(diffusion.channel_weights)} leaves no loss; use a weight": (
+                diffusion.channel_weights and not any(diffusion.channel_weights)
+            ),
+            f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; use "
+            f"{schedule.objective}": schedule.continuous and diffuses and diffusion.objective != schedule.objective,
+            f"diffusion.beta_start = {start} and beta_end = {end} must rise and stay below 1, as the usual "
+            f"{' and '.join(map(str, schedule.betas or ()))} do": with_betas and not rises,
+            f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
+            f"{LEAST_SIGNAL:g} of the image, too little to compute with; use fewer timesteps or a smaller beta_end": (
+                with_betas and rises and _log_signal(start, end, steps, schedule.beta_root) < 2 * math.log(LEAST_SIGNAL)
+            ),
+            f"diffusion.timesteps = {steps} is too few for "
+            f"{'weighting = sigmoid' if slopes else 'zero_terminal_snr = true'}; use 2 or more": (
+                (diffusion.zero_terminal_snr or slopes) and steps < 2
+            ),
+        }
+    )
 
 
 def check_sampler(
@@ -223,58 +225,31 @@ def check_sampler(
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    ``guide`` means that another U-Net guides, and ``drops`` that conditions were dropped in training: guidance needs no
-    classes then. ``latents`` means that the U-Net samples latents, and ``unbounded`` that it samples fields, which are
-    not in [-1, 1].
+    Guidance needs ``classes``, another U-Net as ``guide``, or conditions that training ``drops``. Clipping is for
+    pixels, not for ``latents`` or ``unbounded`` fields.
     """
-    kind = SAMPLERS[sampler.kind]
-    if unbounded and sampler.clip != "none":
-        raise ValueError(
-            f"sampler.clip = {sampler.clip} keeps values in [-1, 1], and fields are beyond it unless data.normalise is "
-            "range; use none"
-        )
-    if not OBJECTIVES[diffusion.objective].diffuses and sampler.steps not in (None, 1):
-        raise ValueError(
-            f"sampler.steps = {sampler.steps}, but objective {diffusion.objective} evaluates the U-Net once; use null"
-        )
-    if latents and sampler.clip != "none":
-        raise ValueError(
-            f"sampler.clip = {sampler.clip} keeps pixels in [-1, 1], and latents of an autoencoder are beyond it; use "
-            "none"
-        )
-    schedule = SCHEDULES[diffusion.schedule]
-    if schedule.continuous:
-        if sampler.steps is None and kind.steps is None:
-            raise ValueError(
-                f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has "
-                "none; give a number"
-            )
-    elif sampler.steps is not None and sampler.steps > diffusion.timesteps:
-        raise ValueError(f"sampler.steps = {sampler.steps} is above the {diffusion.timesteps} timesteps; use fewer")
-    elif (
-        diffusion.zero_terminal_snr
-        and sampler.spacing == "leading"
-        and sampler.steps_of(diffusion) < diffusion.timesteps
-    ):
-        raise ValueError(
-            "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
-            "trailing"
-        )
-    if sampler.sigma_min >= sampler.sigma_max:
-        raise ValueError(
-            f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "
-            "0.002 and 80 do"
-        )
-    if sampler.eta and "eta" not in kind.options:
-        readers = samplers_with("eta")
-        raise ValueError(
-            f"sampler.eta = {sampler.eta:g} is of {readers}, not of {sampler.kind}; use kind {readers} or eta 0"
-        )
-    if sampler.guidance != 1.0 and classes is None and not guide and not drops:
-        raise ValueError(
-            f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
-            "with unet.classes and train.label_drop, or with data.condition.drop"
-        )
-    low, high = sampler.guidance_between
-    if low >= high:
-        raise ValueError(f"sampler.guidance_between = {low:g},{high:g} must rise from the lowest noise level guided")
+    kind, schedule = SAMPLERS[sampler.kind], SCHEDULES[diffusion.schedule]
+    steps, (low, high) = sampler.steps, sampler.guidance_between
+    regresses = not OBJECTIVES[diffusion.objective].diffuses
+    clips, clip = sampler.clip != "none", f"sampler.clip = {sampler.clip} keeps"
+    skips_last = diffusion.zero_terminal_snr and sampler.spacing == "leading" and not schedule.continuous
+    rules = {f"{key} {fault}": True for key, fault, _ in unused(SimpleNamespace(sampler=sampler), "sampler.")} | {
+        f"{clip} values in [-1, 1], and fields are beyond it unless data.normalise is range; use none": unbounded
+        and clips,
+        f"{clip} pixels in [-1, 1], and latents of an autoencoder are beyond it; use none": latents and clips,
+        f"sampler.steps = {steps}, but objective {diffusion.objective} evaluates the U-Net once; use null": regresses
+        and steps not in (None, 1),
+        f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has none; "
+        "give a number": schedule.continuous and steps is None and kind.steps is None,
+        f"sampler.steps = {steps} is above the {diffusion.timesteps} timesteps; use fewer": not schedule.continuous
+        and (steps or 0) > diffusion.timesteps,
+        "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
+        "trailing": skips_last and sampler.steps_of(diffusion) < diffusion.timesteps,
+        f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's 0.002 "
+        "and 80 do": sampler.sigma_min >= sampler.sigma_max,
+        f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one with "
+        "unet.classes and train.label_drop, or with data.condition.drop": sampler.guidance != 1.0
+        and not (classes or guide or drops),
+        f"sampler.guidance_between = {low:g},{high:g} must rise from the lowest noise level guided": low >= high,
+    }
+    refuse(rules)

@@ -270,7 +270,7 @@ class Clip:
         if name.exists():
             self._open(name)
         else:
-            from_hub(self.name, DOWNLOADED, self._open, said=option, expected=EXPECTED)
+            from_hub(self.name, DOWNLOADED, self._open, key=option, expected=EXPECTED)
 
     def scores(self, images: Pixels, prompts: Sequence[str], device: torch.device) -> Array:
         """Return the score (N,) of each of the images (N, C, H, W), which show the ``prompts`` in turn.

@@ -21,7 +21,7 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
-from ddpm_ds.data.held_out import Part, parts, prepare_held_out, sizes_trained, told_apart
+from ddpm_ds.data.held_out import Subset, parts, prepare_held_out, sizes_trained, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
@@ -190,8 +190,9 @@ def _conditioned(trained: Trained) -> DataSpec:
 
 def held_out_images(
     trained: Trained, asked: str, dataset: Path | None = None, *, instead: str = "name a file or folder"
-) -> Part:
-    """Return a run's held-out images from its data set or a copy at ``dataset``, with its training statistics.
+) -> Subset:
+    """Return a run's held-out images, with the statistics of its training images, from its data set or a copy at
+    ``dataset``.
 
     Raises:
         DataError: the data set is missing, damaged, or not the run's.
@@ -208,7 +209,7 @@ def held_out_images(
             f"--dataset {dataset}: {trained.origin} has text or buckets, in folders of their own; leave it out, and "
             f"bring all of them to data.store_root = {data.store_root}"
         )
-    learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
+    learned, held_out = training_and_held_out(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
     if dataset is None:
         sizes = None if data.held_out_path is None else sizes_trained(data, group)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import Part, told_apart
+from ddpm_ds.data.held_out import Subset, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.prepare import buckets_of, prepare_images
@@ -59,7 +59,9 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     Raises DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec = trained.origin, trained.spec
-    learned = None if spec is None else pixels_learned(told_apart(read_manifest(Path(origin)).data_sha256)[0])
+    learned = (
+        None if spec is None else pixels_learned(training_and_held_out(read_manifest(Path(origin)).data_sha256)[0])
+    )
     if given is not None:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:
@@ -329,7 +331,7 @@ def four_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Mapping[str, float]:
+def evaluate_losses(trained: Trained, held_out: Subset, out: Path | None, batch_images: int) -> Mapping[str, float]:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
     ``out``; return its values by their names in MLflow, as in training.
 

@@ -276,7 +276,7 @@ def load_trained(
             parts_of(trained.text)  # finds them now; their weights are read later
         return replace(trained, origin=str(path))
 
-    return from_hub(str(path), DRAWN_FROM, opened, said=str(path), expected=EXPECTED, newest=True)
+    return from_hub(str(path), DRAWN_FROM, opened, key=str(path), expected=EXPECTED, newest=True)
 
 
 def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) -> Trained:

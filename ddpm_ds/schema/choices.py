@@ -1,7 +1,7 @@
 """Names that a run spec can choose: sources of images, noise schedules, objectives and samplers.
 
-Here is what the spec and the command lines know of each: its words, and which keys it reads. What it does is under the
-same name in :mod:`ddpm_ds.data.sources` or :mod:`ddpm_ds.diffusion.choices`; a test compares the names.
+Each has its words here, for the spec and the command lines, and the keys that it reads. Its code is under the same name
+in :mod:`ddpm_ds.data.sources` or :mod:`ddpm_ds.diffusion.choices`; a test compares the names.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ddpm_ds.command_line import counted
 from ddpm_ds.schema.section import REMOVED
@@ -20,9 +20,7 @@ AcrossHosts = Literal["stages", "replicas"]
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Layers whose weights are split among the ranks of a tensor group, and the size of a group; without a size there
-    is nothing else.
-    """
+    """Layers whose weights are split among the ranks of a tensor group, and the size of a group."""
 
     size: int = 1
     """Number of ranks of a group; 1 splits nothing."""
@@ -39,13 +37,13 @@ class TensorSplit:
         return f"level {first}" if first == last else f"levels {first}-{last}"
 
     @property
-    def block(self) -> dict[str, Any]:
+    def block(self) -> dict[str, object]:
         """Value of the JSON's ``pipeline.tensor``."""
         if self.size == 1:
             return {"size": 1}
         levels = self.levels if self.levels == "all" else list(self.levels)
-        what = {"layers": list(self.layers)} if self.layers else {"levels": levels}
-        return {"size": self.size, **what}
+        split = {"layers": list(self.layers)} if self.layers else {"levels": levels}
+        return {"size": self.size, **split}
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Layout:
     def most_kept(self) -> int:
         """Most micro-batches that a rank of a planned pipeline keeps, usually two for each stage, as in DualPipeV.
 
-        If ZeRO-2 reduces gradients over replicas after each pass of weight gradients, passes take more of them at once.
-        A single stage usually keeps one; if it keeps several, it computes their weight gradients together.
+        If ZeRO-2 reduces gradients after each pass of weight gradients, passes take more of them at once. A single
+        stage usually keeps one; of several it computes the weight gradients together.
         """
         if self.in_flight != "auto":
             return self.in_flight
@@ -109,7 +107,7 @@ class Layout:
         return self.checkpoint_interval
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> dict[str, object]:
         """Dotted keys of the JSON that ask for this layout, but for those of ZeRO."""
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch_images,
@@ -129,7 +127,7 @@ class Layout:
         return {**{name: getattr(self, name) for name in names}, "tensor_size": self.tensor.size}
 
     def processes_words(self, schedule: str = "") -> str:
-        """Return the stages, with what is said about their ``schedule``, tensor groups and replicas in a few words."""
+        """Return stages with words about their ``schedule``, tensor groups and replicas, for a sentence."""
         tensor = f" x {self.tensor.size} tensor ranks" if self.tensor.size > 1 else ""
         return f"{counted(self.stages, 'stage')}{schedule}{tensor} x {counted(self.replicas, 'replica')}"
 

@@ -1,5 +1,5 @@
-"""Models of the two configuration files: their base class, one-line messages for their faults, and their reference; and
-the check of arguments of the functions that scripts call, by the same models. Does not import torch.
+"""Models of the two configuration files: their base class, messages and reference; checks of arguments by the same
+models. Does not import torch.
 
 The run spec and the DeepSpeed JSON are trees of :class:`Section`, frozen pydantic models in which an unknown key is an
 error. A field's docstring is its documentation; everything else about it is read from its JSON schema, in which
@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
+from pydantic_core.core_schema import CallableSchema, IsInstanceSchema
 
 from ddpm_ds.command_line import limit
 from ddpm_ds.errors import MOST_FAULTS, SpecError
@@ -33,10 +34,7 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """Frozen section of a configuration file, in which an unknown key is an error.
-
-    It is checked whenever it is given to a checked function or model, since ``model_copy`` checks nothing.
-    """
+    """Frozen section of a configuration file, checked wherever it is given; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -66,63 +64,86 @@ def no_number(value: object) -> object:
     return value
 
 
-def only_with(*conditions: str | Callable[[], str]) -> Any:
+@dataclass(frozen=True)
+class Needs:
+    """Mark of a field whose value needs conditions, by :func:`only_with` or :func:`needs`."""
+
+    conditions: tuple[str | Callable[[], str], ...]
+    value: str = ""
+    """The only value that needs them, as YAML has it; "" means all but the default."""
+
+    @property
+    def texts(self) -> list[str]:
+        """Conditions as text."""
+        return [one if isinstance(one, str) else one() for one in self.conditions]
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        if self.value:
+            schema.setdefault("needs", {})[self.value] = self.texts
+        else:
+            schema["only_with"] = self.texts
+        return schema
+
+
+def only_with(*conditions: str | Callable[[], str]) -> Needs:
     """Return the mark of a field whose default is its only value unless all conditions hold.
 
     A condition is a key, which is set or true, or ``key=value|value``; `` or `` joins alternatives. A key without a dot
     is of the same section. A function gives the condition where names may be registered later.
     """
-
-    def say(schema: dict[str, Any]) -> None:
-        schema["only_with"] = [one if isinstance(one, str) else one() for one in conditions]
-
-    return Field(json_schema_extra=say)
+    return Needs(conditions)
 
 
-def conditions_of(field: FieldInfo) -> list[str]:
-    """Return the conditions that :func:`only_with` declares for a field."""
-    schema: dict[str, Any] = {}
-    if callable(say := field.json_schema_extra):
-        say(schema)
-    return list(schema.get("only_with", ()))
+def needs(value: str, *conditions: str | Callable[[], str]) -> Needs:
+    """Return the mark of a field with one value that needs conditions, written as for :func:`only_with`."""
+    return Needs(conditions, value)
 
 
-def unused(root: Section, within: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yield dotted keys whose values have no effect beside the others, each with its message and the keys it needs."""
+def refuse(rules: Mapping[str, object]) -> None:
+    """Raise ValueError with the first message whose rule is broken."""
+    for message, broken in rules.items():
+        if broken:
+            raise ValueError(message)
+
+
+def unused(root: object, within: str = "") -> Iterator[tuple[str, str, list[str]]]:
+    """Yield dotted keys whose values break a :class:`Needs`, each with its message and the keys it needs."""
     section = value_at(root, within.rstrip("."))
     for name, about in type(section).model_fields.items():
-        key, value = within + name, getattr(section, name)
-        for condition in conditions_of(about) if value != about.default else ():
-            ways = [_condition(way, within) for way in condition.split(" or ")]
-            if not any(_holds(root, *way) for way in ways):
+        key, value, usual = within + name, getattr(section, name), about.default
+        marks = [(mark, one) for mark in about.metadata if isinstance(mark, Needs) for one in mark.texts]
+        for mark, condition in marks:
+            if (plain(value) != mark.value) if mark.value else value == usual:
+                continue
+            parted = (way.partition("=") for way in condition.split(" or "))
+            ways = [
+                (other if "." in other else within + other, values.split("|") if values else [])
+                for other, _, values in parted
+            ]
+            found = [(value_at(root, needed), choices) for needed, choices in ways]
+            if not any(
+                plain(each) in choices if choices else bool(each) or isinstance(each, Section)
+                for each, choices in found
+            ):
                 words = " or ".join(f"{needed}: {' or '.join(choices)}".rstrip(": ") for needed, choices in ways)
                 given = "" if isinstance(value, Section) else f"= {plain(value)} "
-                usual = "" if isinstance(about.default, Section) else f", or use {shown(about.default)}"
-                yield key, f"{given}is used only with {words}; remove it{usual}", [needed for needed, _ in ways]
+                fix = "" if isinstance(usual, Section) else f", or use {shown(usual)}"
+                fault = f"needs {words}; give that" if mark.value else f"is used only with {words}; remove it"
+                yield key, f"{given}{fault}{fix}", [needed for needed, _ in ways]
                 break
         if isinstance(value, Section):
             yield from unused(root, f"{key}.")
 
 
-def _condition(way: str, within: str) -> tuple[str, list[str]]:
-    """Return the dotted key of a condition, and the values that it allows; none are any that is set."""
-    key, _, values = way.partition("=")
-    return (key if "." in key else within + key), values.split("|") if values else []
-
-
-def _holds(root: Section, key: str, choices: Sequence[str]) -> bool:
-    value = value_at(root, key)
-    return plain(value) in choices if choices else bool(value) or isinstance(value, Section)
-
-
-def value_at(root: Any, key: str) -> Any:
+def value_at(root: object, key: str) -> Any:
     """Return the value of a dotted key; None in a section that is null."""
     for name in filter(None, key.split(".")):
         root = getattr(root, name, None)
     return root
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """Return a value as YAML has it, without the quotes that it does not need."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(plain, value))}]"
@@ -134,14 +155,14 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Format(Generic[S]):
-    """Kind of configuration file, and what is said about its keys."""
+    """Kind of configuration file, and the messages about its keys."""
 
     model: type[S]
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Names that people type, in any section, for a dotted key, which may be followed by its unit."""
-    unknown: Callable[[str, object, Mapping[str, Any]], str | None] = lambda key, value, values: None
-    """Function that returns what to say about an unknown dotted key before it is compared with others, given its value
-    and the whole file; None if that is nothing."""
+    unknown: Callable[[str, object, Mapping[str, object]], str | None] = lambda key, value, values: None
+    """Function that returns the message about an unknown dotted key, given its value and the whole file; None if it has
+    none, so that the key is compared with others."""
     name: str = ""
     """Name of the section that is read alone; "" for a whole file."""
     section: str = "a section"
@@ -149,27 +170,22 @@ class Format(Generic[S]):
     lists_known: bool = True
     """Whether the keys of a section are few enough to be listed where one is unknown."""
 
-    def read(self, values: Mapping[str, Any]) -> S:
-        """Return the model of ``values``, which are strict by JSON's rules: "64" is no number, and true is not 1.
-
-        A whole number may be written as 5e8 or 2.0, a list may be a tuple, and text a path.
-
-        Raises:
-            ValidationError: a key or value is wrong; :meth:`faults` tells it in words.
-        """
+    def read(self, values: Mapping[str, object]) -> S:
+        """Return the model of ``values``: "64" is no number, true is not 1, 5e8 is whole; raises ValidationError."""
         return self.model.model_validate_json(json.dumps(_exact(values), default=str), strict=True)
 
-    def faults(self, error: ValidationError, values: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    def faults(self, error: ValidationError, values: Mapping[str, object]) -> dict[tuple[str, ...], str]:
         """Return a message for each wrong key of ``values``, by location, without missing keys that were misspelt.
 
-        A fault of no key in particular, which the model's own check found, has the location () and a line for each
-        message.
+        Faults of the model's own check have the location () and a line for each message.
         """
         found: dict[tuple[str, ...], str] = {}
         meant: set[str] = set()
-        last = ("rule", "missing")  # what breaks a rule is told so, and what is missing may be misspelt
+        last = ("rule", "missing")  # a missing key may be misspelt, and is compared with those found unknown
         for problem in sorted(error.errors(), key=lambda problem: problem["type"] in last):
-            location = self._field(problem["loc"])
+            names = tuple(map(str, problem["loc"]))  # with list items and union members after the field's name
+            depths = range(1, len(names))
+            location = next((names[:depth] for depth in depths if not self.at(names[:depth])), names)
             key = self.dotted(location)
             match problem["type"]:
                 case "value_error":
@@ -181,7 +197,7 @@ class Format(Generic[S]):
                     found[()] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
                 case "rule":
                     found[location] = f"{key} = {shown(_at(values, location))} {problem['msg']}"
-                case "missing" if location == problem["loc"]:
+                case "missing" if location == names:
                     if key not in meant:
                         found[location] = f"{key} is missing; it takes {self.takes(location)}"
                 case _:
@@ -206,11 +222,11 @@ class Format(Generic[S]):
         """Return the key at a location as a message names it."""
         return ".".join(filter(None, (self.name, *location)))
 
-    def unknown_at(self, location: Sequence[str], value: object, values: Mapping[str, Any]) -> str:
-        """Return what to say about an unknown key of a file with these values."""
+    def unknown_at(self, location: Sequence[str], value: object, values: Mapping[str, object]) -> str:
+        """Return the message about an unknown key of a file with these values."""
         key, meant, known = self.dotted(location), self.meant(location), self._names(location[:-1])
-        if said := self.unknown(key, value, values):
-            return said
+        if message := self.unknown(key, value, values):
+            return message
         if location[-1] in known:
             return f"{key} is a value, not {self.section}; set it alone"
         if meant:
@@ -224,7 +240,9 @@ class Format(Generic[S]):
         known = self._names(sections)
         if (synonym := self.synonyms.get(".".join(location)) or self.synonyms.get(name)) and name not in known:
             return synonym
-        if near := difflib.get_close_matches(name, self._free(sections), n=1):
+        section = self.at(sections)
+        free = [each for each, part in _fields_of(section).items() if "const" not in part] if section else []
+        if near := difflib.get_close_matches(name, free, n=1):
             return self.dotted([*sections, near[0]])
         elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
         return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 4) else ""
@@ -236,12 +254,12 @@ class Format(Generic[S]):
             yield from self.all_keys((*within, name))
 
     def takes(self, location: Sequence[str]) -> str:
-        """Return words for what the field at a location takes."""
+        """Return words for the values of the field at a location."""
         if self.at(location):
             return f"{self.section} with {', '.join(self._names(location))}"
         return expected(self.schema(location))
 
-    def schema(self, location: Sequence[str]) -> Mapping[str, Any]:
+    def schema(self, location: Sequence[str]) -> JsonSchemaValue:
         """Return the JSON schema of the field at a location; {} if there is none."""
         *sections, name = location
         section = self.at(sections)
@@ -259,7 +277,7 @@ class Format(Generic[S]):
         assert section is not None
         return section.model_fields[name]
 
-    def file_schema(self) -> dict[str, Any]:
+    def file_schema(self) -> JsonSchemaValue:
         """Return the JSON schema of the file, for editors that complete and check it."""
         schema = self.model.model_json_schema()
         for section in (schema, *schema["$defs"].values()):
@@ -273,7 +291,7 @@ class Format(Generic[S]):
         schema = self.file_schema()
         lines: list[str] = []
 
-        def add(name: str, section: Mapping[str, Any]) -> None:
+        def add(name: str, section: JsonSchemaValue) -> None:
             within = []
             lines.extend([f"{'#' * level} `{name}`" if name else f"{'#' * level} Top level", ""])
             lines.extend([section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"])
@@ -296,7 +314,17 @@ class Format(Generic[S]):
                     default = "**required**" if required else f"`{json.dumps(part['default'])}`"
                 meaning = [part.get("description", "")]
                 meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
-                meaning += [_needed(part["only_with"])] if "only_with" in part else []
+                rules = {"Only": part["only_with"]} if "only_with" in part else {}
+                for value, conditions in (rules | part.get("needs", {})).items():
+                    ways = [
+                        [
+                            (f"`{name}`", words.replace("|", " or "))
+                            for name, _, words in (way.partition("=") for way in one.split(" or "))
+                        ]
+                        for one in conditions
+                    ]
+                    texts = (" or ".join(": ".join(filter(None, way)) for way in each) for each in ways)
+                    meaning += [f"{value} {'' if value == 'Only' else 'only '}with {', and '.join(texts)}."]
                 line = f"| `{key}` | {kind} | {default} | {' '.join(filter(None, meaning))} |"
                 lines.append(line.replace("  ", " "))
             lines.append("")
@@ -306,22 +334,12 @@ class Format(Generic[S]):
         add("", schema)
         return "\n".join(lines)
 
-    def _field(self, location: Sequence[int | str]) -> tuple[str, ...]:
-        """Return the part of pydantic's location that names a field, without list items and union members."""
-        names = tuple(map(str, location))
-        return next((names[:depth] for depth in range(1, len(names)) if not self.at(names[:depth])), names)
-
     def _names(self, location: Sequence[str]) -> list[str]:
         section = self.at(location)
         return list(section.model_fields) if section else []
 
-    def _free(self, location: Sequence[str]) -> list[str]:
-        """Return the names in a section that have more than one value."""
-        section = self.at(location)
-        return [name for name, part in _fields_of(section).items() if "const" not in part] if section else []
-
     def _fix(self, location: tuple[str, ...], value: object) -> str:
-        """Return what to do about a wrong value: what it clearly means, such as "False" or null, or the reason."""
+        """Return the fix of a wrong value: its clear meaning, such as "False" or null, or the reason."""
         if is_off(value) and self.at(location):
             section = self.at(location[:-1])
             return "" if section is None or section.model_fields[location[-1]].is_required() else "; remove it"
@@ -338,15 +356,6 @@ class Format(Generic[S]):
         return f"; {reason}" if reason else ""
 
 
-def _needed(conditions: Sequence[str]) -> str:
-    """Return the conditions of :func:`only_with` as a sentence of the reference."""
-    words = []
-    for condition in conditions:
-        ways = [_condition(way, "") for way in condition.split(" or ")]
-        words.append(" or ".join(f"`{key}`{': ' if choices else ''}{' or '.join(choices)}" for key, choices in ways))
-    return f"Only with {', and '.join(words)}."
-
-
 def is_off(value: object) -> bool:
     """Return whether a value switches its key off, in one of the forms that people write."""
     if isinstance(value, dict):
@@ -354,7 +363,7 @@ def is_off(value: object) -> bool:
     return value is None or (isinstance(value, int | float | str) and value in (False, "none"))
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line; 5.0 is 5."""
     try:
         text = json.dumps(_number(value), default=str)
@@ -364,9 +373,9 @@ def shown(value: Any) -> str:
 
 
 @functools.cache
-def _fields_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
+def _fields_of(section: type[Section]) -> Mapping[str, JsonSchemaValue]:
     """Return the JSON schema of each field of a section, with the choices that there were at the first call."""
-    fields: Mapping[str, Mapping[str, Any]] = section.model_json_schema()["properties"]
+    fields: Mapping[str, JsonSchemaValue] = section.model_json_schema()["properties"]
     return fields
 
 
@@ -376,7 +385,7 @@ def _at(values: Any, location: Sequence[str]) -> Any:
     return values
 
 
-def _position(values: Any, location: Sequence[str]) -> list[float]:
+def _position(values: object, location: Sequence[str]) -> list[float]:
     """Return the place of a key in a file, which orders keys as they were written; missing ones are last."""
     place: list[float] = []
     for name in location:
@@ -387,7 +396,7 @@ def _position(values: Any, location: Sequence[str]) -> list[float]:
     return place
 
 
-def _exact(value: Any) -> Any:
+def _exact(value: object) -> object:
     """Return a value in which floats that are whole numbers are integers, which fields of either kind take."""
     if isinstance(value, dict):
         return {key: _exact(inside) for key, inside in value.items()}
@@ -396,19 +405,19 @@ def _exact(value: Any) -> Any:
     return _number(value)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     """Return a value, as an integer if it is a float that is a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT else value
 
 
-def _choices(schema: Mapping[str, Any]) -> list[Any]:
+def _choices(schema: JsonSchemaValue) -> list[object]:
     """Return the only values that a JSON schema allows; [] if they are not listed."""
     if schema.get("type") == "boolean" and "const" not in schema:
         return [True, False]
     return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
-def expected(schema: Mapping[str, Any]) -> str:
+def expected(schema: JsonSchemaValue) -> str:
     """Describe a field's JSON schema in words."""
     if "$ref" in schema:
         return f"a {schema['$ref'].rpartition('/')[2]}"
@@ -443,10 +452,9 @@ def expected(schema: Mapping[str, Any]) -> str:
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` with its arguments checked, and converted as pydantic does, before it runs.
+    """Return ``function`` with its arguments checked by their annotations, and converted, before it runs.
 
-    Ranges are in the annotations, such as ``Annotated[int, Field(ge=1)]``. The function raises SpecError, one line that
-    names the argument, its value and what it takes.
+    It raises SpecError, one line that names the argument, its value and its type.
     """
     signature = inspect.signature(function)
 
@@ -464,14 +472,14 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         try:
             given = model().model_validate(bound.arguments)
         except ValidationError as error:
-            raise SpecError(f"{function.__name__}: {_said(error, bound.arguments, model())}") from None
+            raise SpecError(f"{function.__name__}: {_argument_fault(error, bound.arguments, model())}") from None
         bound.arguments.update({name: getattr(given, name) for name in bound.arguments})
         return function(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _said(error: ValidationError, arguments: Mapping[str, Any], model: type[BaseModel]) -> str:
+def _argument_fault(error: ValidationError, arguments: Mapping[str, object], model: type[BaseModel]) -> str:
     problem = error.errors()[0]
     name, *within = map(str, problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
@@ -490,18 +498,18 @@ def _said(error: ValidationError, arguments: Mapping[str, Any], model: type[Base
     return f"{name} = {shown(arguments[name])} should be {takes}"
 
 
-class _Names(dict[str, Any]):
+class _Names(dict[str, object]):
     """Names in annotations. One that is imported for type checkers alone stands for any type."""
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         return Any
 
 
 class _Words(GenerateJsonSchema):
     """Schema that has words for the types that JSON lacks."""
 
-    def is_instance_schema(self, schema: Any) -> JsonSchemaValue:
+    def is_instance_schema(self, schema: IsInstanceSchema) -> JsonSchemaValue:
         return {"type": f"a {schema['cls'].__name__}"}
 
-    def callable_schema(self, schema: Any) -> JsonSchemaValue:
+    def callable_schema(self, schema: CallableSchema) -> JsonSchemaValue:
         return {"type": "a function"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticKnownError
@@ -84,7 +84,10 @@ def _printable(text: str) -> str:
 Title = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 
 
-def one_of(choices: Mapping[str, Any]) -> AfterValidator:
+C = TypeVar("C", bound=Choice)
+
+
+def one_of(choices: Mapping[str, Choice]) -> AfterValidator:
     """Return a validator that accepts the names in a registry, read at each check since the registry may grow."""
 
     def known(name: str) -> str:
@@ -101,7 +104,7 @@ def listed(what: str, choices: Mapping[str, Choice]) -> Any:
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
-def those(key: str, choices: Mapping[str, Any], fits: Callable[[Any], bool]) -> Callable[[], str]:
+def those(key: str, choices: Mapping[str, C], fits: Callable[[C], object]) -> Callable[[], str]:
     """Return the condition of :func:`only_with` that a key has a name of a registry whose entry fits."""
     return lambda: f"{key}={'|'.join(name for name, choice in choices.items() if fits(choice))}"
 

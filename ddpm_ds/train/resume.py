@@ -25,7 +25,7 @@ from ddpm_ds.checkpoint.folder import (
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC
-from ddpm_ds.data.held_out import told_apart
+from ddpm_ds.data.held_out import training_and_held_out
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
 from ddpm_ds.predict.finished_run import SUMMARY
@@ -225,7 +225,9 @@ def check_resume(
             f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or {anew}"
         )
     if checkpoint.manifest.data_sha256 != data_sha256:
-        before, now = (told_apart(checksums)[0] for checksums in (checkpoint.manifest.data_sha256, data_sha256))
+        before, now = (
+            training_and_held_out(checksums)[0] for checksums in (checkpoint.manifest.data_sha256, data_sha256)
+        )
         raise CheckpointError(
             f"{checkpoint.path} {'held out' if before == now else 'was trained on'} other images than those of the "
             f"data-set cache; give it the same images, or {anew}"

@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import MicroBatch, failures_reported
+from ddpm_ds.data.loader import MicroBatch, worker_failures
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -290,7 +290,7 @@ def _recorded(
     prepared: Prepared, asked: Asked, line: ProgressLine, files: Mapping[str, str], sender: Popen[bytes]
 ) -> contextlib.AbstractContextManager[Recorder]:
     """Record the run, on rank 0."""
-    plan, store, device = prepared.plan, prepared.images.store, prepared.device
+    plan, store, device = prepared.plan, prepared.images.cache, prepared.device
     spec, config = plan.spec.model_dump(mode="json"), plan.ds.as_json()
     derived: dict[str, object] = {
         **plan.ds.layout.sizes,
@@ -358,8 +358,8 @@ def _batches(
 
 def _loaded(prepared: Prepared, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, watchdog: Watchdog) -> Saver:
     """Return the saver of a run, which has loaded its checkpoint or initial weights."""
-    plan, store = prepared.plan, prepared.images.store
-    about = described(plan, checksums_of(store, prepared.held_out.store), store.meta.facts)
+    plan, store = prepared.plan, prepared.images.cache
+    about = described(plan, checksums_of(store, prepared.held_out.cache), store.meta.facts)
     folder, keeping = prepared.claim.run_dir, plan.spec.checkpoint
     saver = Saver(engine, ema, folder, keeping, about, log=recorder.log, store=watchdog.store)
     if prepared.checkpoint is not None:
@@ -434,7 +434,7 @@ def _train(
     )
     try:
         sending = system_metrics(run_dir)
-        with watchdog.blamed(), disk_errors_reported(run_dir), sending, failures_reported():
+        with watchdog.blamed(), disk_errors_reported(run_dir), sending, worker_failures():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

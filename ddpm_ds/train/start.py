@@ -21,7 +21,7 @@ from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
-from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
+from ddpm_ds.data.held_out import Subset, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
@@ -90,9 +90,9 @@ class Prepared:
     plan: RunPlan
     """Plan in which everything is decided."""
     device: torch.device
-    images: Part
+    images: Subset
     """Images that are trained on."""
-    held_out: Part
+    held_out: Subset
     claim: Claim
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
@@ -191,7 +191,7 @@ def _prepared(
 
 
 def _prompts(
-    spec: RunSpec, images: Part, held_out: Part, run_dir: Path, device: torch.device, log: Callable[[str], None]
+    spec: RunSpec, images: Subset, held_out: Subset, run_dir: Path, device: torch.device, log: Callable[[str], None]
 ) -> EncodedPrompts | None:
     """Return the prompts of the pictures; a resumed run keeps its own."""
     if spec.data.text is None or spec.samples.every_images is None:

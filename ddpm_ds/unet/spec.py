@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ddpm_ds.schema.section import Section, no_switch, only_with
+from ddpm_ds.schema.section import Section, no_switch, only_with, refuse
 from ddpm_ds.schema.types import (
     MOST_CHANNELS,
     MOST_LAYERS,
@@ -142,36 +142,37 @@ def check_extent(unet: UnetSpec) -> None:
     if unet.text is not None:
         attention, middle = [depth + 2 for depth in unet.text.blocks[:levels] if depth], unet.text.middle_blocks + 2
     layers = (2 * blocks + 1) * (levels + sum(attention)) + 2 * levels + 3 + middle * unet.middle_attention
-    if layers > MOST_LAYERS:
-        raise ValueError(
+    widest = max(unet.multipliers)
+    width = unet.channels * widest
+    refuse(
+        {
             f"unet.blocks_per_level = {blocks} makes {layers:,} layers on {levels} levels, and {MOST_LAYERS} are the "
-            "most; use fewer blocks"
-        )
-    width = unet.channels * max(unet.multipliers)
-    if width > MOST_CHANNELS:
-        raise ValueError(
-            f"unet.channels = {unet.channels} times {max(unet.multipliers)} of unet.multipliers is {width:,}, and "
-            f"{MOST_CHANNELS:,} channels are the most; use fewer"
-        )
+            "most; use fewer blocks": layers > MOST_LAYERS,
+            f"unet.channels = {unet.channels} times {widest} of unet.multipliers is {width:,}, and {MOST_CHANNELS:,} "
+            "channels are the most; use fewer": width > MOST_CHANNELS,
+        }
+    )
 
 
 def check_levels(unet: UnetSpec, size: tuple[int, int]) -> None:
     """Check that images of ``size`` (height, width) can be halved at each level; raises ValueError with one line."""
     levels = len(unet.multipliers)
     step = 2 ** (levels - 1)
-    if any(side % step for side in size):
-        below = (max(step, size[0] // step * step), max(step, size[1] // step * step))
-        above = (-(-size[0] // step) * step, -(-size[1] // step) * step)
-        near = " or ".join(map(written, dict.fromkeys((below, above))))
-        raise ValueError(
+    below = (max(step, size[0] // step * step), max(step, size[1] // step * step))
+    above = (-(-size[0] // step) * step, -(-size[1] // step) * step)
+    near = " or ".join(map(written, dict.fromkeys((below, above))))
+    refuse(
+        {
             f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
-            f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels"
-        )
-    if unet.attention_resolutions and size[0] != size[1]:
-        raise ValueError(
+            f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels": any(
+                side % step for side in size
+            ),
             f"unet.attention_resolutions = {list(unet.attention_resolutions)} are sides of squares, and "
-            f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}"
-        )
+            f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}": (
+                unet.attention_resolutions and size[0] != size[1]
+            ),
+        }
+    )
     sizes = [size[0] >> level for level in range(levels)]
     for key, found in (("attention_resolutions", sizes), ("attention_levels", [*range(levels)])):
         if others := [one for one in getattr(unet, key) if one not in found]:
@@ -181,22 +182,23 @@ def check_levels(unet: UnetSpec, size: tuple[int, int]) -> None:
 def check_widths(unet: UnetSpec, size: tuple[int, int]) -> None:
     """Check that groups and heads divide the levels' widths; raises ValueError with one line."""
     check_extent(unet)
-    widths = [unet.channels * multiplier for multiplier in unet.multipliers]
-    if widths[0] % 2:
-        raise ValueError(
-            f"unet.channels = {unet.channels} makes a first level of {widths[0]} channels (diffusers: the first of "
-            "block_out_channels), which is odd; the sinusoidal embedding needs an even width"
+    widths, groups, head = [unet.channels * each for each in unet.multipliers], unet.norm_groups, unet.head_channels
+    attended = [widths[level] for level in unet.attended_levels(size)] + widths[-1:] * unet.middle_attention
+    odd: dict[str, object] = {
+        f"unet.channels = {unet.channels} makes a first level of {widths[0]} channels (diffusers: the first of "
+        "block_out_channels), which is odd; the sinusoidal embedding needs an even width": widths[0] % 2
+    }
+    ungrouped: dict[str, object] = {
+        f"unet.norm_groups = {groups} does not divide {width} channels; use a divisor": width % groups
+        for width in widths
+    }
+    headless: dict[str, object] = {
+        f"unet.head_channels = {head} does not divide the {width} channels that are attended; use a divisor": (
+            head and width % head
         )
-    for width in widths:
-        if width % unet.norm_groups:
-            raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")
-    attended = [widths[level] for level in unet.attended_levels(size)]
-    for width in attended + widths[-1:] * unet.middle_attention:
-        if unet.head_channels and width % unet.head_channels:
-            raise ValueError(
-                f"unet.head_channels = {unet.head_channels} does not divide the {width} channels that are attended; "
-                f"use a divisor"
-            )
+        for width in attended
+    }
+    refuse(odd | ungrouped | headless)
 
 
 def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
@@ -206,23 +208,23 @@ def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
     if unet.text is None:
         return
     text, levels = unet.text, len(unet.multipliers)
-    for key in ("blocks", "heads"):
-        if len(found := getattr(text, key)) != levels:
+    for key, found in (("blocks", text.blocks), ("heads", text.heads)):
+        if len(found) != levels:
             raise ValueError(
                 f"unet.text.{key} = {list(found)} has {len(found)} numbers, and unet.multipliers has {levels} levels; "
                 "give one for each level"
             )
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
-    for width, heads, depth in zip(widths, text.heads, depths, strict=True):
-        if depth and width % heads:
-            raise ValueError(
-                f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor"
-            )
-    if not any(depths):
-        raise ValueError(f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks")
-    if text.pooled_channels and numbers:
-        raise ValueError(
-            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside "
-            "the time embedding; use one"
+    undivided: dict[str, object] = {
+        f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor": (
+            depth and width % heads
         )
+        for width, heads, depth in zip(widths, text.heads, depths, strict=True)
+    }
+    rules: dict[str, object] = {
+        f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks": not any(depths),
+        f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside the "
+        "time embedding; use one": text.pooled_channels and numbers,
+    }
+    refuse(undivided | rules)

@@ -302,14 +302,12 @@ def test_the_command_line_wins_over_the_json() -> None:
     ("changes", "processes", "stages", "words"),
     [
         ({}, 4, 3, ["-p 3", "4 processes", "use 1 or 2 or 4 stages"]),
-        ({"pipeline__partition": [2, 5]}, 4, None, ["pipeline.partition = [2, 5]", "3 stages"]),
         ({"pipeline__partition": [2, 5]}, 4, 2, ["-p 2 needs 1 or 3 cuts"]),
         ({"pipeline__schedule": "1f1b", "pipeline__partition": [2, 5, 9]}, 4, 2, ["-p 2 needs 1 cuts"]),
         ({}, 3, 1, ["train.batch_images = 64", "3 replicas", "batch_images=66"]),
         ({"gradient_accumulation_steps": 4}, 3, 1, ["3 replicas", "batch_images=72"]),
         ({"train_micro_batch_size_per_gpu": 5}, 3, 1, ["3 replicas", "batch_images=75"]),
         ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 4}, 3, 1, ["batch_images=60"]),
-        ({"pipeline__schedule": "folded", "pipeline__partition": [2, 9]}, 4, 2, ["-p 2 needs 3 cuts"]),
         ({"pipeline__schedule": "folded"}, 1, None, ["nothing to fold on one stage", "-p 2"]),
         (
             {"pipeline__schedule": "folded", "gradient_accumulation_steps": 4},
@@ -379,22 +377,10 @@ def test_a_layout_is_exact_or_refused(
             "or --set train.batch_images=32",
         ),
         (
-            {"optimizer__params__lr": 0.01},
-            [],
-            "optimizer.params.lr = 0.01 contradicts the spec: optimizer.learning_rate is 0.001; use --set "
-            "ds.optimizer.params.lr=auto or --set optimizer.learning_rate=0.01",
-        ),
-        (
             {"optimizer__params__betas": [0.8, 0.9]},
             [],
             "optimizer.params.betas = [0.8, 0.9] contradicts the spec: optimizer.betas is [0.9, 0.999]; use --set "
             "ds.optimizer.params.betas=auto or --set 'optimizer.betas=[0.8, 0.9]'",
-        ),
-        (
-            {"gradient_accumulation_steps": 4},
-            ["train.accumulation=2"],
-            "gradient_accumulation_steps = 4 contradicts the spec: train.accumulation is 2; use --set "
-            "ds.gradient_accumulation_steps=auto or --set train.accumulation=4",
         ),
         (
             {"scheduler__params__warmup_num_steps": 10},
@@ -443,23 +429,17 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
     [
         ({"zero_optimisation": {}}, "zero_optimisation is unknown; did you mean zero_optimization?"),
         ({"lr": 1e-3}, "lr is unknown; did you mean optimizer.params.lr?"),
-        ({"quux": 1}, "quux is unknown or not supported here; remove it"),
         (
             {"zero_optimization__stage": 3},
             "zero_optimization.stage = 3 should be 0 or 1 or 2; ZeRO-3 would gather a stage's weights anew for every "
             "micro-batch, so use 2 instead",
         ),
         ({"fp16__enabled": "true"}, 'fp16.enabled = "true" should be true or false'),
-        ({"fp16__enabled": "auto"}, 'fp16.enabled = "auto" should be true or false; nothing fills it'),
         ({"fp16": True}, "fp16 = true should be a block with enabled, loss_scale, "),
         ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN should be a number from 0 to 10^9"),
         (
             {"pipeline__partition": [3, 3]},
             "pipeline.partition = [3, 3] should rise from cut to cut, such as [3, 7]",
-        ),
-        (
-            {"zero_optimization__overlap_comm": True},
-            "zero_optimization.overlap_comm = true should be false or null; DeepSpeed turns it off under a pipeline",
         ),
         ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true; switch one off"),
         ({"optimizer": REMOVED}, "optimizer.type is missing"),
@@ -475,21 +455,10 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
             {"zero_optimization__offload_optimizer": {"device": "cpu"}, "optimizer__params__fused": False},
             "optimizer.params.fused = false, but PyTorch's fused AdamW steps what is offloaded; remove it",
         ),
-        ({"scheduler__type": REMOVED}, "scheduler.type is missing"),
         (
             {"scheduler__params__total_num_steps": 5},
             "scheduler.params.total_num_steps is not a setting of WarmupLR; remove it",
         ),
-        (
-            {"optimizer__params__torch_adam": False, "optimizer__params__fused": True},
-            "optimizer.params.fused is PyTorch's; it needs torch_adam = true, or remove it",
-        ),
-        (
-            {"optimizer__params__torch_adam": False, "optimizer__params__fused": False},
-            "optimizer.params.fused is PyTorch's; remove it",
-        ),
-        ({"optimizer__params__lr": 0}, "optimizer.params.lr = 0 should be a number > 0"),
-        ({"optimizer__params__eps": 0}, "optimizer.params.eps = 0 should be a number > 0"),
         ({"optimizer__params__betas": [0.9, 1]}, "should be [a number >= 0 and < 1, a number >= 0 and < 1]"),
         (
             {"zero_optimization__offload_optimizer": {"pin_memory": True}},
@@ -551,8 +520,6 @@ def test_every_refused_key_is_refused() -> None:
         ('{"a": [1,\n\n]}', ["not JSON in line 1: a comma before ]; remove it"]),
         ('{"a": {\n"b": 1,\n}}', ["not JSON in line 2: a comma before }; remove it"]),
         ('{"a": 1\n\n"b": 2}', ["not JSON in line 1: Expecting ',' delimiter"]),
-        ('{"a":\n}', ["not JSON in line 1: Expecting value"]),
-        ('{"a": 1\n\n\n', ["not JSON in line 1"]),
         ('{"a": 1,\nb: 2}', ["not JSON in line 2"]),
         ('{"fp16": {"enabled": true}} // comment', ["not JSON in line 1"]),
     ],

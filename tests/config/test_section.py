@@ -103,35 +103,46 @@ def changed(section: Section, key: str, value: Any) -> Any:
 
 
 RULES = [
-    (file, given, key, condition)
+    (file, given, key, value, conditions, number)
     for file, given in FILES
     for key in file.all_keys()
-    for condition in file.schema(key.split(".")).get("only_with", ())
+    for schema in [file.schema(key.split("."))]
+    for value, conditions in ({"": schema.get("only_with", ())} | schema.get("needs", {})).items()
+    for number in range(len(conditions))
 ]
 
 
-@pytest.mark.parametrize(("file", "given", "key", "broken"), RULES, ids=[f"{key}-{rule}" for *_, key, rule in RULES])
-def test_a_value_that_the_schema_declares_for_others_is_refused_without_them_and_taken_with_them(
-    file: Format[Any], given: dict[str, Any], key: str, broken: str
+@pytest.mark.parametrize(
+    ("file", "given", "key", "value", "conditions", "broken"),
+    RULES,
+    ids=[f"{key}-{rule[number]}" for *_, key, _, rule, number in RULES],
+)
+def test_a_value_is_taken_with_all_the_conditions_of_its_schema_and_refused_without_one(
+    file: Format[Any], given: dict[str, Any], key: str, value: str, conditions: list[str], broken: int
 ) -> None:
     section = key.rpartition(".")[0]
-    model = changed(file.read(given), key, [1.5])
-    for condition in file.schema(key.split("."))["only_with"]:
-        for way in condition.split(" or "):
-            needed, _, choices = way.partition("=")
-            needed = needed if "." in needed or not section else f"{section}.{needed}"
+
+    def ways(condition: str) -> list[tuple[str, str]]:
+        pairs = (way.partition("=") for way in condition.split(" or "))
+        return [
+            (needed if "." in needed or not section else f"{section}.{needed}", words) for needed, _, words in pairs
+        ]
+
+    model = changed(file.read(given), key, yaml.safe_load(value) if value else [1.5])
+    for condition in conditions:
+        for needed, choices in ways(condition):
             model = changed(model, needed, yaml.safe_load(choices.partition("|")[0] or "true"))
     assert key not in [found for found, *_ in unused(model)]
-    ways = [way.partition("=") for way in broken.split(" or ")]
-    keys = [needed if "." in needed or not section else f"{section}.{needed}" for needed, *_ in ways]
-    for needed, (_, _, choices) in zip(keys, ways, strict=True):
+    for needed, choices in ways(conditions[broken]):
         model = changed(model, needed, "another" if choices else None)
-    ((fault, needs),) = [(fault, needs) for found, fault, needs in unused(model) if found == key]
+    ((fault, keys),) = [(fault, keys) for found, fault, keys in unused(model) if found == key]
     words = [
         f"{needed}{': ' if choices else ''}{choices.replace('|', ' or ')}"
-        for needed, (_, _, choices) in zip(keys, ways, strict=True)
+        for needed, choices in ways(conditions[broken])
     ]
-    assert needs == keys and fault.startswith(f"= [1.5] is used only with {' or '.join(words)}; remove it")
+    means, fix = ("needs", "give that") if value else ("is used only with", "remove it")
+    assert keys == [needed for needed, _ in ways(conditions[broken])]
+    assert fault.startswith(f"= {value or '[1.5]'} {means} {' or '.join(words)}; {fix}")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cp
             1,
             "pipeline.tensor.levels = [7] names level 7, but the U-Net has",
         ),
-        ({"size": 2, "levels": [0], "layers": ["up.*"]}, {}, 1, "both say what is split"),
+        ({"size": 2, "levels": [0], "layers": ["up.*"]}, {}, 1, "both name layers to split"),
         ({"size": "auto", "levels": [0]}, {}, 1, 'needs a size, since "auto" leaves the whole block to the planner'),
         ({"size": "auto", "layers": ["up.0.*"]}, {}, 1, 'pipeline.tensor.layers = ["up.0.*"] needs a size'),
         ({"size": 2, "layers": ["up.0.blok.1"]}, {}, 1, "no layer of the U-Net is named up.0.blok.1"),

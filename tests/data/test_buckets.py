@@ -31,7 +31,7 @@ from ddpm_ds.data.buckets import (
 )
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
-from ddpm_ds.data.held_out import Part, parts, prepare_all
+from ddpm_ds.data.held_out import Subset, parts, prepare_all
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
@@ -126,7 +126,7 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
     assert numbers[1:] == [[*range(1, 40, 4)], [*range(2, 40, 4)]]
     again = pickle.loads(pickle.dumps(store))
     assert again.meta == store.meta and again.key == store.key and again.counts == store.counts
-    assert store.with_buckets(store.buckets[:1]).key != store.key
+    assert store.with_others(None, store.buckets[:1]).key != store.key
     assert prepare_images(buckets_of(spec_of(), group=1)[0]).path == store.path
     assert any(name.startswith("bucket/56x40/") for name in store.meta.sha256)
     shutil.rmtree(tmp_path / "pictures")
@@ -196,7 +196,7 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     for cache, caption in zip(store.buckets, ("a", "a cat"), strict=True):  # of odd numbers, and of even ones
         texts = texts_of(cache)
         assert {texts[number] for number in cache.others["captions"][:][:, 0].tolist()} == {caption}
-    of_others = Part(store, np.array([store.counts[0], sum(store.counts[:2])]))
+    of_others = Subset(store, np.array([store.counts[0], sum(store.counts[:2])]))
     with patch.object(inputs, "held_out_images", lambda *_: of_others):
         assert inputs.held_out_captions(Mock()) == ["a", "a cat"]
     batches = micro_batches(
@@ -293,8 +293,8 @@ def test_every_bucket_has_enough_to_train_on(shapes: list[tuple[int, int]], grou
 def test_held_out_images_are_a_share_of_each_bucket_and_never_trained_on(spec_of: Callable[..., DataSpec]) -> None:
     data = spec_of(held_out_images=9)
     trained, held_out = parts(data, *prepare_all(data, group=7))
-    store = trained.store
-    assert held_out.store is store and store.counts == (20, 10, 10)
+    store = trained.cache
+    assert held_out.cache is store and store.counts == (20, 10, 10)
     of_buckets = store.by_bucket(held_out.positions)
     assert [len(at) for at in of_buckets] == [4, 2, 3]
     kept = {value for cache, at in zip(store.caches, of_buckets, strict=True) for value in seen_at(cache, at)}
@@ -323,9 +323,9 @@ def test_held_out_images_of_their_own_source_are_in_the_buckets_that_are_trained
     Image.fromarray(np.full((50, 70, 3), 77, np.uint8)).save(tmp_path / "pictures" / "77.png")
     data = spec_of(held_out_path=tmp_path / "val")
     trained, held_out = parts(data, *prepare_all(data, group=11))
-    assert [cache.size for cache in trained.store.caches] == [(48, 48), (40, 56)]
+    assert [cache.size for cache in trained.cache.caches] == [(48, 48), (40, 56)]
     assert len(trained.positions) == 41 and len(held_out.positions) == 3
-    assert [(cache.size, len(cache)) for cache in held_out.store.caches] == [((48, 48), 1), ((40, 56), 2)]
+    assert [(cache.size, len(cache)) for cache in held_out.cache.caches] == [((48, 48), 1), ((40, 56), 2)]
     (tmp_path / "val" / "0.png").unlink()
     shutil.rmtree(tmp_path / "stores")
     store, other = prepare_all(data, group=11)

@@ -284,7 +284,7 @@ def test_captions_that_are_encoded_while_training_are_the_stored_ones_bit_for_bi
     spec, stored = spec_of({"stored": "ids"}), prepare(spec_of(), encode_on=CPU)
     ids = prepare(spec)
     assert ids.text is not None and ids.text.path.name.endswith("-ids") and ids.empty_text is None
-    assert "the longest loses" not in str(captions.findings(ids.text)) and ids.key != stored.key
+    assert "the longest loses" not in str(captions.warnings_of(ids.text)) and ids.key != stored.key
     encoders = TextEncoders.open(spec.text, CPU)  # type: ignore[arg-type]
     batch, expected = batch_of(ids, size, fields={"text", "sizes"}), batch_of(stored, size)
     assert batch.text is not None and batch.text.shape == (size, 2, 77) and batch.text.dtype == torch.int32

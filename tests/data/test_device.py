@@ -66,8 +66,8 @@ def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(calls: 
             yield micro_batch(number)
         raise OSError(5, "Input/output error")
 
-    given = read(1)
-    assert on_device(given, torch.device("cpu")) is given
+    given = micro_batch(0)
+    assert next(on_device(iter([given]), torch.device("cpu"))) is given
     batches = on_device(read(3), CUDA)
     assert calls == []
     for number, batch in enumerate(islice(batches, 2)):

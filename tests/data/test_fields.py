@@ -17,14 +17,12 @@ import pytest
 import xarray
 import zarr
 
-from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.data import cache, fields, writing
 from ddpm_ds.data.cache import StoredImages
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.errors import DataError
 from tests.data.reading import refusal
 
 SpecOf = Callable[..., DataSpec]
@@ -417,29 +415,6 @@ def test_a_missing_library_is_named_with_its_extra(
     assert "pip install 'ddpm_ds[fields]'" in refusal(spec.model_copy(update={"path": tmp_path / "a.zarr"}))
     line = refusal(spec.model_copy(update={"path": tmp_path / "b"}))
     assert "does not exist; give it with --set data.path=" in line
-
-
-def specified(*changes: str) -> RunSpec:
-    given = ["data.source=hdf5", "data.path=a.h5", "data.values=float32", "unet.classes=null", "train.label_drop=0"]
-    return load_spec(DEFAULT_SPEC, [*given, "data.channels=5", "sampler.clip=none", *changes])
-
-
-@pytest.mark.parametrize(
-    "changes, line",
-    [
-        (["data.source=folder"], r"data\.values = float32 is used only with data\.source: arrays or hdf5"),
-        (
-            ["data.values=bytes", "data.channels=3", "data.source=folder", "data.missing_chunks=fill"],
-            r"data\.missing_chunks = fill is used only with data\.source: arrays or hdf5",
-        ),
-        (["data.autoencoder=a"], r"data\.autoencoder needs pictures.*use null"),
-        (["data.values=bytes"], r"data\.channels = 5 should be 1 \(grey\) or 3"),
-    ],
-)
-def test_a_spec_of_fields_is_checked_before_anything_is_read(changes: list[str], line: str) -> None:
-    assert specified().data.channels == 5
-    with pytest.raises(SpecError, match=line):
-        specified(*changes)
 
 
 def test_an_image_that_can_t_be_read_is_left_out_of_every_field_and_named(

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from ddpm_ds.data.cache import CacheMeta, DatasetCache
-from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, told_apart
+from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
@@ -75,12 +75,12 @@ def test_all_images_of_one_source_are_trained_on_and_all_of_the_other_are_held_o
     data = folders_spec()
     trained, held_out = parts(data, *prepare_all(data))
     batches = micro_batches(
-        trained.store, among=trained.positions, seed=0, batch_images=4, micro_batch_images=4, replicas=1, replica=0
+        trained.cache, among=trained.positions, seed=0, batch_images=4, micro_batch_images=4, replicas=1, replica=0
     )
     seen = {int(image[0, 0, 0]) for batch in islice(batches, 3) for image in batch.images}
     assert seen == {*range(6), *range(40, 46)} and values(*held_out) == {200, 201, 202, 203}
-    assert held_out.store.labels.tolist() == [0, 0, 1, 1]
-    assert trained.store.path == prepare(data.model_copy(update={"held_out_path": None})).path, "of the same name"
+    assert held_out.cache.labels.tolist() == [0, 0, 1, 1]
+    assert trained.cache.path == prepare(data.model_copy(update={"held_out_path": None})).path, "of the same name"
 
 
 @pytest.mark.parametrize(("how", "expected"), [("last", {201, 202, 203}), ("ranges", None), ("random", None)])
@@ -140,9 +140,9 @@ def test_a_condition_in_a_file_of_its_own_has_another_for_the_held_out_images(
     assert not [*(tmp_path / "anew").glob("[!.]*")]
 
 
-def test_checksums_of_both_are_kept_and_told_apart(folders_spec: SpecOf) -> None:
+def test_checksums_of_both_are_kept_and_training_and_held_out(folders_spec: SpecOf) -> None:
     store, other = prepare_all(folders_spec())
-    assert told_apart(checksums_of(store, other)) == (store.meta.sha256, other.meta.sha256)
+    assert training_and_held_out(checksums_of(store, other)) == (store.meta.sha256, other.meta.sha256)
     shutil.rmtree(folders_spec().held_out_path or "")
     (path := folders_spec().held_out_path or Path()).mkdir()
     Image.new("RGB", (8, 8)).save(path / "another.png")
@@ -159,7 +159,7 @@ def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_p
         prepare_all(data)
     store, other = prepare_all(data, encode_on=torch.device("cpu"))
     assert (len(store), len(other)) == (12, 4) and other.images.dtype == np.float16
-    learned, held_out = told_apart(checksums_of(store, other))
+    learned, held_out = training_and_held_out(checksums_of(store, other))
     assert pixels_learned(learned) != pixels_learned(held_out) and "autoencoder" in learned
 
 
@@ -202,6 +202,6 @@ def test_a_held_out_source_that_is_missing_is_refused_before_anything_is_prepare
 def test_a_held_out_folder_in_the_training_folder_is_refused(inner: str, folders_spec: SpecOf, tmp_path: Path) -> None:
     (tmp_path / "train" / "val").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / inner)
-    with pytest.raises(DataError, match=r"^data.held_out_path = \S+link and data.path = .* move them apart$"):
+    with pytest.raises(DataError, match=r"^data.held_out_path = \S+link and data.path = .* use two folders$"):
         prepare_all(folders_spec(path=tmp_path / "train", held_out_path=tmp_path / "link"))
     assert not (tmp_path / "stores").exists()

@@ -36,7 +36,7 @@ def opened(name: str, newest: bool = False) -> str:
                 return file
         raise DataError("no weights")
 
-    return from_hub(name, ["a*"], weights, said=f"key = {name}", expected="name another", newest=newest)
+    return from_hub(name, ["a*"], weights, key=f"key = {name}", expected="name another", newest=newest)
 
 
 def test_weights_in_fp16_are_downloaded_only_where_there_are_no_others(hub: ModelHub) -> None:

@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import MicroBatch, _Reads, failures_reported, micro_batches, split
+from ddpm_ds.data.loader import MicroBatch, _Reads, micro_batches, split, worker_failures
 from ddpm_ds.data.order import Order
 from ddpm_ds.errors import HostError, SpecError
 from tests.launching import PATIENCE_SECONDS
@@ -178,7 +178,7 @@ def test_a_worker_that_can_not_start_or_hand_over_is_one_line(
     """As on a small /dev/shm: the thread that sends fails, or the system ends the process."""
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # 5 s between two looks
     monkeypatch.setattr(place, fault)
-    with pytest.raises(kind, match=line), failures_reported():
+    with pytest.raises(kind, match=line), worker_failures():
         take(digits, 1, workers=1)
 
 

@@ -188,7 +188,7 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
         (("--guidance", "1,x"), "'x' is not a guidance from 0 to 1,000"),
         (("--guidance", "1,2,1"), "'1,2,1' has one value twice"),
         (("--sampler", "ddim,best"), "'best' is none of "),
-        (("--sampler", "ddim,dpm_solver", "--eta", "0.5"), "--eta = 0.5 is of ddim, not of dpm_solver"),
+        (("--sampler", "ddim,dpm_solver", "--eta", "0.5"), "--eta = 0.5 is used only with --sampler: ddim"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(

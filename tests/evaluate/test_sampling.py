@@ -104,7 +104,7 @@ def test_options_change_the_runs_own_sampler() -> None:
         (["--steps", "0"], "--steps 0: input should be greater than or equal to 1"),
         (["--guidance-between", "5,0.3"], "--guidance-between = 5,0.3 must rise"),
         (["--guidance-between=-1,3"], "--guidance-between -1.0: input should be greater than or equal to 0"),
-        (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or --eta 0"),
+        (["--eta", "0.5"], "--eta = 0.5 is used only with --sampler: ddim; remove it, or use 0"),
         (["--variance", "small"], "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler"),
     ],
 )

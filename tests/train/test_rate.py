@@ -51,7 +51,7 @@ def test_no_step_of_a_run_has_the_rate_0(decay: str) -> None:
     [
         (
             {"decay": "inverse_sqrt"},
-            "reference_images is missing; optimizer.decay = inverse_sqrt needs it.*_images=100",
+            "optimizer.decay = inverse_sqrt needs optimizer.reference_images; give that, or use null",
         ),
         ({"decay": "cosine", "warmup_images": 1000}, "warmup_images = 1000 leaves none of train.images = 1000"),
     ],

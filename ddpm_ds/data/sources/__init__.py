@@ -1,8 +1,8 @@
 """Sources of images: each kind of data set behind one protocol.
 
 A source of pictures knows the class of each image and reads it as stored; :mod:`ddpm_ds.data.decoding` converts it to
-the size and colours of the spec. A source of fields is a file of named arrays, of which :mod:`ddpm_ds.data.fields`
-reads those that the spec names. docs/add_a_source.md shows how to add one. All sources are imported with this package,
+the size and colours of the spec. A source of fields is a file of named arrays; :mod:`ddpm_ds.data.fields`
+reads the ones in the spec. docs/add_a_source.md shows how to add one. All sources are imported with this package,
 so they import the libraries of extras in functions.
 """
 
@@ -38,12 +38,7 @@ FIELD_OPENERS: dict[str, VariablesOpener] = {
 
 
 def open_source(spec: DataSpec, progress: bool = False) -> Source:
-    """Open the source that ``spec.source`` names; ``progress`` shows bars while it is downloaded or listed.
-
-    Raises:
-        DataError: the data set is missing, damaged or without images, or can't be read or downloaded.
-        OSError: ``store_root`` can't be written.
-    """
+    """Open the source of ``spec``; ``progress`` shows bars. Raises DataError, and OSError of ``store_root``."""
     try:
         return OPENERS[spec.source](spec, progress)
     except OSError as error:

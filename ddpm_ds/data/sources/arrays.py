@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from filelock import FileLock
 
 from ddpm_ds.data.sources.base import (
@@ -38,7 +37,7 @@ from ddpm_ds.data.sources.base import (
     read_path,
 )
 from ddpm_ds.data.sources.files import FolderSource
-from ddpm_ds.data.sources.variables import Variable, Variables
+from ddpm_ds.data.sources.variables import Array, Variable, Variables
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
@@ -112,16 +111,12 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     return ArraySource(*labelled(labels.astype(np.int64)), images)
 
 
-def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a numpy file, or those of these ``names``, mapped; that of a ``.npy`` is named images.
-
-    Members of a ``.npz`` are unpacked into unnamed temporary files in ``folder``, with their checksums compared. Raises
-    many kinds of errors.
-    """
+def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dict[str, Array]:
+    """Return all arrays of a numpy file, or those of some ``names``, mapped; ``.npz`` are unpacked into ``folder``."""
     if path.suffix != ".npz":
         return {IMAGES[0]: map_array(path)}
     folder.mkdir(parents=True, exist_ok=True)
-    found = dict[str, npt.NDArray[Any]]()
+    found = dict[str, Array]()
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
@@ -136,7 +131,7 @@ def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dic
 
 
 def open_numpy(path: Path, spec: DataSpec) -> Variables:
-    """Open the arrays of a ``.npz``, unpacked into unnamed files in ``store_root``, or a ``.npy``, named images."""
+    """Open the arrays of a ``.npz``, unpacked into ``store_root``, or a ``.npy``, named images."""
     arrays = _mapped(path, spec.store_root)
     return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
 
@@ -153,7 +148,18 @@ def open_torchvision(spec: DataSpec, progress: bool) -> Source:
         near = difflib.get_close_matches(name, datasets.__all__, 1, 0.0)[0]
         raise DataError(f"{key} is no data set of torchvision; did you mean {near}?")
     folder = spec.store_root / "downloads"
-    options = _torchvision_options(kind, spec, key)
+    parameters = inspect.signature(kind).parameters
+    options: dict[str, object] = {}
+    if "download" not in parameters and "kwargs" not in parameters:
+        raise DataError(f"{key} is not downloaded by torchvision; use source folder for files that you have")
+    if "split" in parameters:
+        options = {} if spec.split is None else {"split": spec.split}
+    elif "train" not in parameters and spec.split is not None:
+        raise DataError(f"data.split = {spec.split}: {key} has no parts; remove it")
+    elif spec.split not in (None, "train", "test"):
+        raise DataError(f"data.split = {spec.split}: the parts of {key} are train and test")
+    elif "train" in parameters:
+        options = {"train": spec.split != "test"}
     # torchvision's progress bar has no switch of its own
     silent = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
     try:
@@ -174,25 +180,8 @@ def open_torchvision(spec: DataSpec, progress: bool) -> Source:
     return _torchvision_source(opened, key)
 
 
-def _torchvision_options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
-    """Return the constructor arguments that choose a data set's split; raises DataError."""
-    parameters = inspect.signature(kind).parameters
-    if "download" not in parameters and "kwargs" not in parameters:
-        raise DataError(f"{key} is not downloaded by torchvision; use source folder for files that you have")
-    if "split" in parameters:
-        return {} if spec.split is None else {"split": spec.split}
-    if "train" not in parameters and spec.split is not None:
-        raise DataError(f"data.split = {spec.split}: {key} has no parts; remove it")
-    if spec.split not in (None, "train", "test"):
-        raise DataError(f"data.split = {spec.split}: the parts of {key} are train and test")
-    return {"train": spec.split != "test"} if "train" in parameters else {}
-
-
-def _torchvision_source(opened: Any, key: str) -> Source:
-    """Return the source of an opened data set.
-
-    Pixels or files, and labels, come from attributes of torchvision's classes, so that no image is decoded for a label.
-    """
+def _torchvision_source(opened: object, key: str) -> Source:
+    """Return the source of an opened data set, from attributes alone, so that no image is decoded."""
     found = vars(opened)
     pairs: Any = next((found[name] for name in ("samples", "_samples", "imgs") if name in found), [])
     images: Any = next((found[name] for name in ("data", "_image_files", "_images") if name in found), None)

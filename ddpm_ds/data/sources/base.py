@@ -15,7 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +94,7 @@ class Captions:
         self.table[np.arange(self.table.shape[1]) < counts[:, None]] = np.frombuffer(numbers, np.int32)
 
 
-def captions_in(value: Any) -> list[str] | None:
+def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without one; raises ValueError for anything else."""
     if value is None or value == []:
         return None
@@ -106,11 +106,11 @@ def captions_in(value: Any) -> list[str] | None:
     return texts
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> TypeGuard[str | list[str]]:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
 
 
-def texts_of(block: Any, key: str, place: str) -> list[str] | dict[str, str]:
+def texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
     """Return the captions under ``key`` of an image's block of JSON, or else its other keys of texts with ``place``."""
     if not isinstance(block, dict):
         return {}
@@ -136,9 +136,7 @@ def under_other_keys(others: Mapping[str, str], key: str) -> str:
 
 
 class Source(Protocol):
-    """Opened source of N images, numbered from 0. It can be pickled: another process reopens the files that it reads
-    instead of receiving their content.
-    """
+    """Opened source of N images, numbered from 0; when it is pickled, its files are opened again."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -231,7 +229,7 @@ def outside(name: str) -> bool:
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
-    """Return ``data.path``, which must be a file or, if ``folder``, a folder, called ``what``; raises DataError."""
+    """Return ``data.path``, a file or, if ``folder``, a folder, which an error calls ``what``; raises DataError."""
     path, kind = spec.path, "folder" if folder else "file"
     assert path is not None  # the run spec checks it
     if not (path.is_dir() if folder else path.is_file()):
@@ -254,9 +252,7 @@ def read_file(path: Path) -> bytes:
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:
-    """Return the states of all files in a folder and its folders, by relative name, sorted; raises OSError, also for
-    anything but files and folders, and for a folder that is found twice by a link.
-    """
+    """Return the states of all files below a folder, by relative name; OSError for others, or a folder twice."""
     found, below, seen = dict[str, os.stat_result](), [""], set[tuple[int, int]]()
     for above in below:  # which grows
         with os.scandir(folder / above) as entries:

@@ -13,24 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddpm_ds.data.sources.base import (
-    MOST_CLASSES,
-    Captions,
-    Labels,
-    Names,
-    is_image,
-    labelled,
-    numbered,
-    one_line,
-    outside,
-    print_once,
-    printable,
-    read_file,
-    read_path,
-    texts_in,
-    texts_of,
-    under_other_keys,
-)
+from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_bytes
@@ -59,28 +42,28 @@ class FolderSource:
     """
 
     classes: tuple[str, ...]
-    labels: Labels = field(repr=False)
+    labels: base.Labels = field(repr=False)
     root: Path
-    files: Names = field(repr=False)
-    captions: Captions | None = field(default=None, repr=False)
+    files: base.Names = field(repr=False)
+    captions: base.Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:
         """Return the relative path."""
-        return printable(self.files[i])
+        return base.printable(self.files[i])
 
     def read(self, i: int, /) -> bytes:
         """Read an image file; raises OSError if it is not a regular file."""
-        return read_file(self.root / self.files[i])
+        return base.read_file(self.root / self.files[i])
 
 
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     """List the image files under the folder ``data.path``."""
-    root, texts = read_path(spec, "a folder of images", folder=True), dict[str, str]()
+    root, texts = base.read_path(spec, "a folder of images", folder=True), dict[str, str]()
     every = [*_image_files(str(root), texts)]
     files = [name for name in every if MASK.search(name) is None]
     if progress and (masks := len(every) - len(files)):
-        first = printable(next(filter(MASK.search, every)))
-        print_once(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        first = base.printable(next(filter(MASK.search, every)))
+        base.print_once(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
@@ -89,21 +72,21 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
     files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
     labels = _listed_labels(root, files)
-    classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
+    classed = base.numbered(map(class_of, files)) if labels is None else base.labelled(labels)
     captions = None
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
         if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
-            print_once(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
-    return FolderSource(*classed, root, Names(files), captions)
+            base.print_once(
+                f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch"
+            )
+    return FolderSource(*classed, root, base.Names(files), captions)
 
 
 def _captions(
     root: Path, files: Sequence[str], texts: Mapping[str, str], listed: _Listed, key: str, progress: bool
-) -> Captions:
-    """Return the captions of each image: ``listed`` ones, or else of the file of its name among ``texts``; raises
-    DataError.
-    """
+) -> base.Captions:
+    """Return the captions of each image: ``listed`` ones, or else those of a file of its name among ``texts``."""
     others = dict[str, str]()
 
     def of(name: str) -> list[str] | None:
@@ -114,32 +97,31 @@ def _captions(
             if isinstance(found, list):
                 break
             unread |= found
-            found = texts_in(printable(place), partial(read_bytes, root / place), key)
+            found = base.texts_in(base.printable(place), partial(read_bytes, root / place), key)
         if not isinstance(found, list):
             others.update(unread | found)
             return None
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
-            print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
+            base.print_once(
+                f"data.text: images have several files of captions; of {', '.join(beside)} the first is read"
+            )
         return found
 
     try:
-        captions = Captions(map(of, files))
+        captions = base.Captions(map(of, files))
     except ValueError as error:
         raise DataError(f"data.path = {root}: {error}; write it again") from error
     if captions.missing:
-        line = json.dumps({"file_name": printable(files[captions.missing[0]]), key: "its caption"}, ensure_ascii=False)
+        line = json.dumps(
+            {"file_name": base.printable(files[captions.missing[0]]), key: "its caption"}, ensure_ascii=False
+        )
         usual = f"give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
-        captions.advice = under_other_keys(others, key) if others else usual
+        captions.advice = base.under_other_keys(others, key) if others else usual
     return captions
 
 
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
-    """Return what :func:`texts_of` finds, by image, in the :data:`METADATA` among ``texts``: lines such as
-    ``{"file_name": "a.png", "text": "a cat"}``, or rows below a header.
-
-    Raises:
-        DataError: a file can't be read, or an image is named twice.
-    """
+    """Return the texts of :func:`base.texts_of`, by image, in the :data:`METADATA` among ``texts``."""
     found: _Listed = {}
     for place in texts.values():
         if os.path.basename(place) not in METADATA:
@@ -160,42 +142,41 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
                         keys = f", but {', '.join(map(str, block))}" if isinstance(block, dict) and block else ""
                         raise ValueError(f"it has no file_name{keys}")
                     name = os.path.join(folder, _slashed(block["file_name"]))
-                    if outside(name):
-                        raise ValueError(f"it points outside its folder ({printable(name)})")
+                    if base.outside(name):
+                        raise ValueError(f"it points outside its folder ({base.printable(name)})")
                     if name in found:
-                        raise ValueError(f"{printable(name)} is named twice, and several captions are a list")
-                    found[name] = texts_of(block, key, place)
+                        raise ValueError(f"{base.printable(name)} is named twice, and several captions are a list")
+                    found[name] = base.texts_of(block, key, place)
         except (OSError, ValueError, csv.Error) as error:
             line = lines.reader.line_num if rows and lines else line
-            raise DataError(f"data.path: {root / place}, line {line}: {one_line(error)}; write it again") from error
+            raise DataError(
+                f"data.path: {root / place}, line {line}: {base.one_line(error)}; write it again"
+            ) from error
     return found
 
 
-def _listed_labels(root: Path, names: list[str]) -> Labels | None:
-    """Return the labels (N,) of images ``names`` in the ``dataset.json`` of a folder, None without one.
-
-    Images that are missing from ``names`` are added: reading them fails, so they are reported. Raises DataError.
-    """
+def _listed_labels(root: Path, names: list[str]) -> base.Labels | None:
+    """Return the labels (N,) in a ``dataset.json``, None without one; ``names`` get the missing images, too."""
     if not os.path.exists(root / LABELS):
         return None
     try:
-        listed = parse_json(read_file(root / LABELS))["labels"]
+        listed = parse_json(base.read_file(root / LABELS))["labels"]
         if listed is None:
             return None
         known, numbers = set(names), dict[str, int]()
         for given, number in listed:
             name = given if given in known else _slashed(given)
             if name in numbers:
-                raise ValueError(f"{printable(name)} has two labels")
-            if outside(name):
-                raise ValueError(f"it points outside itself ({printable(name)})")
-            if type(number) is not int or not 0 <= number < MOST_CLASSES:
+                raise ValueError(f"{base.printable(name)} has two labels")
+            if base.outside(name):
+                raise ValueError(f"it points outside itself ({base.printable(name)})")
+            if type(number) is not int or not 0 <= number < base.MOST_CLASSES:
                 raise ValueError("a label is no whole number from 0")
             numbers[name] = number
         if (missing := next((name for name in names if name not in numbers), None)) is not None:
-            raise ValueError(f"{printable(missing)} has no label")
+            raise ValueError(f"{base.printable(missing)} has no label")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{LABELS} of data.path = {root}: {one_line(error)}; write it again") from error
+        raise DataError(f"{LABELS} of data.path = {root}: {base.one_line(error)}; write it again") from error
     names += sorted(numbers.keys() - known)
     return np.array([numbers[name] for name in names], np.int64)
 
@@ -207,13 +188,11 @@ def _slashed(path: str) -> str:
 def class_of(path: str) -> str:
     """Return the class of an image: the first folder of its path, or ``.``."""
     folder, inside, _ = path.partition("/")
-    return printable(folder) if inside else "."
+    return base.printable(folder) if inside else "."
 
 
 def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:
-    """Yield the relative paths of image files under ``root``, sorted; add files that may have captions to ``texts``, by
-    the path with a small extension.
-    """
+    """Yield relative paths of image files, sorted; add files that may have captions to ``texts``."""
     visited: dict[str, str] = {}
     waiting = [""]  # the last one comes next; a folder ends with a slash
     while waiting:
@@ -227,7 +206,8 @@ def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:
             continue
         if first != path:
             raise DataError(
-                f"data.path = {root}: {printable(path)} and {printable(first)} are the same folder; remove one of them"
+                f"data.path = {root}: {base.printable(path)} and {base.printable(first)} are the same folder; "
+                "remove one of them"
             )
         try:
             with os.scandir(folder) as entries:
@@ -241,7 +221,7 @@ def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:
                 f"data.path: {error.filename} can't be listed ({error.strerror}); allow it or move it elsewhere"
             ) from error
         found.sort(reverse=True)
-        waiting += [path + name + "/" * is_folder for name, is_folder in found if is_folder or is_image(name)]
+        waiting += [path + name + "/" * is_folder for name, is_folder in found if is_folder or base.is_image(name)]
         for name, is_folder in found:
             stem, extension = os.path.splitext(name)
             if not is_folder and (extension.lower() in TEXTS or name in METADATA):

@@ -11,20 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_ds.data.sources.base import (
-    MOST_CLASSES,
-    MOST_REASON,
-    UNLABELLED,
-    Captions,
-    Labels,
-    captions_in,
-    check_size,
-    labelled,
-    numbered,
-    one_line,
-    printable,
-    read_file,
-)
+from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError
 
@@ -41,12 +28,12 @@ class HuggingFaceSource:
     """Images of a column of Arrow files, by row: encoded ones, or paths of image files."""
 
     classes: tuple[str, ...]
-    labels: Labels = field(repr=False)
+    labels: base.Labels = field(repr=False)
     files: tuple[str, ...]
     column: str
     root: Path
     """Folder to which paths in the column are relative."""
-    captions: Captions | None = field(default=None, repr=False)
+    captions: base.Captions | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         import pyarrow as pa
@@ -54,7 +41,7 @@ class HuggingFaceSource:
         tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
         self._rows = pa.concat_tables(tables).column(self.column)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return HuggingFaceSource, (self.classes, self.labels, self.files, self.column, self.root)
 
     def __len__(self) -> int:
@@ -64,7 +51,7 @@ class HuggingFaceSource:
         """Return the row and, if it has one, the name of its file."""
         value = self._rows[i]
         path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
-        return f"row {i}" + (f" ({printable(path)})" if path else "")
+        return f"row {i}" + (f" ({base.printable(path)})" if path else "")
 
     def read(self, i: int, /) -> bytes:
         """Read the image of a row, or the file that the row names."""
@@ -72,10 +59,10 @@ class HuggingFaceSource:
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str):
-            return read_file(self.root / value)
+            return base.read_file(self.root / value)
         if value is None:
             raise ValueError("it has no image")
-        check_size(len(value))
+        base.check_size(len(value))
         return bytes(value)
 
 
@@ -96,7 +83,16 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     datasets.logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     key = f"data.path = {spec.path}" if spec.name is None else f"data.name = {spec.name}"
-    rows = _split(_loaded(datasets, spec, key), spec, key)
+    rows = _loaded(datasets, spec, key)
+    if isinstance(rows, dict):
+        splits = ", ".join(map(str, rows))
+        wanted = spec.split or ("train" if "train" in rows or len(rows) != 1 else next(iter(rows)))
+        if wanted not in rows:
+            fix = f"choose with --set data.split= one of {splits}"
+            raise DataError(f"data.split = {wanted} is no split of {key}; {fix}")
+        rows = rows[wanted]
+    elif spec.split not in (None, str(rows.split)):
+        raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
     column = _image_column(datasets, rows, spec, key)
     classes, labels = _labels(datasets, rows, spec, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
@@ -106,7 +102,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
         source = HuggingFaceSource(classes, labels, files, column, root, _captions(rows, spec, key))
         source._rows.validate(full=True)  # else reading a row of a forged file could end the process
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{key} can't be read ({one_line(error)}); save it again") from error
+        raise DataError(f"{key} can't be read ({base.one_line(error)}); save it again") from error
     if not len(rows) or len(source) != len(rows):
         raise DataError(f"{key} holds {len(rows):,} rows of {len(source):,} in its files; save a whole data set")
     return source
@@ -134,20 +130,7 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
     except Exception as error:  # from Arrow, any file format or the network
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
-        raise DataError(f"{key} can't be loaded ({one_line(error)[:MOST_REASON]}); {fix}") from error
-
-
-def _split(loaded: Any, spec: DataSpec, key: str) -> Any:
-    """Return the split that the spec names, else train or the only split; raises DataError."""
-    if not isinstance(loaded, dict):
-        if spec.split is not None and spec.split != str(loaded.split):
-            raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
-        return loaded
-    splits = ", ".join(map(str, loaded))
-    wanted = spec.split or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
-    if wanted not in loaded:
-        raise DataError(f"data.split = {wanted} is no split of {key}; choose with --set data.split= one of {splits}")
-    return loaded[wanted]
+        raise DataError(f"{key} can't be loaded ({base.one_line(error)[: base.MOST_REASON]}); {fix}") from error
 
 
 def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:
@@ -173,11 +156,11 @@ def _only(rows: Any, kind: type, what: str, option: str, key: str) -> str | None
     return names[0] if names else None
 
 
-def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], Labels]:
+def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], base.Labels]:
     """Return the names of the classes and the label of each row; raises DataError."""
     column = spec.label_column or _only(rows, datasets.ClassLabel, "labels", "data.label_column", key) or "label"
     if spec.label_column is None and column not in rows.column_names:
-        return labelled(np.full(len(rows), UNLABELLED))
+        return base.labelled(np.full(len(rows), base.UNLABELLED))
     feature = _feature(rows, "data.label_column", column, key)
     if not _is(feature, *LABELS):
         others = ", ".join(name for name, other in rows.features.items() if _is(other, *LABELS))
@@ -191,21 +174,25 @@ def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[s
         values.validate(full=True)
         if _is(feature, "string"):
             texts = values.to_pylist()
-            labels = np.full(len(texts), UNLABELLED)
-            names, labels[[text is not None for text in texts]] = numbered(text for text in texts if text is not None)
+            labels = np.full(len(texts), base.UNLABELLED)
+            names, labels[[text is not None for text in texts]] = base.numbered(
+                text for text in texts if text is not None
+            )
         else:
-            labels = values.cast("int64").fill_null(UNLABELLED).to_numpy()
+            labels = values.cast("int64").fill_null(base.UNLABELLED).to_numpy()
     except ValueError as error:  # Arrow's: a number beyond 64 bits, or a text that is not UTF-8
-        raise DataError(f"{key} has labels in column {column} that can't be read ({one_line(error)}); {fix}") from error
+        raise DataError(
+            f"{key} has labels in column {column} that can't be read ({base.one_line(error)}); {fix}"
+        ) from error
     missing, most = int((labels < 0).sum()), int(labels.max(initial=0))
     none_is_meant = missing == len(labels) and spec.label_column is None
-    if (missing and not none_is_meant) or most >= min(len(names) if names else MOST_CLASSES, MOST_CLASSES):
+    if (missing and not none_is_meant) or most >= min(len(names) if names else base.MOST_CLASSES, base.MOST_CLASSES):
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
         raise DataError(f"{key} has {what} in column {column}; {fix}")
-    return labelled(labels, names)
+    return base.labelled(labels, names)
 
 
-def _captions(rows: Any, spec: DataSpec, key: str) -> Captions | None:
+def _captions(rows: Any, spec: DataSpec, key: str) -> base.Captions | None:
     """Return the captions in the column that the spec names, of texts or lists of texts; raises DataError."""
     if spec.text is None:
         return None
@@ -219,9 +206,9 @@ def _captions(rows: Any, spec: DataSpec, key: str) -> Captions | None:
     values = rows.data.column(column)
     try:
         values.validate(full=True)
-        return Captions(captions_in(value.as_py()) for value in values)
+        return base.Captions(base.captions_in(value.as_py()) for value in values)
     except ValueError as error:  # Arrow's, of a text that is not UTF-8; a list with a null
-        raise DataError(f"{key} has captions in column {column} that can't be read ({one_line(error)})") from error
+        raise DataError(f"{key} has captions in column {column} that can't be read ({base.one_line(error)})") from error
 
 
 def _feature(rows: Any, option: str, column: str, key: str) -> Any:

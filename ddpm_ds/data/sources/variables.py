@@ -1,4 +1,4 @@
-"""Fields and what belongs to them, from files of named arrays: which arrays a spec means, their checks, lazy reads.
+"""Arrays of a spec in files of named arrays: found by name, checked, and read when they are needed.
 
 The first dimension of an array counts images; ``constants`` have no such dimension. Openers return the arrays of a file
 as :class:`Variable` by name, and read none of them::
@@ -38,6 +38,8 @@ from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 
 Array: TypeAlias = "npt.NDArray[Any]"
+Selection: TypeAlias = Any
+"""Range of the first dimension, or a tuple of slices."""
 
 USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
 """Names that are looked for where the spec names none."""
@@ -82,16 +84,15 @@ class Variable:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    read: Callable[[Any], Array] = field(repr=False)
-    """Reads a range of the first dimension, or a tuple of slices."""
+    read: Callable[[Selection], Array] = field(repr=False)
     chunks: tuple[int, ...] | None = None
     """Shape of the chunks that are read as a whole; None if every byte can be read alone."""
     dimensions: tuple[str, ...] = ()
     """Names of the dimensions; empty or "" where they have none."""
-    attributes: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    attributes: Mapping[str, object] = field(default_factory=dict, repr=False)
     fault: str = ""
     """Why it can't be read, with the fix, after its name."""
-    fill: Any = 0
+    fill: float = 0
     """Value that is read for missing chunks."""
     lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
     """Counts the missing chunks, and all."""
@@ -156,7 +157,7 @@ class Arrays:
     def __str__(self) -> str:
         return f"{self.key} = {self.path}"
 
-    def whole(self, variable: Variable) -> Array:
+    def read_all(self, variable: Variable) -> Array:
         """Return all of an array; raises DataError."""
         try:
             return np.asarray(variable.read(slice(None)))
@@ -168,9 +169,9 @@ class Arrays:
         if missing := next((name for name in names if name not in self.found), None):
             near = sorted(self.found, key=lambda name: -difflib.SequenceMatcher(None, missing, name).ratio())
             raise DataError(f"{key} has {missing}, which {self} does not hold as an array; it holds {_listed(near)}")
-        return self.taken([self.found[name] for name in names])
+        return self.checked([self.found[name] for name in names])
 
-    def taken(self, found: list[Variable]) -> list[Variable]:
+    def checked(self, found: list[Variable]) -> list[Variable]:
         """Return arrays that can be read and miss no chunk; raises DataError."""
         for variable in found:
             if variable.fault:
@@ -189,7 +190,7 @@ class Arrays:
         fitting = [variable for variable in self.found.values() if fits(variable)]
         chosen = [self.found[name] for name in usual if name in self.found][:1] or fitting
         if len(chosen) == 1:
-            return self.taken(chosen)
+            return self.checked(chosen)
         holds = [f"{each.name} {_size(each.shape)}" for each in fitting or self.found.values()]
         raise DataError(f"{key} is empty, and {self} holds {_listed(holds)}; name arrays with --set {key}=[NAME,...]")
 
@@ -228,16 +229,14 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
 
 
 def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
-    """Return an array whose reads raise OSError whatever the library raises, and DataError once a file was cut short:
-    HDF5 reads zeros there, and a mapped file ends the process.
-    """
+    """Return an array whose reads raise OSError for any fault, and DataError once its file was cut short."""
 
-    def check() -> None:
+    def check() -> None:  # HDF5 reads zeros beyond the end, and a mapped file ends the process
         if (size := path.stat().st_size) < before.st_size and not path.is_dir():
             sizes = f"from {before.st_size:,} to {size:,} bytes"
             raise DataError(f"{path} was cut {sizes} while it was read; bring it back")
 
-    def read(part: Any) -> Array:
+    def read(part: Selection) -> Array:
         check()
         try:
             values = np.asarray(variable.read(part))
@@ -304,7 +303,7 @@ def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array 
     found = arrays.named(key, asked.constants)
     _check_kinds(arrays, found, "(H, W)", "(C, H, W)", size=spec.stored_size)
     for variable in found:
-        values = arrays.whole(variable).astype(np.float32).reshape(-1, *spec.stored_size)
+        values = arrays.read_all(variable).astype(np.float32).reshape(-1, *spec.stored_size)
         finite = np.isfinite(values).all(axis=(1, 2))
         if not finite.all():
             where = f"{variable.name} of {arrays} has NaN or infinity in channel {finite.argmin()}"
@@ -400,7 +399,7 @@ def channel_names(found: Sequence[Variable], arrays: Arrays) -> tuple[str, ...]:
     return tuple(names)
 
 
-def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
+def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[float, ...] | tuple[str, ...]:
     """Return the coordinate of a dimension, as floats or texts; () if there is none, or it is large."""
     dimension = variable.dimensions[axis] if variable.dimensions else ""
     along = arrays.found.get(dimension)
@@ -408,7 +407,7 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
         raise DataError(f"{along.name} of {arrays} {along.fault}")
     if along is None or along.shape != (variable.shape[axis],) or along.shape[0] > MOST_COORDINATES:
         return ()
-    values = arrays.whole(along)
+    values = arrays.read_all(along)
     if values.dtype.kind in "fiub":
         return tuple(values.astype(float).tolist()) if np.isfinite(values.astype(float)).all() else ()
     return tuple(map(_text, values))
@@ -417,7 +416,20 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
 def open_stored(path: Path, spec: DataSpec) -> Variables:
     """Open a Zarr folder, an HDF5 file or a NetCDF file, whichever the content is."""
     if path.is_dir():
-        return _zarr(path)
+        import zarr
+
+        if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
+            count = len(os.listdir(path))
+            fix = "name one file, into which they are joined"
+            raise ValueError(f"it is a folder of {count:,} files and no Zarr; {fix}")
+        files = [*files_below(path)]
+        arrays: Variables = {}
+        for folder, _, kind in (file.rpartition("/") for file in files):
+            name = _text(folder or "images")  # of a single array
+            if kind in ZARR:
+                each = _opened(name, partial(_zarr_array, zarr.open_array, path, files, folder, kind, name))
+                arrays |= {name: each} if each.shape else {}
+        return arrays
     with open_regular(path) as file:
         first = file.read(64)
         if first.startswith(b"CDF"):
@@ -437,7 +449,9 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
     return _hdf5(h5py.File(path, "r"), path)
 
 
-def _variable(name: str, array: Any, dimensions: Iterable[Any], attributes: Any, **more: Any) -> Variable:
+def _variable(
+    name: str, array: Any, dimensions: Iterable[object], attributes: Mapping[str, object], **more: Any
+) -> Variable:
     """Return a library's ``array`` as a variable; ``more`` are other fields."""
     known = {key: value for key in ATTRIBUTES if (value := attributes.get(key)) is not None}
     chunks, names = getattr(array, "chunks", None), tuple(map(_text, dimensions))
@@ -459,25 +473,9 @@ def _nothing(name: str, shape: tuple[int, ...] = (), fault: str = "") -> Variabl
     return Variable(name, shape, np.dtype(float), lambda part: np.empty(0), fault=fault)
 
 
-def _zarr(path: Path) -> Variables:
-    """Open the arrays of a Zarr folder, each by its own metadata; a single array is named images."""
-    import zarr
-
-    if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
-        count = len(os.listdir(path))
-        raise ValueError(f"it is a folder of {count:,} files and no Zarr; name one file, into which they are joined")
-    files = [*files_below(path)]
-    found: Variables = {}
-    for folder, _, kind in (file.rpartition("/") for file in files):
-        if kind in ZARR:
-            name = _text(folder or "images")
-            each = _opened(name, partial(_zarr_array, zarr.open_array, path, files, folder, kind, name))
-            if each.shape:
-                found[name] = each
-    return found
-
-
-def _zarr_array(open_array: Any, path: Path, files: Sequence[str], folder: str, kind: str, name: str) -> Variable:
+def _zarr_array(
+    open_array: Callable[..., Any], path: Path, files: Sequence[str], folder: str, kind: str, name: str
+) -> Variable:
     """Return the array in a folder, nothing for a group; ``kind`` is its metadata's file, ``files`` are all files."""
     metadata, version = parse_json(read_bytes(path / folder / kind)), ZARR[kind]
     if version == 3 and metadata["node_type"] == "group":
@@ -565,10 +563,7 @@ def _hdf5_array(name: str, item: Any, path: Path) -> Variable:
 
 
 def _mapped(item: Any, path: Path) -> int:
-    """Return how many values of a virtual data set have a source; raises ValueError unless all sources are there.
-
-    HDF5 itself reads the fill value for a source that is missing, and never ends for a data set of itself.
-    """
+    """Return how many values of a virtual data set have a source, which HDF5 itself would not look for."""
     import h5py
 
     count = 0
@@ -592,7 +587,7 @@ def _mapped(item: Any, path: Path) -> int:
     return count
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a name or an attribute as text that can be written to any file."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     return text.encode("utf-8", "backslashreplace").decode()
@@ -612,7 +607,7 @@ def _unpacked(variable: Variable) -> Variable:
     packed = (scale, offset) != (1, 0)
     wide = np.dtype(float) if packed or (kind.kind != "f" and len(missing)) else kind
 
-    def read(part: Any) -> Array:
+    def read(part: Selection) -> Array:
         raw = np.asarray(variable.read(part))
         raw = raw if kind == variable.dtype else raw.view(kind)
         values = raw.astype(wide)
@@ -624,7 +619,7 @@ def _unpacked(variable: Variable) -> Variable:
     return replace(variable, dtype=wide, read=read, fill=fill)
 
 
-def _numbers(key: str, value: Any) -> Array:
+def _numbers(key: str, value: object) -> Array:
     """Return the numbers in an attribute, (n,)."""
     if isinstance(value, str) and key in MISSING:  # in JSON: NaN, or 8 bytes as xarray writes them
         for read in (float, lambda text: np.frombuffer(base64.b64decode(text, validate=True), "<f8")):
@@ -637,10 +632,7 @@ def _numbers(key: str, value: Any) -> Array:
 
 
 def _finished(variable: Variable, found: Variables) -> Variable:
-    """Return an unpacked array whose dimension of time is the first and, of places if it has two, these are the last.
-
-    Where dimensions have no names, arrays (n,) beside it name them, where names and lengths leave no doubt.
-    """
+    """Return an unpacked array with time as its first dimension, and two dimensions of place as its last."""
     variable = _unpacked(variable)
     if variable.fault or len(variable.shape) < 2:
         return variable
@@ -659,8 +651,8 @@ def _finished(variable: Variable, found: Variables) -> Variable:
     if roles.count(OTHER) > 1 and TIME not in roles:
         raise ValueError(f"its dimensions are {', '.join(names)}; write it again with the one first that counts images")
 
-    def read(part: Any) -> Array:
-        which: list[Any] = [slice(None)] * len(order)
+    def read(part: Selection) -> Array:
+        which: list[Selection] = [slice(None)] * len(order)
         which[order[0]] = part
         return np.asarray(variable.read(tuple(which))).transpose(order)
 

@@ -80,15 +80,28 @@ class WebDatasetSource:
 
 def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
-    shards, key = _shards(spec), None if spec.text is None else spec.text.captions
+    path, key = spec.path, None if spec.text is None else spec.text.captions
+    assert path is not None  # the run spec checks it
+    fix = "give a .tar file or a folder of them with --set data.path=PATH"
+    if not path.exists():
+        raise DataError(f"data.path = {path} does not exist; {fix}")
+    try:
+        found = sorted(one for one in path.iterdir() if one.name[0] != ".") if path.is_dir() else [path]
+    except OSError as error:
+        raise DataError(f"data.path = {path} can't be listed ({error.strerror}); {fix}") from error
+    if packed := [one.name for one in found if one.suffix in COMPRESSED]:
+        raise DataError(f"data.path = {path}: {printable(packed[0])} is compressed; decompress it, to read it in place")
+    shards = tuple(one for one in found if one.suffix == ".tar" or one == path)
+    if not shards:
+        raise DataError(f"data.path = {path} holds no .tar files; {fix}")
     names, labels, places, texts = list[str](), array("q"), array("q"), list[_Texts]()
     with tqdm(shards, desc="listing shards", delay=1, disable=not progress) as bar:
         for number, shard in enumerate(bar):
-            for name, offset, size, label, found in _images(shard, key):
+            for name, offset, size, label, captioned in _images(shard, key):
                 names.append(name)
                 places.extend((number, offset, size))
                 labels.append(label)
-                texts.append(found)
+                texts.append(captioned)
     if not names:
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
     classes, numbers = labelled(np.array(labels, np.int64))
@@ -107,31 +120,8 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     return source
 
 
-def _shards(spec: DataSpec) -> tuple[Path, ...]:
-    """Return the tar files at ``data.path``, sorted by name."""
-    path = spec.path
-    assert path is not None  # the run spec checks it
-    fix = "give a .tar file or a folder of them with --set data.path=PATH"
-    if not path.exists():
-        raise DataError(f"data.path = {path} does not exist; {fix}")
-    try:
-        found = sorted(one for one in path.iterdir() if one.name[0] != ".") if path.is_dir() else [path]
-    except OSError as error:
-        raise DataError(f"data.path = {path} can't be listed ({error.strerror}); {fix}") from error
-    if packed := [one.name for one in found if one.suffix in COMPRESSED]:
-        raise DataError(f"data.path = {path}: {printable(packed[0])} is compressed; decompress it, to read it in place")
-    shards = tuple(one for one in found if one.suffix == ".tar" or one == path)
-    if not shards:
-        raise DataError(f"data.path = {path} holds no .tar files; {fix}")
-    return shards
-
-
 def _images(shard: Path, captions: str | None) -> list[tuple[str, int, int, int, _Texts]]:
-    """Return name, offset, size in bytes, label and captions of the images in a shard; raises DataError.
-
-    Captions are under this key of the image's .json, or in its .txt. A mask ``KEY.seg.png`` beside ``KEY.png`` is not
-    read.
-    """
+    """Return name, offset, size, label and captions of the images in a shard, masks left out."""
     found, dotted = defaultdict[str, _Members](dict), dict[str, str]()
     try:
         with open_regular(shard) as file, tarfile.TarFile(fileobj=file) as archive:
@@ -175,23 +165,24 @@ def _beside(file: IO[bytes], members: _Members, captions: str | None) -> tuple[i
             raise ValueError(f"{printable(name)} has more than {MOST_RECORD_BYTES:,} bytes")
         return os.pread(file.fileno(), size, offset)
 
-    labels = (_label(printable(members[kind][0]), content(kind)) for kind in LABELS if kind in members)
+    def label_in(kind: str) -> int:
+        """Return the label in a member, UNLABELLED if its block has none."""
+        text = content(kind)
+        try:
+            if kind == "json":
+                block = parse_json(text)
+                label = next((block[key] for key in ("label", "cls") if block.get(key) is not None), UNLABELLED)
+            else:
+                label = int(check_digits(text.decode("ascii").strip()))
+        except (ValueError, AttributeError):
+            label = None
+        if type(label) is not int or not UNLABELLED <= label < MOST_CLASSES:
+            name = printable(members[kind][0])
+            raise ValueError(f"the label in {name} is no whole number from 0 to {MOST_CLASSES - 1:,}")
+        return label
+
+    labels = (label_in(kind) for kind in LABELS if kind in members)
     kinds = [kind for kind in CAPTIONS if kind in members] if captions is not None else []
     texts = [texts_in(printable(members[kind][0]), partial(content, kind), captions or "") for kind in kinds]
     label = next((label for label in labels if label != UNLABELLED), UNLABELLED)
     return label, next((each for each in texts if isinstance(each, list)), texts[0] if texts else {})
-
-
-def _label(name: str, content: bytes) -> int:
-    """Return the label in a member, UNLABELLED if its block has none; raises ValueError."""
-    try:
-        if name.lower().endswith("json"):
-            block = parse_json(content)
-            label = next((block[key] for key in ("label", "cls") if block.get(key) is not None), UNLABELLED)
-        else:
-            label = int(check_digits(content.decode("ascii").strip()))
-    except (ValueError, AttributeError):
-        label = None
-    if type(label) is not int or not UNLABELLED <= label < MOST_CLASSES:
-        raise ValueError(f"the label in {name} is no whole number from 0 to {MOST_CLASSES - 1:,}")
-    return label

@@ -89,7 +89,7 @@ def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
     if path.exists():
         return opened(path)
     name, expected = str(path), "name a folder of diffusers, a .safetensors, or OWNER/NAME on the hub"
-    return from_hub(name, IMPORTED, functools.partial(opened, name=name), said=name, expected=expected, newest=True)
+    return from_hub(name, IMPORTED, functools.partial(opened, name=name), key=name, expected=expected, newest=True)
 
 
 def _spec_with_model(

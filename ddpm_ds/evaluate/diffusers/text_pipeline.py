@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_ds.data.hub import is_hub_name
-from ddpm_ds.data.text import Part, TextEncoders, parts_of
+from ddpm_ds.data.text import FilesOfEncoder, TextEncoders, parts_of
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
@@ -30,7 +30,7 @@ ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
 NOTHING = [None, None]
 
 
-def encoders_of(trained: Trained) -> list[Part]:
+def encoders_of(trained: Trained) -> list[FilesOfEncoder]:
     """Return the text encoders with their tokenizers; none if their folder is not on this host.
 
     Raises:
