@@ -27,7 +27,7 @@ SIZES = 6
 
 @dataclass(frozen=True)
 class Split:
-    """Spread of a tensor of which each rank of a group has an equal part of a dimension."""
+    """Spread in which each rank of a group has an equal part of one dimension."""
 
     dimension: int = 0
     blocks: int = 1
