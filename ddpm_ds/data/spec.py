@@ -174,9 +174,8 @@ class DataSpec(Section):
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
     held_out_path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
-    """Path of held-out images that are a source of their own, of the same kind as `path` and read by the same keys,
-    such as a folder of validation images or the file of another year; all of `path` is trained on. Null holds out
-    images of `path`."""
+    """Path of held-out images that are a source of their own, read by the same keys as `path`, such as a folder of
+    validation images or the file of another year; all of `path` is trained on. Null holds out images of `path`."""
     flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
     from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these

@@ -204,7 +204,17 @@ class Format(Generic[S]):
                     value = _at(values, location)
                     fix = self._fix(location, value)
                     found[location] = f"{key} = {shown(value)} should be {self.takes(location)}{fix}"
-        return dict(sorted(found.items(), key=lambda fault: _position(values, fault[0]))[:MOST_FAULTS])
+
+        def place(fault: tuple[tuple[str, ...], str]) -> list[float]:  # in the file; missing keys are last
+            order, inside = list[float](), values
+            for name in fault[0]:
+                if not isinstance(inside, dict) or name not in inside:
+                    return [*order, math.inf]
+                order.append([*inside].index(name))
+                inside = inside[name]
+            return order
+
+        return dict(sorted(found.items(), key=place)[:MOST_FAULTS])
 
     def at(self, location: Sequence[str]) -> type[Section] | None:
         """Return the section at a location; None if a value is there, or nothing."""
@@ -383,17 +393,6 @@ def _at(values: Any, location: Sequence[str]) -> Any:
     for name in location:
         values = values[name]
     return values
-
-
-def _position(values: object, location: Sequence[str]) -> list[float]:
-    """Return the place of a key in a file, which orders keys as they were written; missing ones are last."""
-    place: list[float] = []
-    for name in location:
-        if not isinstance(values, dict) or name not in values:
-            return [*place, math.inf]
-        place.append([*values].index(name))
-        values = values[name]
-    return place
 
 
 def _exact(value: object) -> object:
