@@ -49,18 +49,18 @@ class ConditionSpec(Section):
     has a random level up to this one, which the U-Net reads too. Samples have level 0."""
     cut: Annotated[tuple[types.Small, types.Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
-    constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS, "constant_channels")] = ()
+    constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "constant_channels")] = ()
     """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
     they are stored once."""
-    constant_channels: Annotated[int, Field(ge=0, le=256), only_with("constants")] = 0
+    constant_channels: Annotated[int, Field(ge=0, le=256), needs("*", "constants")] = 0
     """Channels of all `constants`."""
     grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
     """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
     right."""
-    vector: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS, "vector_size")] = ()
+    vector: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "vector_size")] = ()
     """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
     embedding."""
-    vector_size: Annotated[int, Field(ge=0, le=4096), only_with("vector")] = 0
+    vector_size: Annotated[int, Field(ge=0, le=4096), needs("*", "vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: types.Fraction = 0.0
     """Share of the images whose condition, vector included, is replaced by zeros, which a flag says to the U-Net;

@@ -70,7 +70,7 @@ class Needs:
 
     conditions: tuple[str | Callable[[], str], ...]
     value: str = ""
-    """The only value that needs them, as YAML has it; "" means all but the default."""
+    """The only value that needs them, as YAML has it; "*" means all but the default, and "" that they are of no use."""
 
     @property
     def texts(self) -> list[str]:
@@ -96,7 +96,7 @@ def only_with(*conditions: str | Callable[[], str]) -> Needs:
 
 
 def needs(value: str, *conditions: str | Callable[[], str]) -> Needs:
-    """Return the mark of a field with one value that needs conditions, written as for :func:`only_with`."""
+    """Return the mark of a field with a value, or "*" for any, that needs conditions as in :func:`only_with`."""
     return Needs(conditions, value)
 
 
@@ -114,7 +114,7 @@ def unused(root: object, within: str = "") -> Iterator[tuple[str, str, list[str]
         key, value, usual = within + name, getattr(section, name), about.default
         marks = [(mark, one) for mark in about.metadata if isinstance(mark, Needs) for one in mark.texts]
         for mark, condition in marks:
-            if (plain(value) != mark.value) if mark.value else value == usual:
+            if value == usual or mark.value not in ("", "*", plain(value)):
                 continue
             parted = (way.partition("=") for way in condition.split(" or "))
             ways = [
@@ -324,8 +324,9 @@ class Format(Generic[S]):
                     default = "**required**" if required else f"`{json.dumps(part['default'])}`"
                 meaning = [part.get("description", "")]
                 meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
-                rules = {"Only": part["only_with"]} if "only_with" in part else {}
-                for value, conditions in (rules | part.get("needs", {})).items():
+                needed = dict(part.get("needs", {}))
+                always = [*part.get("only_with", ()), *needed.pop("*", ())]
+                for value, conditions in ({"Only": always} | needed if always else needed).items():
                     ways = [
                         [
                             (f"`{name}`", words.replace("|", " or "))
