@@ -39,7 +39,7 @@ class _Faults:
         self._keys: set[str] = set()
 
     def add(self, key: str, fault: str, *others: str) -> None:
-        """Add the fault of a key, unless it may follow from one of that key, of a key inside it, or of ``others``."""
+        """Add a key's fault, unless it may follow from another: of that key, one inside it, or ``others``."""
         if any(f"{name}.".startswith(f"{wrong}.") for name in (key, *others) for wrong in self._keys):
             return
         if any(wrong.startswith(f"{key}.") for wrong in self._keys):
@@ -510,7 +510,7 @@ def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> i
 
 
 def _micro_batches(config: DsConfig, share: int, stages: int) -> tuple[int, int]:
-    """Return the images and the number of micro-batches of a replica's share of the batch, at least 1 each."""
+    """Return the size and number of micro-batches in a replica's share of the batch, at least 1 each."""
     micro, count = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if count != "auto":
         return (max(share // count, 1) if micro == "auto" else micro), count

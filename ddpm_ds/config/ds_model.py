@@ -250,7 +250,7 @@ class Pipeline(Section):
     """Number of stages, unless `-p` is given; "auto" is the number that a list in `partition` implies, else the
     planner's choice (docs/planner.md)."""
     partition: CutMethod | Cuts | Auto = "auto"
-    """What the cuts balance (the slowest rank's flops, parameters, number of layers, or seconds, for which each layer
+    """Balance of the cuts (the slowest rank's flops, parameters, number of layers, or seconds, for which each layer
     is timed when the run starts), or a rising list of the first layers of stage 1, 2, ... (a fold has two stages for
     each of `stages`). "auto" is "flops"."""
     schedule: Literal["1f1b", "folded", "planned", "auto"] = "auto"

@@ -139,10 +139,8 @@ def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
 
 
 def filled_buckets(data: DataSpec, shapes: Shapes, group: int, kept: Sequence[Size] | None = None) -> list[BucketData]:
-    """Return the buckets that have images, the one nearest to ``data.image_size`` first: of the sizes of
-    :func:`kept_sizes`, or of ``kept``.
-
-    A bucket with the same images as among all sizes names all sizes, so that other runs share its cache.
+    """Return the buckets of :func:`kept_sizes`, or of ``kept`` sizes, that have images, the nearest to
+    ``data.image_size`` first. A bucket with the same images as among all sizes names all, so that runs share its cache.
     """
     sizes, kept = sizes_of(data), kept_sizes(data, shapes, group) if kept is None else kept
     numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)

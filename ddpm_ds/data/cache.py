@@ -142,7 +142,7 @@ class Origin(Kept):
     """State of ``data.path`` when its images were prepared."""
 
     content: str
-    """Hash of the names, the labels and some images, or of whole files of arrays."""
+    """Hash of names, labels and some images, or of whole files if these are arrays."""
     looks: dict[str, Look]
     """Looks of the path (``.``) and of some folders and files in it, by relative name."""
     condition_looks: dict[str, Look] = Field(default={})
@@ -178,7 +178,7 @@ class CacheMeta(Kept):
     """All fields, images among them, of a source of arrays that are read by name; empty for other sources."""
     constants: StoredField | None = None
     statistics: dict[str, Statistics] = Field(default={})
-    """Statistics of the fields of floats, and of a condition of bytes."""
+    """Statistics by field, of floats, or of a condition in bytes."""
     rounding: dict[str, Numbers] = Field(default={})
     """RMS of the rounding to float16 by channel, as a share of the standard deviation."""
     coordinates: tuple[Coordinate, ...] = ()
@@ -337,7 +337,7 @@ class DatasetCache:
 
     @property
     def fields(self) -> Mapping[str, ByPosition]:
-        """All fields, images among them, by name; the text of an image is that of one of its captions."""
+        """All fields, images among them, by name; an image's text is one of its captions."""
         found: dict[str, ByPosition] = {IMAGES: self.images, **self.others}
         if self.text is not None:
             texts = {TEXT: self.text.images, **self.text.others}
@@ -371,11 +371,11 @@ class DatasetCache:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of images of each bucket of aspect."""
+        """Number of images in each bucket of aspect."""
         return tuple(map(len, self.caches))
 
     def by_bucket(self, positions: Indices) -> tuple[Indices, ...]:
-        """Return the positions in each of :attr:`caches` of images at rising ``positions`` among all of them."""
+        """Return rising ``positions`` among the images of all :attr:`caches` as positions in each of them."""
         starts = np.cumsum((0, *self.counts))
         edges = positions.searchsorted(starts)
         return tuple(positions[edges[i] : edges[i + 1]] - starts[i] for i in range(len(self.counts)))
@@ -456,7 +456,7 @@ class DatasetCache:
 
     @property
     def summary(self) -> str:
-        """Numbers of images, of images left out, and of images in each class, or in some of many classes."""
+        """How many images there are, were left out, and are in each class, or in some of many classes."""
         counts = np.bincount(self.labels, minlength=len(self.meta.classes)).tolist()
         named = [f"{one_line(name)} {count:,}" for name, count in zip(self.meta.classes, counts, strict=True)]
         if len(named) > MOST_NAMED:

@@ -165,7 +165,7 @@ def warnings_of(text: DatasetCache) -> list[str]:
 
 
 def _read_field(cache: DatasetCache, positions: Indices, name: str) -> Images:
-    """Return a field of the images at ``positions`` of a cache and its other buckets of aspect."""
+    """Return a field of the images at ``positions``, which count all buckets of aspect."""
     of_buckets = zip(cache.caches, cache.by_bucket(positions), strict=True)
     return np.concatenate([bucket.fields[name].read(at) for bucket, at in of_buckets])
 

@@ -64,7 +64,7 @@ WHOLE_BYTES = 2**32
 SAMPLED, SAMPLED_BYTES, MOST_SAMPLED = "sampled ", 2**25, 16
 """A larger one is recognised by so many bytes of so many images, at least one, and its hash begins so."""
 REGRESSION = "regression"
-"""Key of the regression's weights in the checksums of a cache of residuals; those of its fields are as of pixels."""
+"""Key of the regression's weights in the checksums of residuals; their fields have the prefix of pixels."""
 PREDICTED_BYTES = 2**20
 """Bytes of fields that are predicted together, at least one field."""
 

@@ -24,11 +24,11 @@ from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.errors import DataError, SpecError
 
 HELD_OUT = "held-out/"
-"""Prefix of the files of a held-out source in the checksums of a run's images."""
+"""Prefix of a held-out source's files in the checksums of a run's images."""
 
 
 class Subset(NamedTuple):
-    """Images at rising positions of a cache and, of buckets of aspect, of its others."""
+    """Images of a cache, all buckets of aspect included, at rising positions."""
 
     cache: DatasetCache
     positions: Indices
@@ -130,7 +130,7 @@ def parts(data: DataSpec, cache: DatasetCache, other: DatasetCache) -> tuple[Sub
 
 
 def _split(cache: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
-    """Split the images of a cache into training and held-out images, the same share of each bucket of aspect."""
+    """Split a cache's images into training and held-out ones, by the same share in each bucket of aspect."""
     pairs, start = [], 0
     for count, share in zip(cache.counts, shares_of(cache.counts, data.held_out_images), strict=True):
         pairs.append([start + each for each in split(count, share, data.held_out)])

@@ -1,4 +1,4 @@
-"""Latents of images, encoded by an autoencoder of diffusers and learned instead of pixels (latent diffusion).
+"""Latents, which diffusers' autoencoders make from images and which are learned instead of pixels (latent diffusion).
 
 ::
 
@@ -52,7 +52,7 @@ MOVED_PIXELS = 2**22
 SMALLEST_ELEMENT_BYTES = 2
 MOST_FLOAT16 = 65504.0
 AUTOENCODER, PIXELS = "autoencoder", "pixels/"
-"""Key of the autoencoder, and prefix of the files of pixels, in the checksums of a cache of latents."""
+"""Key of the autoencoder, and prefix of the pixels' files, in the checksums of latents."""
 
 ToPixels = Callable[["Tensor"], "Tensor"]
 """Function from drawn images (N, C, H, W) float32 to uint8 pixels on the same device."""

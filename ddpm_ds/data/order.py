@@ -8,7 +8,7 @@ import numpy as np
 from ddpm_ds.data.cache import Indices
 
 ROUNDS = 2**32
-"""Number among the permutations of a seed, of the permutations of groups."""
+"""Number of the permutations of groups, among those that a seed has."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BucketOrder:
 
 @lru_cache(maxsize=4)
 def _round(order: BucketOrder, number: int) -> tuple[Indices, Indices]:
-    """Return the bucket of each group of a round, and how many groups of it come before in the round."""
+    """Return each group's bucket in a round, and how many groups of this bucket come before in it."""
     turns = np.concatenate(
         [
             np.full((number + 1) * count // order.group - number * count // order.group, bucket)

@@ -325,7 +325,7 @@ def _shapes_path(spec: DataSpec) -> Path:
 
 
 def _shapes(spec: DataSpec, source: Source, progress: bool) -> buckets.Shapes:
-    """Return the shapes of all images of an open source, from their file, which is made if it is of other images."""
+    """Return the shapes of a source's images, from their file, which is made again for other images."""
     content, path = _sampled(source)[0], _shapes_path(spec)
     with lock_of(path):
         if (found := buckets.read_shapes(path)) is not None and found[0] == content:
@@ -463,7 +463,7 @@ def _paths(spec: DataSpec) -> list[Path]:
 
 
 def looks_of(path: Path, whole: bool) -> dict[str, cache.Look]:
-    """Return the looks of a path and of some folders and files in it, or only one of a ``whole`` folder."""
+    """Return the looks of a path and some folders and files in it, by name; of a ``whole`` folder only one."""
     folders, files = [str(path)], list[str]()
     for above, folders_here, files_here in () if whole else os.walk(path):
         folders += (os.path.join(above, name) for name in folders_here)

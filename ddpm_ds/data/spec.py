@@ -49,18 +49,18 @@ class ConditionSpec(Section):
     has a random level up to this one, which the U-Net reads too. Samples have level 0."""
     cut: Annotated[tuple[types.Small, types.Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
-    constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS, "constant_channels")] = ()
+    constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "constant_channels")] = ()
     """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
     they are stored once."""
-    constant_channels: Annotated[int, Field(ge=0, le=256), only_with("constants")] = 0
+    constant_channels: Annotated[int, Field(ge=0, le=256), needs("*", "constants")] = 0
     """Channels of all `constants`."""
     grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
     """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
     right."""
-    vector: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS, "vector_size")] = ()
+    vector: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "vector_size")] = ()
     """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
     embedding."""
-    vector_size: Annotated[int, Field(ge=0, le=4096), only_with("vector")] = 0
+    vector_size: Annotated[int, Field(ge=0, le=4096), needs("*", "vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: types.Fraction = 0.0
     """Share of the images whose condition, vector included, is replaced by zeros, which a flag says to the U-Net;
@@ -174,9 +174,8 @@ class DataSpec(Section):
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
     held_out_path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
-    """Path of held-out images that are a source of their own, of the same kind as `path` and read by the same keys,
-    such as a folder of validation images or the file of another year; all of `path` is trained on. Null holds out
-    images of `path`."""
+    """Path of held-out images that are a source of their own, read by the same keys as `path`, such as a folder of
+    validation images or the file of another year; all of `path` is trained on. Null holds out images of `path`."""
     flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
     from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these

@@ -1,4 +1,4 @@
-"""Frozen encoders of captions, read from the folder of a pipeline of diffusers, and used as its pipelines use them.
+"""Frozen encoders of captions, read from a folder that diffusers has written, and used as its pipelines use them.
 
 SD 1.5 and 2 read the last hidden state of one encoder, normalised. SDXL reads the states before the last layer of two,
 joined along the channels, and the second's projection of the whole text, the pooled text. Source: diffusers'

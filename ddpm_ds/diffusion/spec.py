@@ -179,7 +179,7 @@ class SamplerSpec(Section):
 
 @functools.lru_cache(maxsize=64)
 def _log_signal(start: float, end: float, steps: int, root: float) -> float:
-    """Return the logarithm of the last alpha_bar of a schedule of betas."""
+    """Return the logarithm of a beta schedule's last alpha_bar."""
     first, last = start ** (1 / root), end ** (1 / root)
     betas = ((first + (last - first) * step / max(steps - 1, 1)) ** root for step in range(steps))
     return sum(math.log1p(-beta) for beta in betas)

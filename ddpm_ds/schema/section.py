@@ -70,7 +70,7 @@ class Needs:
 
     conditions: tuple[str | Callable[[], str], ...]
     value: str = ""
-    """The only value that needs them, as YAML has it; "" means all but the default."""
+    """The only value that needs them, as YAML has it; "*" means all but the default, and "" that they are of no use."""
 
     @property
     def texts(self) -> list[str]:
@@ -96,7 +96,7 @@ def only_with(*conditions: str | Callable[[], str]) -> Needs:
 
 
 def needs(value: str, *conditions: str | Callable[[], str]) -> Needs:
-    """Return the mark of a field with one value that needs conditions, written as for :func:`only_with`."""
+    """Return the mark of a field with a value, or "*" for any, that needs conditions as in :func:`only_with`."""
     return Needs(conditions, value)
 
 
@@ -114,7 +114,7 @@ def unused(root: object, within: str = "") -> Iterator[tuple[str, str, list[str]
         key, value, usual = within + name, getattr(section, name), about.default
         marks = [(mark, one) for mark in about.metadata if isinstance(mark, Needs) for one in mark.texts]
         for mark, condition in marks:
-            if (plain(value) != mark.value) if mark.value else value == usual:
+            if value == usual or mark.value not in ("", "*", plain(value)):
                 continue
             parted = (way.partition("=") for way in condition.split(" or "))
             ways = [
@@ -204,7 +204,17 @@ class Format(Generic[S]):
                     value = _at(values, location)
                     fix = self._fix(location, value)
                     found[location] = f"{key} = {shown(value)} should be {self.takes(location)}{fix}"
-        return dict(sorted(found.items(), key=lambda fault: _position(values, fault[0]))[:MOST_FAULTS])
+
+        def place(fault: tuple[tuple[str, ...], str]) -> list[float]:  # in the file; missing keys are last
+            order, inside = list[float](), values
+            for name in fault[0]:
+                if not isinstance(inside, dict) or name not in inside:
+                    return [*order, math.inf]
+                order.append([*inside].index(name))
+                inside = inside[name]
+            return order
+
+        return dict(sorted(found.items(), key=place)[:MOST_FAULTS])
 
     def at(self, location: Sequence[str]) -> type[Section] | None:
         """Return the section at a location; None if a value is there, or nothing."""
@@ -314,8 +324,9 @@ class Format(Generic[S]):
                     default = "**required**" if required else f"`{json.dumps(part['default'])}`"
                 meaning = [part.get("description", "")]
                 meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
-                rules = {"Only": part["only_with"]} if "only_with" in part else {}
-                for value, conditions in (rules | part.get("needs", {})).items():
+                needed = dict(part.get("needs", {}))
+                always = [*part.get("only_with", ()), *needed.pop("*", ())]
+                for value, conditions in ({"Only": always} | needed if always else needed).items():
                     ways = [
                         [
                             (f"`{name}`", words.replace("|", " or "))
@@ -383,17 +394,6 @@ def _at(values: Any, location: Sequence[str]) -> Any:
     for name in location:
         values = values[name]
     return values
-
-
-def _position(values: object, location: Sequence[str]) -> list[float]:
-    """Return the place of a key in a file, which orders keys as they were written; missing ones are last."""
-    place: list[float] = []
-    for name in location:
-        if not isinstance(values, dict) or name not in values:
-            return [*place, math.inf]
-        place.append([*values].index(name))
-        values = values[name]
-    return place
 
 
 def _exact(value: object) -> object:

@@ -37,7 +37,7 @@ MOST_IMAGE_BYTES = 2**28
 MOST_REASON = 300
 """Maximum characters shown of an error of a library."""
 MOST_CLASSES = 10**6
-"""Maximum number of classes of a source and of a U-Net."""
+"""Maximum number of classes, in a source and in a U-Net."""
 UNLABELLED = -1
 """Placeholder for a missing label while labels are collected."""
 MOST_NAMED = 4
@@ -111,7 +111,7 @@ def _are_texts(value: object) -> TypeGuard[str | list[str]]:
 
 
 def texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` of an image's block of JSON, or else its other keys of texts with ``place``."""
+    """Return the captions under ``key`` in an image's JSON, or else its other keys with texts, each with ``place``."""
     if not isinstance(block, dict):
         return {}
     if (captions := captions_in(block.get(key))) is not None:

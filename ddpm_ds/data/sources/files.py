@@ -19,7 +19,7 @@ from ddpm_ds.errors import DataError
 from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_bytes
 
 LABELS = "dataset.json"
-"""File of labels at the root of folders written by the tools of EDM and StyleGAN."""
+"""File of labels in a folder that EDM's or StyleGAN's tools have written."""
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files of captions in any folder, with a line for each image below it."""
 TEXTS = (".txt", ".caption", ".json")

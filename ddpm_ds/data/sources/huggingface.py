@@ -93,7 +93,14 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
         rows = rows[wanted]
     elif spec.split not in (None, str(rows.split)):
         raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
-    column = _image_column(datasets, rows, spec, key)
+    columns = ", ".join(rows.column_names)
+    if (column := spec.image_column) is not None:
+        feature = _feature(rows, "data.image_column", column, key)
+        holds_files = isinstance(feature, dict) and "bytes" in feature
+        if not (isinstance(feature, datasets.Image) or holds_files or _is(feature, "binary", "string")):
+            raise DataError(f"data.image_column = {column} of {key} holds no images; its columns are {columns}")
+    elif (column := _only(rows, datasets.Image, "images", "data.image_column", key)) is None:
+        raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
     classes, labels = _labels(datasets, rows, spec, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
     pyarrow.default_memory_pool().release_unused()  # used for conversion
@@ -131,21 +138,6 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
         raise DataError(f"{key} can't be loaded ({base.one_line(error)[: base.MOST_REASON]}); {fix}") from error
-
-
-def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:
-    """Return the name of the column of images; raises DataError."""
-    columns = ", ".join(rows.column_names)
-    if (named := spec.image_column) is not None:
-        feature = _feature(rows, "data.image_column", named, key)
-        holds_files = isinstance(feature, dict) and "bytes" in feature
-        if not (isinstance(feature, datasets.Image) or holds_files or _is(feature, "binary", "string")):
-            raise DataError(f"data.image_column = {named} of {key} holds no images; its columns are {columns}")
-        return named
-    found = _only(rows, datasets.Image, "images", "data.image_column", key)
-    if found is None:
-        raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
-    return found
 
 
 def _only(rows: Any, kind: type, what: str, option: str, key: str) -> str | None:
