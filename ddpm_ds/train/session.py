@@ -321,15 +321,9 @@ def _recorded(
         dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
         parent=asked.parent_run,
     )
+    path, changed = prepared.checkpoint.path if prepared.checkpoint else None, prepared.changed
     return recorded(
-        start,
-        line,
-        plan.spec,
-        files=kept,
-        checkpoint=prepared.checkpoint.path if prepared.checkpoint else None,
-        changed=prepared.changed,
-        note=asked.note,
-        sender=sender,
+        start, line, plan.spec, files=kept, checkpoint=path, changed=changed, note=asked.note, sender=sender
     )
 
 
