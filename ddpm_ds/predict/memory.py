@@ -243,23 +243,26 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
     if not interval:
         whole, weights = layers[stage.start : stage.stop], 0
         tensors = {skip for skip in skips if copied or _copies_its_input(layers[skip + 1])}
-        working = _beyond_kept(whole)
+        working = wide * _beyond_kept(whole)
     else:
         first = max(stage.start, 1)  # the first layer, which makes emb, is never computed again
         groups = [range(start, min(start + interval, stage.stop)) for start in range(first, stage.stop, interval)]
         tensors = {group[0] - 1 for group in groups[1:]} | skips
         for group in groups:
             tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
-        recomputed = [layers[group.start : group.stop] for group in groups]
-        running = (sum(one.activation_elements for one in own) + max(map(_working_elements, own)) for own in recomputed)
-        whole, working = layers[: stage.start == 0], max(running, default=_working_elements(layers[0]))
-        weights = max((sum(layer.parameters for layer in own) for own in recomputed), default=0)
+        whole, working, weights = layers[: stage.start == 0], 0 if groups else wide * _working_elements(layers[0]), 0
+        for group in groups:
+            own = layers[group.start : group.stop]
+            running = sum(layer.activation_elements for layer in own) + max(map(_working_elements, own))
+            freed = sum(sizes[tensor] for tensor in tensors if tensor >= group.start)  # the backward has been there
+            working = max(working, wide * running - stored * freed)
+            weights = max(weights, sum(layer.parameters for layer in own))
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in whole),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
         copies=copied * sum(layer.parameters for layer in whole),
         skips=stored * skip_elements,
-        working=wide * working,
+        working=working,
         working_copies=copied * weights,
     )
 

@@ -61,12 +61,10 @@ def in_bucket(batch: MicroBatch) -> MicroBatch:
     return batch._replace(images=pixels.unflatten(2, (height, width)))
 
 
-def parts_of(spec: RunSpec, batch: MicroBatch) -> list[MicroBatch]:
-    """The parts of a step whose images have one size: the whole, or the groups of its buckets."""
-    if spec.data.buckets is None:
-        return [batch]
-    groups = (slice(first, first + GROUP) for first in range(0, len(batch.index), GROUP))
-    return [in_bucket(batch.each(itemgetter(group))) for group in groups]
+def images_of(spec: RunSpec, batch: MicroBatch) -> list[MicroBatch]:
+    """Each image of a step alone, of the size of its bucket."""
+    images = [batch.each(itemgetter(slice(first, first + 1))) for first in range(len(batch.index))]
+    return images if spec.data.buckets is None else [in_bucket(image) for image in images]
 
 
 def global_batch(spec: RunSpec, step: int) -> MicroBatch:

@@ -20,8 +20,8 @@ from tests.unet.variants import narrowing, rounding
 WORKER = Path(__file__).with_name("ladder_worker.py")
 
 LAYERS = layers_of(spec_of(compiled=False))
-# Two fp32 walks forwards and backwards differ by the order of their sums. In 16 bits each layer rounds h and its
-# branch, there and back; a loss or a norm, which adds up thousands of values, rounds with the walk forwards alone.
+# An fp32 walk forwards and backwards rounds its sums. In 16 bits each layer rounds h and its branch, there and back; a
+# loss or a norm, which adds up thousands of values, rounds with the walk forwards alone.
 GRADIENT_TOLERANCE: dict[Precision, float] = {
     "fp32": 2 * rounding(LAYERS),
     "fp16": narrowing(2 * 2 * len(LAYERS), torch.float16),
@@ -147,11 +147,7 @@ MORE_BY_FOUR = [
     *(Case(4, 1, *ways, process="text", random_programs=19, cuts=(9, 15, 26)) for ways in SOME),
     *(Case(4, 1, *ways, micro_batches=8, schedule="folded", process="text", random_programs=20) for ways in SOME),
     *(Case(2, 1, *ways, schedule="folded", process="text", random_programs=22, tensor=2) for ways in SOME),
-    # with several heads in fp16 the gradient of the last bias, one number, nearly cancels over two replicas
-    *(
-        Case(1, 2, *ways, process="plain" if ways[1] == "fp16" else "heads", tensor=2)
-        for ways in (*SOME, (0, "bf16", 0), (2, "bf16", 1))
-    ),
+    *(Case(1, 2, *ways, process="heads", tensor=2) for ways in (*SOME, (0, "bf16", 0), (2, "bf16", 1))),
     Case(2, 1, 2, "fp32", 1, schedule="folded", tensor=2, random_programs=15),
     Case(2, 1, 0, "fp32", 2, reentrant=True, process="text", tensor=2),
     Case(1, 2, 1, "fp32", 0, tensor=2, split=("down.*",)),
@@ -251,7 +247,9 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
             for what, limit in wider.items():
                 for name, error in record[what].items():
                     if not error <= limit:
-                        found.append(f"{where}: {QUANTITIES[what]} of {name} is off by {error:.1e} of its norm")
+                        found.append(
+                            f"{where}: {QUANTITIES[what]} of {name} is off by {error:.1e}, more than {limit:.1e}"
+                        )
         for stage in sorted({record["stage"] for record in records}):
             # replicas sum other parts of the gradients in their tensor groups, which differ in size
             same = [record for record in records if record["stage"] == stage]
