@@ -15,7 +15,6 @@ import yaml
 from ddpm_ds.config.ds_model import changed as with_keys
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
-from ddpm_ds.planning import plan_run
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows
 from ddpm_ds.predict.memory import pipeline_memory
 from ddpm_ds.predict.verdict import (
@@ -31,6 +30,7 @@ from ddpm_ds.predict.verdict import (
     traced_predictor,
     verdict,
 )
+from tests.launching import drafted
 from tests.predict.planted_facts import BATCH, Bench
 
 RUN = Path("runs/a b")
@@ -102,7 +102,7 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config.given))
     world_size = facts.layout.stages * facts.layout.replicas
-    plan = plan_run(spec, options[1::2], config, world_size=world_size, stages=None)
+    plan = drafted(spec, options[1::2], config, world_size=world_size, stages=None)
     assert plan.ds.layout.batch_images == BATCH
 
 
