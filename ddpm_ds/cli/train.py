@@ -44,7 +44,7 @@ from ddpm_ds.errors import (
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
+from ddpm_ds.files import MACHINE, REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import RunDraft, RunPlan, check_memory, choose, lay_out, machine_here, make_plan, read_run
 from ddpm_ds.processes.ranks import (
@@ -311,6 +311,7 @@ def _train(
     sender: Popen[bytes] | None,
 ) -> None:
     """Meet the other ranks, make the plan with them, and train as planned."""
+    from ddpm_ds.predict.finished_run import machine_json
     from ddpm_ds.train.session import run_training
     from ddpm_ds.train.start import meet, started
 
@@ -324,7 +325,7 @@ def _train(
             plan = make_plan(plan, hosts, machine, device)
         if line is not None and (decisions := decided_since(draft, plan)):
             print(decisions, flush=True)
-        files = {STAGES: stage_table(plan)}
+        files = {STAGES: stage_table(plan), MACHINE: machine_json(machine, {})}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
                 _conclude(ended, plan, prepared.claim.run_dir)
@@ -354,7 +355,7 @@ def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
 
     A fault of a report is said in a line, and changes nothing for the run.
     """
-    from ddpm_ds.observe.device_speed import measure_device
+    from ddpm_ds.observe.device_speed import startup_times
     from ddpm_ds.observe.observer import Pauses, read_pauses
     from ddpm_ds.predict import verdict
     from ddpm_ds.tracking.progress import summary
@@ -366,7 +367,7 @@ def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with fault_said("verdict", recorder.log):
         if os.environ["RANK"] == "0":
-            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, plan.ds.precision))
+            found = verdict.conclude(run_dir, startup_times(plan.layers, engine.device, plan.ds.precision))
             recorder.artifact(run_dir / VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")

@@ -280,7 +280,7 @@ def _check_beside_spec(config: DsConfig, spec: RunSpec, faults: _Faults) -> None
 class ResolvedDsConfig:
     """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
 
-    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.decided`),
+    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.make_plan`),
     kernels when the engine is built.
     """
 

@@ -11,8 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
+from ddpm_ds.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
@@ -199,32 +198,19 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / fastest
 
 
-FILE = Path("trace", "device.json")  # in a run's folder
 FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute
 
 
-@dataclass(frozen=True)
-class Device:
-    """Device of one rank; None and empty mean unknown."""
+def startup_times(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> dict[str, LayerSeconds]:
+    """Return the seconds of a pass that do not depend on the images: kernel starts, Python, reading weights; by kind.
 
-    memory_bytes: int | None = None
-    startup: dict[str, LayerSeconds] = field(default_factory=dict)
-    """Seconds of a pass that do not depend on the images, by kind of layer: kernel starts, Python, reading weights."""
-
-    def startup_of(self, layers: Sequence[Layer]) -> LayerSeconds:
-        """Return the seconds of one micro-batch's passes through ``layers`` that do not depend on its images."""
-        own = [self.startup.get(type(layer).__name__, LayerSeconds(0.0, 0.0)) for layer in layers]
-        return LayerSeconds(sum(one.forward for one in own), sum(one.backward for one in own))
-
-
-def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> Device:
-    """Time the smallest layer of each kind on one tiny image; takes 0.1 to 0.2 seconds."""
+    The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 seconds.
+    """
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):
         smallest.setdefault(type(layer).__name__, layer)
     dtype = DTYPES[precision][1]
-    startup = {kind: time_layer(_on_few_pixels(layer), 1, device, dtype) for kind, layer in smallest.items()}
-    return Device(memory_bytes(device), startup)
+    return {kind: time_layer(_on_few_pixels(layer), 1, device, dtype) for kind, layer in smallest.items()}
 
 
 def _on_few_pixels(layer: Layer) -> Layer:
@@ -232,22 +218,3 @@ def _on_few_pixels(layer: Layer) -> Layer:
         2 * FEW_PIXELS if isinstance(layer, kind) else FEW_PIXELS for kind in (DownsampleLayer, UpsampleLayer)
     )
     return replace(layer, in_size=(size_in, size_in), out_size=(size_out, size_out))
-
-
-def write_device(run_dir: Path, device: Device) -> None:
-    """Write :data:`FILE`."""
-    file = run_dir / FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, json.dumps(asdict(device), indent=2).encode() + b"\n")
-
-
-def read_device(run_dir: Path) -> Device:
-    """Read the device of a run; all is unknown if the file is missing.
-
-    Raises:
-        OSError, ValueError, LookupError, TypeError, AttributeError: the file is damaged.
-    """
-    file = run_dir / FILE
-    values = read_json(file) if file.is_file() else {"startup": {}}
-    startup = {kind: LayerSeconds(**seconds) for kind, seconds in values.pop("startup").items()}
-    return Device(**values, startup=startup)
