@@ -10,7 +10,6 @@ PyTorch and DeepSpeed are imported when they are needed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections import Counter
@@ -343,10 +342,14 @@ def plan(
     rates = {"flops": flops, "link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
     given: dict[str, Any] = {"memory_bytes": device_memory, **rates}
     devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
-    with _without_accelerator():
+    before = set(os.environ)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed would look for devices during its import
+    try:
         from ddpm_ds.predict.decisions import candidates, search, sort_out
         from ddpm_ds.predict.predictor import Predictor
-
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
     job = workload(spec, config, devices.is_cpu, counted=True)
     predictor = Predictor(job, devices)
     among = candidates(predictor, ds_config)
@@ -371,15 +374,3 @@ def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) ->
 
     elements = TextEncoders.open(text, None).elements if text is not None and text.stored == "ids" else 0
     return Workload(spec, config, on_cpu, bucket_shares(spec.data, spec.bucket_group, counted=counted), elements)
-
-
-@contextlib.contextmanager
-def _without_accelerator() -> Iterator[None]:
-    """Keep DeepSpeed from looking for devices during its import; later remove variables that are set inside."""
-    before = set(os.environ)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - before:
-            del os.environ[name]

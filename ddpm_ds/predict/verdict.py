@@ -166,22 +166,9 @@ def tags(found: Verdict) -> dict[str, str]:
 
 def shares(facts: FinishedRun) -> dict[str, float]:
     """Return shares of all devices' time: useful work, then the costs, the largest first."""
-    step, left = _step(facts), facts.stepping
-    thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
-    useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
-    costs += [
-        ("overflow steps", left * thrown_away),
-        ("checkpoint pauses", facts.pauses.checkpoint_share),
-        ("sampling pauses", facts.pauses.sampling_share),
-    ]
-    return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
-
-
-def _step(facts: FinishedRun) -> dict[str, float]:
-    """Return the seconds of a step by cause, mean over the ranks."""
-    times, waits = facts.layout.micro_batches, _waits(facts)
+    times, waits, left = facts.layout.micro_batches, _waits(facts), facts.stepping
     again, starting = facts.recomputation_seconds, times * facts.startup_seconds
-    return {
+    step = {
         USEFUL: times * facts.mean("pass_seconds") - again - starting,
         "recomputation": again,
         "low utilisation": starting,
@@ -193,6 +180,14 @@ def _step(facts: FinishedRun) -> dict[str, float]:
         "optimizer": waits["optimizer"] + facts.mean("optimizer_seconds"),
         "other": max(0.0, facts.mean("other_seconds")),
     }
+    thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
+    useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
+    costs += [
+        ("overflow steps", left * thrown_away),
+        ("checkpoint pauses", facts.pauses.checkpoint_share),
+        ("sampling pauses", facts.pauses.sampling_share),
+    ]
+    return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
 
 
 def _waits(facts: FinishedRun) -> dict[str, float]:

@@ -402,19 +402,10 @@ def _train(
         drawn_for = prepared.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
-    run = Training(
-        spec,
-        plan.macs,
-        engine,
-        partial(_batches, spec, plan.ds.layout, prepared.images, engine, encoders),
-        saver,
-        requests,
-        watchdog,
-        Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops),
-        observer,
-        recorder,
-        rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images,
-    )
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops)
+    batches = partial(_batches, spec, plan.ds.layout, prepared.images, engine, encoders)
+    ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
+    run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         sending = system_metrics(run_dir)
         with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
