@@ -127,7 +127,7 @@ def described(sharing: int) -> tuple[str, int]:
     """Return the name of this process's GPU, or ``cpu``, and its :func:`memory_bytes`."""
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
         return "cpu", memory_bytes(torch.device("cpu"), sharing)
-    return torch.cuda.get_device_name(), memory_bytes(torch.device("cuda", 0))
+    return torch.cuda.get_device_name(), memory_bytes(torch.device("cuda"))
 
 
 def share_threads(device: torch.device) -> None:

@@ -290,8 +290,8 @@ def until_changed(work: Callable[[Path], str]) -> Callable[[Path], str]:
     return worked
 
 
-SPEC, DS_CONFIG, STAGES = "spec.yaml", "ds_config.json", "stages.txt"
-"""Files in a run's folder: the spec, the DeepSpeed JSON and the table of stages."""
+SPEC, DS_CONFIG, STAGES, MACHINE = "spec.yaml", "ds_config.json", "stages.txt", "machine.json"
+"""Files in a run's folder: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files in a run's folder with log points, held-out losses and observers' measurements."""
 VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"

@@ -22,7 +22,7 @@ from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
-from ddpm_ds.planning import RunPlan, plan_run, workload
+from ddpm_ds.planning import RunDraft, lay_out, read_run, workload
 from ddpm_ds.predict.layouts import usable
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import received_signals
@@ -94,15 +94,15 @@ class Task:
             own.append(f"train.batch_images={self.replicas * self.accumulation * size}")
         return (*self.given, *own, *(f"{JSON_PREFIX}{key}={value}" for key, value in json_keys.items()))
 
-    def plan(self, size: int) -> RunPlan:
-        """Plan the run with micro-batches of ``size`` images; raises a UserError if training would refuse it."""
-        overrides = self.overrides(size)
-        return plan_run(self.spec, overrides, self.ds_config, world_size=self.processes, stages=self.stages)
+    def draft(self, size: int) -> RunDraft:
+        """Lay the run out with micro-batches of ``size`` images; raises a UserError if training would refuse it."""
+        files = read_run(self.spec, self.overrides(size), self.ds_config)
+        return lay_out(files, ("0",) * self.processes, self.processes, self.stages)
 
     def config(self, size: int) -> dict[str, Any]:
         """Return the DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given."""
         config = read_ds_config(self.ds_config, self.overrides(size))
-        return config | {"gradient_accumulation_steps": self.plan(size).ds.layout.micro_batches}
+        return config | {"gradient_accumulation_steps": self.draft(size).ds.layout.micro_batches}
 
     def sizes(self) -> Sequence[int]:
         """Return all possible micro-batches, ascending.
@@ -110,12 +110,12 @@ class Task:
         Raises UserError: there is none; the message has the reason.
         """
         if self.accumulation is not None:
-            self.plan(1)
+            self.draft(1)
             return range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1)
         possible, first = list[int](), None
         for size in divisors(load_spec(self.spec, spec_overrides(self.given)).train.batch_images):
             try:
-                self.plan(size)
+                self.draft(size)
                 possible.append(size)
             except LayoutError as error:
                 first = first or error
@@ -186,16 +186,17 @@ def expected(task: Task, sizes: Sequence[int]) -> int:
             pynvml.nvmlInit()
             gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
             limit = usable(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total), on_cpu=False)
-    return largest(sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, sizes[0]) or sizes[0]
+    return largest(sizes, lambda size: predicted(task, size, limit) <= limit, sizes[0]) or sizes[0]
 
 
-def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
-    """Return the bytes that the planner predicts for the fullest rank of a run, laid out as training does it."""
+def predicted(task: Task, size: int, device_bytes: int) -> int:
+    """Return the bytes that the planner predicts for the fullest rank with micro-batches of ``size`` images."""
     from ddpm_ds.predict.decisions import fitted
     from ddpm_ds.predict.memory import peak_bytes
 
-    job = workload(plan.spec, plan.ds.config, device == "cpu", counted=True)
-    return peak_bytes(job, fitted(job, plan.ds.layout, plan.bounds, device_bytes), plan.bounds)
+    draft = task.draft(size)
+    job = workload(draft.spec, draft.ds.config, task.device == "cpu", counted=True)
+    return peak_bytes(job, fitted(job, draft.ds.layout, draft.bounds, device_bytes), draft.bounds)
 
 
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:
@@ -205,7 +206,7 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
         AttemptError: it failed for a reason other than memory.
         KeyboardInterrupt: a signal asked the search to end.
     """
-    layout, run_dir, log = task.plan(size).ds.layout, folder / str(size), folder / f"{size}.log"
+    layout, run_dir, log = task.draft(size).ds.layout, folder / str(size), folder / f"{size}.log"
     words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device]
     words += ["--run-dir", run_dir, "--steps", task.steps]
     words += [] if task.budget_bytes is None else ["--memory-budget", f"{task.budget_bytes}B"]

@@ -127,15 +127,15 @@ def main_job(machine: Machine) -> Iterator[Finding]:
 def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequence[str]) -> Iterator[Finding]:
     """Time rows of ``launch/bench.py``, whose losses must be the same, beside the planner's predictions for ours."""
     from ddpm_ds.device import described
-    from ddpm_ds.planning import plan_run
+    from ddpm_ds.planning import lay_out, predictor_here, read_run
 
     config, file = CONFIGS / "zero2_bf16.json", machine.work / f"{name}.json"
     options = [*options, *settings(train__accumulation=1, optimizer__warmup_images=0, data__workers=0)]
-    plan = plan_run(SPECS / spec, options[1::2], config, world_size=1, stages=1)
-    layout = plan.ds.with_layout(checkpoint_interval=0).layout
-    found = plan.predictor(None).predict(layout)
+    draft = lay_out(read_run(SPECS / spec, options[1::2], config), ("0",), 1, 1)
+    layout = draft.ds.with_layout(checkpoint_interval=0).layout
+    found = predictor_here(draft.spec, draft.ds.config, ("0",), 1).predict(layout)
     rate, memory = layout.batch_images / found.step_seconds, found.peak.total / 2**30
-    yield Finding(f"{name}, {plan.parameters:,} parameters", f"predicted {rate:,.4g} images/s, {memory:.2f} GiB")
+    yield Finding(f"{name}, {draft.parameters:,} parameters", f"predicted {rate:,.4g} images/s, {memory:.2f} GiB")
     if found.peak.total > (device_bytes := described(1)[1]):
         yield Finding(f"{name}, all rows", f"would not fit {device_bytes / 2**30:.0f} GiB", "skipped")
         return

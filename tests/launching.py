@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.planning import RunDraft, choose, lay_out, read_run
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import PRINTED_BY_RANK_0, Place
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
@@ -27,6 +28,20 @@ from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 OTHERS_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
 """How long a test waits for what another process does, however busy the machine is."""
+
+
+def drafted(
+    spec: Path,
+    overrides: Sequence[str],
+    config: Path,
+    *,
+    world_size: int,
+    stages: int | None,
+    hosts: Sequence[str] | None = None,
+) -> RunDraft:
+    """The draft of a run, on one host by default; the planner chooses for a CPU if the layout is open."""
+    files, names = read_run(spec, overrides, config), ("0",) * world_size if hosts is None else tuple(hosts)
+    return lay_out(files, names, world_size, stages, choose(files, names, world_size, stages, "cpu"))
 
 
 @functools.cache

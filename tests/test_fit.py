@@ -166,8 +166,8 @@ def test_a_search_begins_with_what_the_planner_expects_to_fit() -> None:
         for size in (GIB // 4, GIB)
     )
     assert 1 < small < large / 4
-    memory = ddpm_ds.fit.predicted(growing.plan(large), "cpu", GIB)
-    assert memory <= GIB < ddpm_ds.fit.predicted(growing.plan(large + 1), "cpu", GIB)
+    memory = ddpm_ds.fit.predicted(growing, large, GIB)
+    assert memory <= GIB < ddpm_ds.fit.predicted(growing, large + 1, GIB)
     assert expected(replace(growing, budget_bytes=1), growing.sizes()) == 1
 
 
@@ -195,7 +195,7 @@ def test_with_accumulation_any_micro_batch_is_possible_and_the_batch_grows() -> 
     possible = of.sizes()
     assert possible == range(1, MOST_BATCH // 8 + 1)
     assert load_spec(DIGITS, spec_overrides(of.overrides(possible[-1]))).train.batch_images == MOST_BATCH
-    plan = of.plan(7)
+    plan = of.draft(7)
     assert plan.ds.layout.batch_images == plan.spec.train.batch_images == 2 * 4 * 7
     assert (plan.ds.layout.micro_batch_images, plan.ds.layout.micro_batches) == (7, 4)
 

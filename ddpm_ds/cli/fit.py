@@ -30,7 +30,7 @@ from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_d
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.fit import Task, search, try_size
-from ddpm_ds.planning import plan_run
+from ddpm_ds.planning import choose, lay_out, read_run
 from ddpm_ds.processes.ranks import set_environment
 
 USABLE = 0.9
@@ -86,7 +86,8 @@ def _fit(options: argparse.Namespace) -> int:
     count, config = options.processes or devices or 1, options.deepspeed_config
     checked, stages = check_ds_config(read_ds_config(config, options.overrides), config), options.pipeline_stages
     asked = [*options.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
-    layout = plan_run(options.spec, asked, config, world_size=count, stages=stages, device=device).ds.layout
+    files, hosts = read_run(options.spec, asked, config), ("0",) * count
+    layout = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device)).ds.layout
     task = Task(
         options.spec,
         tuple(options.overrides),
@@ -99,7 +100,7 @@ def _fit(options: argparse.Namespace) -> int:
         _budget(options.memory_budget, count, device),
         options.steps,
     )
-    spec = task.plan(task.sizes()[0]).spec
+    spec = task.draft(task.sizes()[0]).spec
     from ddpm_ds.data.held_out import prepare_all
 
     prepare_all(spec.data, progress=True, group=spec.bucket_group or 1)  # before any trial, whose memory it is not

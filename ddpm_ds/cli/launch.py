@@ -103,8 +103,8 @@ def _place(options: argparse.Namespace, device: str) -> Place:
 def _train(options: argparse.Namespace) -> int:
     place, given = _place(options, options.device), vars(options).copy()
     hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
-    plan, run_dir = checked(options, len(hosts), hosts)
-    check_experiment(plan.spec.logging.experiment, run_dir.parent)
+    draft, run_dir = checked(options, len(hosts), hosts)
+    check_experiment(draft.spec.logging.experiment, run_dir.parent)
     if not options.dry_run:
         place.check()
     if options.run_dir is None and place.nodes > 1:
@@ -112,14 +112,14 @@ def _train(options: argparse.Namespace) -> int:
     if options.run_dir is None and not options.dry_run:
         run_dir = run_folder.make_run_dir(run_dir)
     run_folder.check_output(run_dir, options.resume)
-    print(describe_plan(plan, run_dir), flush=True)
+    print(describe_plan(draft, run_dir), flush=True)
     if options.dry_run:
         return 0
     asked = without(options.arguments, _add_launch_options)
-    if plan.chosen is not None:
-        asked += ["-p", str(plan.chosen.stages)]
-        if plan.chosen.tensor is not None:
-            asked += ["--set", f"ds.pipeline.tensor={json.dumps(plan.chosen.tensor.block)}"]
+    if draft.chosen is not None:
+        asked += ["-p", str(draft.chosen.stages)]
+        if draft.chosen.tensor is not None:
+            asked += ["--set", f"ds.pipeline.tensor={json.dumps(draft.chosen.tensor.block)}"]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
     for name in ("spec", "deepspeed_config"):

@@ -11,6 +11,7 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -41,7 +42,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import traffic
-from ddpm_ds.planning import RunPlan, plan
+from ddpm_ds.planning import RunDraft, plan
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts
@@ -296,9 +297,9 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     return rows
 
 
-def stage_table(plan: RunPlan) -> str:
+def stage_table(plan: RunDraft) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    grid, layout, table = plan.grid() if plan.several_hosts else None, plan.ds.layout, list[dict[str, str]]()
+    grid, layout, table = plan.grid, plan.ds.layout, list[dict[str, str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
         cells = {
@@ -311,7 +312,7 @@ def stage_table(plan: RunPlan) -> str:
             "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
             "sent MB/step": f"{sent / 1e6:.2f}",
         }
-        if grid:
+        if grid.several_hosts:
             names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
             several = f"{names[0]} ... {names[-1]} ({len(names)})"
             cells["host"] = several if len(names) > MOST_HOSTS else ", ".join(names)
@@ -319,7 +320,7 @@ def stage_table(plan: RunPlan) -> str:
     return "\n".join(aligned([list(table[0]), *(list(cells.values()) for cells in table)], left={2, 3, 8}))
 
 
-def _messages_line(plan: RunPlan) -> str:
+def _messages_line(plan: RunDraft) -> str:
     """Return a line on the bytes between stages, beside those of a relay."""
     layout = plan.ds.layout
     size = layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
@@ -330,7 +331,7 @@ def _messages_line(plan: RunPlan) -> str:
     )
 
 
-def decided_since(planned: RunPlan, decided: RunPlan) -> str:
+def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     """Return new decisions of a run's start in words and a table; empty if there are none."""
     lines = [hosts_line(decided)] if hosts_line(decided) != hosts_line(planned) else []
     if (warning := hosts_warning(decided)) != hosts_warning(planned):
@@ -340,13 +341,13 @@ def decided_since(planned: RunPlan, decided: RunPlan) -> str:
     return "\n".join(filter(None, lines))
 
 
-def hosts_line(plan: RunPlan) -> str | None:
+def hosts_line(plan: RunDraft) -> str | None:
     """Return a line on the bytes that cross hosts in a step, for both axes across hosts; None for one host."""
-    if not plan.hosts:
+    if not plan.grid.hosts:
         return "hosts        of different sizes: placement and traffic are known once the ranks have met"
-    if not plan.several_hosts:
+    if not plan.grid.several_hosts:
         return None
-    sizes, wires = list(Counter(plan.hosts).values()), traffic(plan.grid(), plan.exchange)
+    sizes, wires = list(Counter(plan.grid.hosts).values()), traffic(plan.grid, plan.exchange)
     equal = len(set(sizes)) == 1
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
     kinds = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
@@ -355,14 +356,15 @@ def hosts_line(plan: RunPlan) -> str | None:
         return None
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
     most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
-    line = f"hosts        {each}, {plan.across} across hosts: {whole} between them, {most}"
+    line = f"hosts        {each}, {plan.grid.across} across hosts: {whole} between them, {most}"
     if min(plan.ds.layout.stages, plan.ds.layout.replicas) == 1:
         return line
-    other: AcrossHosts = "replicas" if plan.across == "stages" else "stages"
-    return f"{line}; {other} across would be {_megabytes(traffic(plan.grid(other), plan.exchange).between_hosts)}"
+    other: AcrossHosts = "replicas" if plan.grid.across == "stages" else "stages"
+    turned = traffic(replace(plan.grid, across=other), plan.exchange)
+    return f"{line}; {other} across would be {_megabytes(turned.between_hosts)}"
 
 
-def _tensor_lines(plan: RunPlan) -> list[str]:
+def _tensor_lines(plan: RunDraft) -> list[str]:
     """Return lines on the layers that tensor groups split, whole layers, and the cost of sums; none without groups."""
     tensor, layers = plan.ds.layout.tensor, plan.layers
     if tensor.size == 1:
@@ -382,9 +384,9 @@ def _tensor_lines(plan: RunPlan) -> list[str]:
     return [f"tensor       {groups} of {tensor.size} ranks, {'; '.join(parts)}; {cost}", *hosts_warning(plan)]
 
 
-def hosts_warning(plan: RunPlan) -> list[str]:
+def hosts_warning(plan: RunDraft) -> list[str]:
     """Return a line on tensor groups across hosts, if there are any."""
-    if not plan.several_hosts or not (split := plan.grid().split_groups):
+    if not (split := plan.grid.split_groups):
         return []
     size, sent = plan.ds.layout.tensor.size, max(plan.exchange.sums)
     return [
@@ -398,7 +400,7 @@ def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.4g} MB"
 
 
-def describe_plan(plan: RunPlan, run_dir: Path) -> str:
+def describe_plan(plan: RunDraft, run_dir: Path) -> str:
     """Return the text that every run prints first, and ``--dry-run`` prints alone."""
     spec, data, ds, layout = plan.spec, plan.spec.data, plan.ds, plan.ds.layout
     interval = layout.checkpoint_interval

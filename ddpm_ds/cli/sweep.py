@@ -96,9 +96,9 @@ def _sweep(options: argparse.Namespace) -> int:
     check_experiment(spec.logging.experiment, options.runs)
     print(f"sweep        {folder}, {counted(len(trials), 'trial')}")
     for trial in trials:
-        layout, state = trial.plan.ds.layout, " (done)" if trial.done else ""
+        layout, state = trial.draft.ds.layout, " (done)" if trial.done else ""
         batch = f"{counted(layout.micro_batches, 'micro-batch')} of {layout.micro_batch_images}"
-        how = f"{trial.plan.ds.precision}, ZeRO-{layout.zero_stage}, {batch}, {trial.plan.steps:,} steps"
+        how = f"{trial.draft.ds.precision}, ZeRO-{layout.zero_stage}, {batch}, {trial.draft.steps:,} steps"
         print(f"  {trial.label}: {layout.processes_words()}, {how}{state}", flush=True)
     return 0 if options.dry_run else _train(folder, trials, options, given)
 
@@ -116,7 +116,7 @@ def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given
         tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()
         params = {"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])}
-        experiment = trials[0].plan.spec.logging.experiment
+        experiment = trials[0].draft.spec.logging.experiment
         tracker = Tracker(RunStart(experiment, folder, params, tags, identity=identity), _log)
         tracker.wait_for_run(lambda: bool(heard))  # its children look for it
         for trial in trials:

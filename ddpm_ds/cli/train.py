@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from subprocess import Popen
 from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
@@ -28,6 +29,7 @@ from ddpm_ds.command_line import (
     take_files,
     valid_text,
 )
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import (
     ERROR,
@@ -42,9 +44,9 @@ from ddpm_ds.errors import (
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
+from ddpm_ds.files import MACHINE, REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning import RunPlan, check_memory, plan_run
+from ddpm_ds.planning import RunDraft, RunPlan, check_memory, choose, lay_out, machine_here, make_plan, read_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddpm_ds.train.session import Ended
-    from ddpm_ds.train.start import Prepared
+    from ddpm_ds.train.start import Asked
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""
@@ -203,40 +205,33 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
 
 
-def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] | None) -> tuple[RunPlan, Path]:
-    """Check the options before anything starts; return the run's plan and folder. ``hosts`` has each rank's host.
+def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str]) -> tuple[RunDraft, Path]:
+    """Check the options before anything starts; return the run's draft and folder. ``hosts`` has each rank's host.
 
     Raises:
         UserError: an option or a file is wrong.
     """
     take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
-    plan = plan_run(
-        options.spec,
-        options.overrides,
-        options.deepspeed_config,
-        world_size=world_size,
-        stages=options.pipeline_stages,
-        device=options.device,
-        hosts=hosts,
-    )
-    options.trace_steps = _traced(options.trace_steps, plan.steps)
-    _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
+    files = read_run(options.spec, options.overrides, options.deepspeed_config)
+    chosen = choose(files, hosts, world_size, options.pipeline_stages, options.device)
+    draft = lay_out(files, hosts, world_size, options.pipeline_stages, chosen)
+    options.trace_steps = _traced(options.trace_steps, draft.steps)
+    _check_steps("--profile-kernels", options.profile_kernels, draft.steps)
     if options.steps is not None:
-        plan, options.resume = _rehearsed(plan), "never"
-    run_dir = options.run_dir or new_run_dir(plan.spec.name)
+        draft, options.resume = replace(draft, spec=_rehearsed(draft.spec)), "never"
+    run_dir = options.run_dir or new_run_dir(draft.spec.name)
     _check_resume(options.resume, run_dir)
-    return plan, run_dir
+    return draft, run_dir
 
 
-def _rehearsed(plan: RunPlan) -> RunPlan:
-    """Return the plan of a rehearsal: as much memory and time for a step, and little time for all else."""
-    spec = plan.spec
+def _rehearsed(spec: RunSpec) -> RunSpec:
+    """Return the spec of a rehearsal: as much memory and time for a step, and little time for all else."""
     changes = {
         "sampler": {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS},
         "evaluation": {"every_images": None},
     }
     sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
-    return replace(plan, spec=spec.model_copy(update=sections))
+    return spec.model_copy(update=sections)
 
 
 def _check_resume(resume: str, run_dir: Path) -> None:
@@ -259,20 +254,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _reported_to_other_hosts():
                 options = parse(arguments)
                 world_size = int(os.environ["WORLD_SIZE"])
-                plan, run_dir = checked(options, world_size, launched_hosts(world_size))
+                draft, run_dir = checked(options, world_size, launched_hosts(world_size))
                 if int(os.environ["RANK"]) == 0:
-                    check_experiment(plan.spec.logging.experiment, run_dir.parent)
+                    check_experiment(draft.spec.logging.experiment, run_dir.parent)
                     if options.run_dir is None and not options.dry_run:
                         run_dir = make_run_dir(run_dir)
                         screen.callback(remove_if_empty, run_dir)
                     check_output(run_dir, options.resume)
                     if not options.described:
-                        print(describe_plan(plan, run_dir), flush=True)
+                        print(describe_plan(draft, run_dir), flush=True)
                 if options.dry_run:
                     return 0
                 line = sender = None
                 if os.environ["RANK"] == "0":
-                    line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
+                    line = screen.enter_context(contextlib.closing(ProgressLine(draft.spec.train.images)))
                     if options.steps is None:
                         sender = start_child()  # imports MLflow meanwhile
                         screen.callback(sender.wait)
@@ -282,21 +277,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     from ddpm_ds.device import choose_device
                     from ddpm_ds.pipeline import import_deepspeed
 
-                    device = choose_device(options.device, plan.ds.layout.stages)
+                    device = choose_device(options.device, draft.ds.layout.stages)
                     import_deepspeed()
-                    warning = check_run_memory(options, plan, run_dir, device)
+                    warning = check_run_memory(options, draft, run_dir, device)
                     if warning is not None and os.environ["LOCAL_RANK"] == "0":
                         print(warning, flush=True)
-                    from ddpm_ds.train.session import run_training
-                    from ddpm_ds.train.start import Asked, started
+                    from ddpm_ds.train.start import Asked
             asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
-            with started(plan, run_dir, device, asked, line) as (prepared, watchdog):
-                if line is not None and (said := decided_since(plan, prepared.plan)):
-                    print(said, flush=True)
-                files = {STAGES: stage_table(prepared.plan)}
-                with run_training(prepared, watchdog, asked, line, files, sender) as ended:
-                    if ended is not None:
-                        _conclude(ended, prepared)
+            _train(draft, run_dir, device, asked, line, sender)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
@@ -314,48 +302,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_run_memory(options: argparse.Namespace, plan: RunPlan, run_dir: Path, device: torch.device) -> str | None:
+def _train(
+    draft: RunDraft,
+    run_dir: Path,
+    device: torch.device,
+    asked: Asked,
+    line: ProgressLine | None,
+    sender: Popen[bytes] | None,
+) -> None:
+    """Meet the other ranks, make the plan with them, and train as planned."""
+    from ddpm_ds.predict.finished_run import machine_json
+    from ddpm_ds.train.session import run_training
+    from ddpm_ds.train.start import meet, started
+
+    rendezvous = meet(draft, device, asked, line)
+    hosts, doing = rendezvous.hosts, line.doing if line else lambda what: contextlib.nullcontext()
+    with rendezvous.reporting():
+        machine = machine_here(draft.ds.precision, hosts, len(hosts))
+        plan = make_plan(draft, hosts, machine)
+    with started(plan, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
+        with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
+            plan = make_plan(plan, hosts, machine, device)
+        if line is not None and (decisions := decided_since(draft, plan)):
+            print(decisions, flush=True)
+        files = {STAGES: stage_table(plan), MACHINE: machine_json(machine, {})}
+        with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
+            if ended is not None:
+                _conclude(ended, plan, prepared.claim.run_dir)
+
+
+def check_run_memory(options: argparse.Namespace, draft: RunDraft, run_dir: Path, device: torch.device) -> str | None:
     """Return a warning if a run may not fit this host's memory.
 
     Raises:
         LayoutError: it does not fit; the message has a change with which it does.
     """
 
-    def again(changes: Sequence[str], stages: int) -> RunPlan:
-        return plan_run(
-            options.spec,
-            [*options.overrides, *changes],
-            options.deepspeed_config,
-            world_size=plan.ds.layout.world_size,
-            stages=stages,
-            hosts=plan.hosts,
-        )
+    hosts = draft.grid.hosts
 
-    if not plan.hosts:  # unknown until the ranks have met
+    def again(changes: Sequence[str], stages: int) -> RunDraft:
+        files = read_run(options.spec, [*options.overrides, *changes], options.deepspeed_config)
+        return lay_out(files, hosts, len(hosts), stages)
+
+    if not hosts:  # unknown until the ranks have met
         return None
-    new = plan.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
-    return check_memory(plan, device, int(os.environ["RANK"]), again, new=new)
+    new = draft.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
+    return check_memory(draft, device, int(os.environ["RANK"]), again, new=new)
 
 
-def _conclude(ended: Ended, prepared: Prepared) -> None:
+def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
     """Say where the time of a run that is over and saved went, and how it ended. Every rank calls this.
 
     A fault of a report is said in a line, and changes nothing for the run.
     """
-    from ddpm_ds.observe.device_speed import measure_device
+    from ddpm_ds.observe.device_speed import startup_times
     from ddpm_ds.observe.observer import Pauses, read_pauses
     from ddpm_ds.predict import verdict
     from ddpm_ds.tracking.progress import summary
 
-    run_dir, engine, recorder = prepared.claim.run_dir, ended.engine, ended.recorder
+    engine, recorder = ended.engine, ended.recorder
     pauses, found = Pauses(), None
     with faults_logged("time of the pauses", recorder.log):
         pauses = read_pauses(run_dir)
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with faults_logged("verdict", recorder.log):
         if os.environ["RANK"] == "0":
-            plan = prepared.plan
-            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, plan.ds.precision))
+            found = verdict.conclude(run_dir, startup_times(plan.layers, engine.device, plan.ds.precision))
             recorder.artifact(run_dir / VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")

@@ -239,7 +239,7 @@ def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
 class ResolvedDsConfig:
     """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
 
-    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.decided`),
+    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.make_plan`),
     kernels when the engine is built.
     """
 

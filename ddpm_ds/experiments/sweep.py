@@ -29,7 +29,7 @@ from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import UserError, explanation
 from ddpm_ds.files import SPEC, open_regular, replace_file
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunDraft, choose, lay_out, read_run
 from ddpm_ds.tracking.run_folder import EVENTS, ending, write_labels
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
 
@@ -51,7 +51,7 @@ class Trial:
     """Values of all variables, as typed."""
     run_dir: Path
     """Beside the sweep's folder, since MLflow's store is in the folder above a run's."""
-    plan: RunPlan
+    draft: RunDraft
 
     @property
     def label(self) -> str:
@@ -66,8 +66,8 @@ class Trial:
     def prepare(self, overrides: Sequence[str]) -> None:
         """Create the trial's folder with the files that it starts from; ``overrides`` are the sweep's."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        config = read_ds_config(self.plan.ds_path, _overrides(self.values, overrides))
-        spec = self.plan.spec.model_dump(mode="json")
+        config = read_ds_config(self.draft.ds_path, _overrides(self.values, overrides))
+        spec = self.draft.spec.model_dump(mode="json")
         replace_file(self.run_dir / SPEC, yaml.safe_dump(spec, sort_keys=False).encode())
         replace_file(self.run_dir / ASKED_CONFIG, json.dumps(config, indent=2).encode() + b"\n")
         keys = [OPTIONS.get(name) or re.sub(f"^{re.escape(JSON_PREFIX)}", "ds_config.", name) for name in self.values]
@@ -75,7 +75,7 @@ class Trial:
 
     def command(self, parent: str, options: Sequence[str]) -> list[str]:
         """Return the command that starts the trial as a child of the run with the identity ``parent``."""
-        where = ["--run-dir", self.run_dir, "--processes", len(self.plan.hosts), "--parent-run", parent]
+        where = ["--run-dir", self.run_dir, "--processes", len(self.draft.grid.hosts), "--parent-run", parent]
         files = ["--spec", self.run_dir / SPEC, "--deepspeed_config", self.run_dir / ASKED_CONFIG]
         return [sys.executable, *TRAIN, *map(str, [*where, *files]), *options]
 
@@ -129,11 +129,11 @@ def make_trials(
         run_dir = next(path for path in paths if path not in made)
         try:
             count, config = number_of_processes(values.get(PROCESSES, str(processes))), values.get(CONFIG, ds_config)
-            options = {"world_size": count, "stages": stages, "device": device, "hosts": ("localhost",) * count}
-            plan = plan_run(spec, _overrides(values, overrides), Path(config), **options)  # type: ignore[arg-type]
+            files, hosts = read_run(spec, _overrides(values, overrides), Path(config)), ("localhost",) * count
+            draft = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device))
         except (UserError, argparse.ArgumentTypeError) as error:
             raise ExperimentError(*(f"trial {label}: {fault}" for fault in error.args)) from None
-        made[run_dir] = Trial(values, run_dir, plan)
+        made[run_dir] = Trial(values, run_dir, draft)
     return list(made.values())
 
 

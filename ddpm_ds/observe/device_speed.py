@@ -11,8 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, astuple, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
+from ddpm_ds.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
@@ -196,26 +195,14 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
         matmul.allow_tf32 = before
 
 
-FILE = Path("trace", "device.json")  # in a run's folder
 FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute
 
 
-@dataclass(frozen=True)
-class Device:
-    """Device of one rank; None and empty mean unknown."""
+def startup_times(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> dict[str, LayerSeconds]:
+    """Return the seconds of a pass that do not depend on the images: kernel starts, Python, reading weights; by kind.
 
-    memory_bytes: int | None = None
-    startup: dict[str, LayerSeconds] = field(default_factory=dict)
-    """Seconds of a pass that do not depend on the images, by kind of layer: kernel starts, Python, reading weights."""
-
-    def startup_of(self, layers: Sequence[Layer]) -> LayerSeconds:
-        """Return the seconds of one micro-batch's passes through ``layers`` that do not depend on its images."""
-        own = [self.startup.get(type(layer).__name__, LayerSeconds(0.0, 0.0)) for layer in layers]
-        return LayerSeconds(sum(one.forward for one in own), sum(one.backward for one in own))
-
-
-def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> Device:
-    """Time the smallest layer of each kind on one tiny image; takes 0.1 to 0.2 seconds."""
+    The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 seconds.
+    """
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):
         smallest.setdefault(type(layer).__name__, layer)
@@ -225,23 +212,4 @@ def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dty
         size_in, size_out = ((side, side) for side in sides)
         tiny = replace(layer, in_size=size_in, out_size=size_out)
         startup[kind] = time_layer(tiny, 1, device, DTYPES[precision][1])
-    return Device(memory_bytes(device), startup)
-
-
-def write_device(run_dir: Path, device: Device) -> None:
-    """Write :data:`FILE`."""
-    file = run_dir / FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, json.dumps(asdict(device), indent=2).encode() + b"\n")
-
-
-def read_device(run_dir: Path) -> Device:
-    """Read the device of a run; all is unknown if the file is missing.
-
-    Raises:
-        OSError, ValueError, LookupError, TypeError, AttributeError: the file is damaged.
-    """
-    file = run_dir / FILE
-    values = read_json(file) if file.is_file() else {"startup": {}}
-    startup = {kind: LayerSeconds(**seconds) for kind, seconds in values.pop("startup").items()}
-    return Device(**values, startup=startup)
+    return startup

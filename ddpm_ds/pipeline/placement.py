@@ -66,6 +66,11 @@ class Grid:
         return self._members(stage)[0]
 
     @property
+    def several_hosts(self) -> bool:
+        """Whether processes are known to be on more than one host."""
+        return len(set(self.hosts)) > 1
+
+    @property
     def split_groups(self) -> int:
         """Number of tensor groups whose ranks are not all on one host."""
         starts = range(0, len(self.hosts), self.tensor)

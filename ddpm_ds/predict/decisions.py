@@ -8,7 +8,7 @@ memory first, and simulates only promising layouts.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,7 +243,7 @@ class Choice(NamedTuple):
     """The choice and its reason, in a line that begins with what was open."""
 
 
-def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], stages: int | None) -> Choice:
+def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashable], stages: int | None) -> Choice:
     """Return the number of stages, unless ``stages`` or the JSON gives it, and the split with which a step is fastest.
 
     ``path`` is that of the DeepSpeed JSON, for messages; ``hosts`` has the host of each global rank.
@@ -328,7 +328,7 @@ def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: i
     return layout
 
 
-def _layouts(ds: ResolvedDsConfig, predictor: Predictor, hosts: Sequence[str]) -> list[Layout]:
+def _layouts(ds: ResolvedDsConfig, predictor: Predictor, hosts: Sequence[Hashable]) -> list[Layout]:
     """Return a configuration's layouts, with and without recomputation if that is open."""
     intervals = (0, 1) if ds.layout.checkpoint_interval == "auto" else (ds.layout.interval,)
     found = [replace(ds.layout, checkpoint_interval=interval) for interval in intervals]

@@ -1,8 +1,9 @@
 """Finished run, read from its folder: layout, device, traced step, and the seconds of each layer."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -12,11 +13,11 @@ from ddpm_ds.config.ds_config import tensor_split
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import EVALUATIONS, METRICS, SPEC, STAGES, read_json
-from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device
+from ddpm_ds.files import EVALUATIONS, MACHINE, METRICS, SPEC, STAGES, read_json
+from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
-from ddpm_ds.predict.layouts import Workload, rank_stages
+from ddpm_ds.predict.layouts import Machine, Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import RunFolder
@@ -77,7 +78,10 @@ class FinishedRun:
     pauses: Pauses
     evaluation_seconds: float
     """Seconds of validation between steps."""
-    device: Device
+    machine: Machine
+    """Machine that the run was planned for."""
+    startup: Mapping[str, LayerSeconds]
+    """Seconds of a layer's pass that do not depend on the images, by kind of layer; empty if unknown."""
     host_devices: int = 1
     """Number of devices of a host; 1 if unknown."""
     replayed: bool = False
@@ -125,21 +129,21 @@ class FinishedRun:
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
         own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
-        startup_of = (Device() if self.replayed else self.device).startup_of
-        starts, whole, macs = [startup_of([layer]) for layer in own], startup_of(own), sum(layer.macs for layer in own)
+        known, unknown = {} if self.replayed else self.startup, LayerSeconds(0.0, 0.0)
+        starts, macs = [known.get(type(layer).__name__, unknown) for layer in own], sum(layer.macs for layer in own)
 
         def rate(measured: float, startup: float) -> tuple[float, float]:
             """Return the share of the layers' start-up that counts, and seconds per multiply-accumulate."""
             share = min(1.0, MOST_STARTUP * measured / startup) if startup else 0.0
             return share, (measured - share * startup) / (macs * images)
 
-        share, per_mac = rate(phase.forward_seconds, whole.forward)
+        share, per_mac = rate(phase.forward_seconds, sum(one.forward for one in starts))
         backward = phase.backward_seconds
         if self.layout.checkpoint_interval:  # without the forwards that are computed again, all but the first layer's
             repeated = [*zip(starts, own, strict=True)][stage.start == 0 :]
             again = math.fsum(share * start.forward + images * layer.macs * per_mac for start, layer in repeated)
             backward = max(backward - again, LEAST_BACKWARD * backward)
-        share_back, per_mac_back = rate(backward, whole.backward)
+        share_back, per_mac_back = rate(backward, sum(one.backward for one in starts))
         rest = LayerSeconds(per_mac, per_mac_back)
         return [(LayerSeconds(share * start.forward, share_back * start.backward), rest) for start in starts]
 
@@ -169,6 +173,12 @@ class FinishedRun:
         return sum(start.forward + start.backward for start, _ in self.rates) / self.layout.stages
 
 
+def machine_json(machine: Machine, startup: Mapping[str, LayerSeconds]) -> str:
+    """Return the text of :data:`ddpm_ds.files.MACHINE`."""
+    record = {"machine": asdict(machine), "startup": {kind: asdict(seconds) for kind, seconds in startup.items()}}
+    return f"{json.dumps(record, indent=2)}\n"
+
+
 def facts_of(run_dir: Path) -> FinishedRun:
     """Read a run's folder; OutputError if it is none, has no traced step of its layout, or a file is damaged."""
     if not (run_dir / SPEC).is_file():
@@ -184,7 +194,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    run, summary = RunFolder(run_dir), read_json(run_dir / SUMMARY)
+    run, summary, machine = RunFolder(run_dir), read_json(run_dir / SUMMARY), read_json(run_dir / MACHINE)
     config, points = DS_CONFIG.read(run.ds_config), run.points(METRICS)
     last = points[-1] if points else {}
     job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
@@ -211,7 +221,8 @@ def _read(run_dir: Path) -> FinishedRun:
         evaluation_seconds=math.fsum(
             point.get("usage/evaluation_seconds", 0.0) for point in run.points(EVALUATIONS)[:-1]
         ),
-        device=read_device(run_dir),
+        machine=Machine(**machine["machine"]),
+        startup={kind: LayerSeconds(**seconds) for kind, seconds in machine["startup"].items()},
         host_devices=summary.get("host_processes", 1),
         replayed=replayed,
     )

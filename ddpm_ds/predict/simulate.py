@@ -173,45 +173,39 @@ def simulate(
         ValueError: the schedule can't have so few micro-batches.
         RuntimeError: the programs wait for each other for ever: a bug of the schedule.
     """
-    ranks = [_Rank(number, own, keep_events) for number, own in enumerate(costs)]
-    if programs is None:
-        programs = [program(schedule, micro_batches, len(costs), number) for number in range(len(costs))]
-    left = [deque(own) for own in programs]
+    ranks = [_Rank(own, keep_events) for own in costs]
+    own_programs = (program(schedule, micro_batches, len(costs), number) for number in range(len(costs)))
+    left = [deque(own) for own in programs or own_programs]
     links = functools.cache(link)
     route = functools.cache(functools.partial(neighbours, schedule, len(costs)))
     free_at: dict[tuple[int, int], float] = defaultdict(float)  # when a direction has sent its last message
     arrivals: dict[tuple[int, bool, int], deque[float]] = defaultdict(deque)  # by rank, direction and phase
 
-    def send(source: int, phase: int, forward: bool) -> int:
-        """Post a message; return the rank that receives it."""
-        target = route(source, phase)[1 if forward else 0]
-        assert target is not None
-        own, wire = costs[source].phases[phase], links(source, target)
-        size = own.activation_bytes if forward else own.gradient_bytes
-        leaves = max(ranks[source].now, free_at[source, target]) + size / wire.bytes_per_second
-        free_at[source, target] = leaves
-        arrivals[target, forward, phase].append(leaves + wire.latency_seconds)
-        return target
-
     runnable = deque(range(len(costs)))
     while runnable:
-        rank = ranks[runnable.popleft()]
-        steps = left[rank.number]
+        rank = ranks[source := runnable.popleft()]
+        steps = left[source]
         while steps:
             name, phase, numbers = steps[0]
+            own, forward = rank.costs.phases[phase], name in ("ForwardPass", "SendActivation")
             if name in ("SendActivation", "SendGrad"):
-                target = send(rank.number, phase, name == "SendActivation")
+                target = route(source, phase)[1 if forward else 0]
+                assert target is not None
+                wire, size = links(source, target), own.activation_bytes if forward else own.gradient_bytes
+                leaves = max(rank.now, free_at[source, target]) + size / wire.bytes_per_second
+                free_at[source, target] = leaves
+                arrivals[target, forward, phase].append(leaves + wire.latency_seconds)
                 if target not in runnable:
                     runnable.append(target)
             elif name in ("ForwardPass", *BACKWARDS):
-                ready, forward = rank.now, name == "ForwardPass"
-                if route(rank.number, phase)[0 if forward else 1] is not None:
-                    if not (arrived := arrivals[rank.number, forward, phase]):
+                ready = rank.now
+                if route(source, phase)[0 if forward else 1] is not None:
+                    if not (arrived := arrivals[source, forward, phase]):
                         break
                     ready = max(ready, arrived.popleft())
-                rank.spend(name, phase, numbers[0], ready, rank.costs.phases[phase].seconds(name))
+                rank.spend(name, phase, numbers[0], ready, own.seconds(name))
             elif name == "WeightGradients":
-                rank.spend(name, phase, numbers[0], rank.now, rank.costs.phases[phase].seconds(name, len(numbers)))
+                rank.spend(name, phase, numbers[0], rank.now, own.seconds(name, len(numbers)))
             steps.popleft()
     if stuck := [f"rank {number} in {steps[0]}" for number, steps in enumerate(left) if steps]:
         raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {'; '.join(stuck)}")
@@ -222,15 +216,12 @@ def simulate(
     for rank in ranks:
         rank.spend("OptimizerStep", 0, -1, agreed, rank.costs.optimizer_seconds)
     return Simulation(
-        step_seconds=max(rank.now for rank in ranks),
-        events=tuple(tuple(rank.events) for rank in ranks),
-        busy_seconds=tuple(rank.busy for rank in ranks),
+        max(rank.now for rank in ranks), tuple(tuple(rank.events) for rank in ranks), tuple(rank.busy for rank in ranks)
     )
 
 
 @dataclass
 class _Rank:
-    number: int
     costs: RankCosts
     keep_events: bool
     now: float = 0.0

@@ -27,14 +27,14 @@ from typing import Any
 from ddpm_ds.command_line import counted, gib
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT, replace_file
-from ddpm_ds.observe.device_speed import Device, write_device
+from ddpm_ds.files import DS_CONFIG, MACHINE, SPEC, VERDICT, replace_file
+from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import link, shared, update_bytes
 from ddpm_ds.predict.decisions import candidates, search
-from ddpm_ds.predict.finished_run import FinishedRun, facts_of
-from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts, machine_like, tensor_splits
+from ddpm_ds.predict.finished_run import FinishedRun, facts_of, machine_json
+from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts, tensor_splits
 from ddpm_ds.predict.memory import peak_bytes
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, order_of, simulate
@@ -114,14 +114,15 @@ def verdict(facts: FinishedRun) -> Verdict:
     return Verdict(found, top, evidence, best, predictor.machine.devices)
 
 
-def conclude(run_dir: Path, device: Device) -> Verdict:
-    """Judge a run at its end, on rank 0, whose device is given, and write ``verdict.txt``; takes up to some seconds.
+def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
+    """Judge a run at its end, on rank 0, with the ``startup`` of its layers, and write both; takes up to some seconds.
 
     Raises:
         OutputError, OSError: no step was traced, or the run's files can't be read or written.
     """
-    found = verdict(replace(facts_of(run_dir), device=device))
-    write_device(run_dir, device)
+    facts = replace(facts_of(run_dir), startup=startup)
+    found = verdict(facts)
+    replace_file(run_dir / MACHINE, machine_json(facts.machine, startup).encode())
     replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found
 
@@ -165,22 +166,9 @@ def tags(found: Verdict) -> dict[str, str]:
 
 def shares(facts: FinishedRun) -> dict[str, float]:
     """Return shares of all devices' time: useful work, then the costs, the largest first."""
-    step, left = _step(facts), facts.stepping
-    thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
-    useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
-    costs += [
-        ("overflow steps", left * thrown_away),
-        ("checkpoint pauses", facts.pauses.checkpoint_share),
-        ("sampling pauses", facts.pauses.sampling_share),
-    ]
-    return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
-
-
-def _step(facts: FinishedRun) -> dict[str, float]:
-    """Return the seconds of a step by cause, mean over the ranks."""
-    times, waits = facts.layout.micro_batches, _waits(facts)
+    times, waits, left = facts.layout.micro_batches, _waits(facts), facts.stepping
     again, starting = facts.recomputation_seconds, times * facts.startup_seconds
-    return {
+    step = {
         USEFUL: times * facts.mean("pass_seconds") - again - starting,
         "recomputation": again,
         "low utilisation": starting,
@@ -192,6 +180,14 @@ def _step(facts: FinishedRun) -> dict[str, float]:
         "optimizer": waits["optimizer"] + facts.mean("optimizer_seconds"),
         "other": max(0.0, facts.mean("other_seconds")),
     }
+    thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
+    useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
+    costs += [
+        ("overflow steps", left * thrown_away),
+        ("checkpoint pauses", facts.pauses.checkpoint_share),
+        ("sampling pauses", facts.pauses.sampling_share),
+    ]
+    return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
 
 
 def _waits(facts: FinishedRun) -> dict[str, float]:
@@ -314,7 +310,7 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
         kind="cpu" if job.on_cpu else "traced",
         devices=now.world_size,
         nodes=1,
-        memory_bytes=max(facts.device.memory_bytes or 0, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
+        memory_bytes=max(facts.machine.memory_bytes, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
         flops=math.inf,  # the layers' seconds are known
         memory_bandwidth=bandwidth,
         link_bandwidth=FASTEST_LINK,
@@ -379,9 +375,7 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
         return
     # sums cross links that few runs have measured: they are no faster than a data sheet has them
-    kind, half = "cpu" if job.on_cpu else "", job.precision != "fp32"
-    sheet = machine_like(kind, machine.memory_bytes, half=half, devices=machine.devices, nodes=1)
-    slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, sheet.link_bandwidth))
+    slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, facts.machine.link_bandwidth))
     grouped = [
         one
         for split in tensor_splits(job, math.gcd(facts.host_devices, machine.devices))

@@ -5,7 +5,7 @@ depend on stages, replicas, tensor groups, ZeRO stage or precision: in another l
 owns there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +17,19 @@ from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed, newest
 from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DS_CONFIG
-from ddpm_ds.config.spec import CheckpointSpec
+from ddpm_ds.config.spec import CheckpointSpec, RunSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object
-from ddpm_ds.planning import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights
-from ddpm_ds.unet.layers import parameter_shapes
+from ddpm_ds.unet.layers import Layer, parameter_shapes
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
@@ -64,16 +64,18 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
     return {moment: state[moment] for moment in MOMENTS}
 
 
-def described(plan: RunPlan, data_sha256: dict[str, str], fields: FieldFacts | None = None) -> Description:
+def described(
+    spec: RunSpec, ds: ResolvedDsConfig, layers: Sequence[Layer], data_sha256: dict[str, str], fields: FieldFacts | None
+) -> Description:
     """Return a run's description, before its first image; the checksums and ``fields`` are of the data-set cache."""
     return Description(
         images=0,
         step=0,
-        spec=plan.spec.model_dump(mode="json"),
-        ds_config=plan.ds.as_json(),
-        layout=plan.ds.layout.sizes,
+        spec=spec.model_dump(mode="json"),
+        ds_config=ds.as_json(),
+        layout=ds.layout.sizes,
         data_sha256=data_sha256,
-        parameters=parameter_shapes(plan.layers),
+        parameters=parameter_shapes(layers),
         fields=None if fields is None else fields.model_dump(mode="json"),
     )
 

@@ -23,7 +23,7 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
-from ddpm_ds.data.held_out import checksums_of
+from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.loader import MicroBatch, worker_failures
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
@@ -39,12 +39,15 @@ from ddpm_ds.pipeline.deepspeed_insides import named_builds
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.predict.decisions import planned_again
 from ddpm_ds.predict.layouts import encoding_ranks, layers_for
+from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_reported
@@ -53,9 +56,10 @@ from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of, replica_batches
-from ddpm_ds.train.saving import Saver, described
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.start import Asked, Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of
+from ddpm_ds.unet.shards import whole_layers
 
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
@@ -135,9 +139,8 @@ def train(run: Training) -> Interval:
     """
     engine, spec = run.engine, run.spec
     run.validation.before_first_step()
-    meter = Meter()
+    meter, first = Meter(), True
     batches = meter.timed(run.batches())
-    first = True
     while True:
         before = engine.images_seen
         run.observer.begin_step(engine.global_steps + 1)
@@ -150,9 +153,7 @@ def train(run: Training) -> Interval:
             run.requests.listen()  # all ranks have something to save
             run.recorder.first_loss(loss)
             first = False
-        asked = run.requests.poll()
-        seen = engine.images_seen
-        done = run.ended()
+        asked, seen, done = run.requests.poll(), engine.images_seen, run.ended()
         save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
         read = save or is_due(spec.logging.log_every_images, before, seen)
         trouble = _scale_floor(engine) if read or engine.global_steps % FLOOR_STEPS == 0 else None
@@ -233,6 +234,7 @@ class Ended:
 
 @contextlib.contextmanager
 def run_training(
+    plan: RunPlan,
     prepared: Prepared,
     watchdog: Watchdog,
     asked: Asked,
@@ -246,11 +248,9 @@ def run_training(
     all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by
     file name. ``sender`` is the child that sends the record; None records nothing.
 
-    Raises:
-        BadNumbersError, Preempted: see :func:`train`.
-        PeerLostError: another rank is gone.
+    It raises what :func:`train` does, and PeerLostError if another rank is gone.
     """
-    plan, device, (store, among) = prepared.plan, prepared.device, prepared.images
+    device, (store, among) = prepared.device, prepared.images
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     encoders = encoders_of(plan.spec, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
@@ -274,7 +274,7 @@ def run_training(
             engine.size_of = lambda index: numbers[order.bucket_at(index)]
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
-        recording = _recorded(prepared, asked, progress, files, sender)
+        recording = _recorded(plan, prepared, asked, progress, files, sender)
     with disk_errors_reported(prepared.claim.run_dir), recording as recorder:
         engine.graph.log = recorder.log
         if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
@@ -283,14 +283,14 @@ def run_training(
             each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
             ranks = ", ".join(map(str, encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)))
             recorder.log(f"captions are encoded while training, by encoders of {each} on each of these stages: {ranks}")
-        yield _train(prepared, engine, ema, recorder, watchdog, asked, encoders)
+        yield _train(plan, prepared, engine, ema, recorder, watchdog, asked, encoders)
 
 
 def _recorded(
-    prepared: Prepared, asked: Asked, line: ProgressLine, files: Mapping[str, str], sender: Popen[bytes]
+    plan: RunPlan, prepared: Prepared, asked: Asked, line: ProgressLine, files: Mapping[str, str], sender: Popen[bytes]
 ) -> contextlib.AbstractContextManager[Recorder]:
     """Record the run, on rank 0."""
-    plan, store, device = prepared.plan, prepared.images.cache, prepared.device
+    store, device = prepared.images.cache, prepared.device
     spec, config = plan.spec.model_dump(mode="json"), plan.ds.as_json()
     derived: dict[str, object] = {
         **plan.ds.layout.sizes,
@@ -328,15 +328,15 @@ def _recorded(
 
 
 def _batches(
-    prepared: Prepared, engine: UnetPipelineEngine, encoders: TextEncoders | None
+    spec: RunSpec, layout: Layout, images: Subset, engine: UnetPipelineEngine, encoders: TextEncoders | None
 ) -> Iterator[MicroBatch] | None:
     """Return this replica's micro-batches from the engine's progress on; None on a stage without data."""
     if not engine.reads_data:
         return None
-    store, among = prepared.images
+    store, among = images
     return replica_batches(
-        prepared.plan.spec,
-        prepared.plan.ds.layout,
+        spec,
+        layout,
         store,
         engine.device,
         replicas=engine.dp_world_size,
@@ -350,28 +350,14 @@ def _batches(
     )
 
 
-def _loaded(prepared: Prepared, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, watchdog: Watchdog) -> Saver:
-    """Return the saver of a run, which has loaded its checkpoint or initial weights."""
-    plan, store = prepared.plan, prepared.images.cache
-    about = described(plan, checksums_of(store, prepared.held_out.cache), store.meta.facts)
-    folder, keeping = prepared.claim.run_dir, plan.spec.checkpoint
-    saver = Saver(engine, ema, folder, keeping, about, log=recorder.log, store=watchdog.store)
-    if prepared.checkpoint is not None:
-        saver.load(prepared.checkpoint)
-    elif prepared.initial is not None:
-        saver.start_from(prepared.initial)
-    return saver
-
-
-def _observers(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
-    plan, run_dir = prepared.plan, prepared.claim.run_dir
-    flops, precision = plan.ds.config.flops_profiler, plan.ds.precision
+def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
+    flops, precision, layers = plan.ds.config.flops_profiler, plan.ds.precision, whole_layers(plan.layers)
     replan = None
     if plan.ds.config.pipeline.replan and plan.ds.layout.schedule == "planned":
-        replan = partial(planned_again, plan.predictor(), plan.ds.layout, plan.bounds)
+        replan = partial(planned_again, Predictor(plan.job, plan.machine), plan.ds.layout, plan.bounds)
     return Observers(
         [
-            FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),
+            FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
             Timeline(engine, asked.trace_steps, run_dir / "trace", recorder, precision, plan.macs, replan),
             KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
             PauseClock(run_dir if dist.get_rank() == 0 else None),
@@ -380,6 +366,7 @@ def _observers(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorde
 
 
 def _train(
+    plan: RunPlan,
     prepared: Prepared,
     engine: UnetPipelineEngine,
     ema: Ema,
@@ -389,14 +376,19 @@ def _train(
     encoders: TextEncoders | None,
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
-    plan, spec, run_dir = prepared.plan, prepared.plan.spec, prepared.claim.run_dir
+    spec, run_dir = plan.spec, prepared.claim.run_dir
     rehearsal = saver = None
     with watchdog.blamed(), watchdog.pause():
         if asked.steps is not None:
             rehearsal = Rehearsal(engine, run_dir, asked.steps, plan.ds.layout.interval)
         else:
-            saver = _loaded(prepared, engine, ema, recorder, watchdog)
-        observer = rehearsal or _observers(prepared, engine, recorder, asked)
+            about, log = prepared.about, recorder.log
+            saver = Saver(engine, ema, run_dir, spec.checkpoint, about, log=log, store=watchdog.store)
+            if prepared.checkpoint is not None:
+                saver.load(prepared.checkpoint)
+            elif prepared.initial is not None:
+                saver.start_from(prepared.initial)
+        observer = rehearsal or _observers(plan, run_dir, engine, recorder, asked)
     if (first := engine.images_seen) >= spec.train.images:
         ignore(STOP_SIGNALS)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
@@ -407,25 +399,12 @@ def _train(
     if len(prepared.held_out.positions):
         losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
         drawn_for = prepared.held_out
-
-    def stops() -> bool:
-        return requests.poll().stop
-
-    prompts = prompts_of(spec, prepared.prompts, engine.device)
+    prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
-    run = Training(
-        spec,
-        plan.macs,
-        engine,
-        partial(_batches, prepared, engine, encoders),
-        saver,
-        requests,
-        watchdog,
-        Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops),
-        observer,
-        recorder,
-        rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images,
-    )
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops)
+    batches = partial(_batches, spec, plan.ds.layout, prepared.images, engine, encoders)
+    ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
+    run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         sending = system_metrics(run_dir)
         with watchdog.blamed(), disk_errors_reported(run_dir), sending, worker_failures():

@@ -1,5 +1,5 @@
 """Start of a run on one process: it meets the other ranks, checks that they have the same software, files and images
-and a GPU each, and decides what is still open.
+and a GPU each, and joins the process group.
 """
 
 import contextlib
@@ -7,7 +7,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
+from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.buckets import check_steps
@@ -27,7 +28,7 @@ from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
 from ddpm_ds.errors import HostError, SpecError, one_line
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.planning import RunPlan, cut_and_ordered, decided
+from ddpm_ds.planning import RunDraft, RunPlan
 from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
@@ -45,6 +46,7 @@ from ddpm_ds.train.resume import (
     images_learned,
     remove_abandoned_points,
 )
+from ddpm_ds.train.saving import described
 from ddpm_ds.unet.layers import parameter_shapes
 from ddpm_ds.unet.model import check_compiler, choose_kernels
 from ddpm_ds.unet.operations import widening
@@ -87,8 +89,6 @@ class Asked:
 class Prepared:
     """Inputs of a run, checked on all ranks."""
 
-    plan: RunPlan
-    """Plan in which everything is decided."""
     device: torch.device
     images: Subset
     """Images that are trained on."""
@@ -96,6 +96,8 @@ class Prepared:
     claim: Claim
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
+    about: Description
+    """Description of the run for its checkpoints."""
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
     initial: InitialWeights | None
@@ -103,11 +105,29 @@ class Prepared:
     """Prompts of the run's pictures, on rank 0 alone; None in a run without text."""
 
 
+def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: ProgressLine | None) -> Rendezvous:
+    """Meet the other ranks on this process's ``device``; HostError if they would run something else. Collective."""
+    limit_memory(device, asked.memory_budget)
+    use_host_accelerator()
+    share_threads(device)
+    with progress.doing("waiting for all processes") if progress is not None else contextlib.nullcontext():
+        rendezvous = Rendezvous(asked.start_seconds)
+    with rendezvous.reporting():
+        documents = {str(draft.spec_path): draft.spec.model_dump(mode="json"), str(draft.ds_path): draft.ds.as_json()}
+        check_alike(rendezvous, documents, draft.bounds, device.type)
+    return rendezvous
+
+
 @contextlib.contextmanager
 def started(
-    plan: RunPlan, run_dir: Path, device: torch.device, asked: Asked, progress: ProgressLine | None
+    plan: RunPlan,
+    run_dir: Path,
+    device: torch.device,
+    asked: Asked,
+    rendezvous: Rendezvous,
+    progress: ProgressLine | None,
 ) -> Iterator[tuple[Prepared, Watchdog]]:
-    """Start a run as planned on this process's ``device``; the body trains it, in the process group and watched.
+    """Start a run on ranks that have met; the body trains it, in the process group and watched.
 
     Collective. Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0.
 
@@ -115,26 +135,18 @@ def started(
         UserError: something given is wrong, here or on another host; raised before anything is trained.
         PeerLostError: another rank is gone.
     """
-    limit_memory(device, asked.memory_budget)
-    use_host_accelerator()
-    share_threads(device)
-    doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
-    with doing("waiting for all processes"):
-        rendezvous = Rendezvous(asked.start_seconds)
-    with rendezvous.reporting(), disk_errors_reported(run_dir), doing("checking the run's files and images"):
+    checking = progress.doing("checking the run's files and images") if progress else contextlib.nullcontext()
+    with rendezvous.reporting(), disk_errors_reported(run_dir), checking:
         prepared = _prepared(plan, run_dir, device, asked, rendezvous, progress)
     with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
         rendezvous.close()
-        places, own_rank = prepared.plan.grid(), dist.get_rank()
         names = []
         for rank in range(dist.get_world_size()):
-            stage, _, part = places.coordinates(rank)
-            names.append(rendezvous.name(rank, stage, part if places.tensor > 1 else None))
-        store, work = make_store(own_rank, len(names)), DeviceWork.of(device)
-        dead, hang = asked.dead_seconds, asked.hang_seconds
+            stage, _, part = plan.grid.coordinates(rank)
+            names.append(rendezvous.name(rank, stage, part if plan.grid.tensor > 1 else None))
+        own_rank, work = dist.get_rank(), DeviceWork.of(device)
+        store, dead, hang = make_store(own_rank, len(names)), asked.dead_seconds, asked.hang_seconds
         with Watchdog(own_rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
-            with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
-                prepared = replace(prepared, plan=cut_and_ordered(prepared.plan, device))
             yield prepared, watchdog
         dist.barrier()
 
@@ -142,9 +154,8 @@ def started(
 def _prepared(
     plan: RunPlan, run_dir: Path, device: torch.device, asked: Asked, rendezvous: Rendezvous, line: ProgressLine | None
 ) -> Prepared:
-    """Check this rank's files, device and images against those of the others, and claim the run's folder."""
+    """Check this rank's device and images against those of the others, and claim the run's folder."""
     rank = rendezvous.rank
-    check_alike(rendezvous, plan, device.type)
     mixed_gpus = check_gpus(rendezvous, device)
     choose_kernels(plan.ds.config.kernels, device)  # raises if they can't run
     if plan.ds.config.compile:
@@ -165,7 +176,6 @@ def _prepared(
     checksums = checksums_of(store, held_out)
     remedy = "give all hosts the same images, or a data.store_root that all of them see"
     _check(rendezvous, "prepared images: ", rendezvous.agree("images", checksums), remedy)
-    plan = decided(plan.on_hosts(rendezvous.hosts), device)
     log: Callable[[str], None] = line.log if line is not None else lambda text: None
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
     checkpoint = agreed(partial(find_checkpoint, claim.run_dir, asked.resume, log), rank, gather)
@@ -179,6 +189,7 @@ def _prepared(
         shapes, dtype = parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
         initial = InitialWeights(plan.spec.train.initial_weights, shapes, dtype)
     images = parts(plan.spec.data, store, held_out)
+    about = described(plan.spec, plan.ds, plan.layers, checksums, store.meta.facts)
     prompts = _prompts(plan.spec, *images, claim.run_dir, device, log) if rank == 0 else None
     rendezvous.agree("ready", {})
     if rank == 0:
@@ -187,7 +198,7 @@ def _prepared(
         for notice in (mixed_gpus, widening(device.type, DTYPES[plan.ds.precision][1])):
             if notice is not None:
                 print(notice, flush=True)
-    return Prepared(plan, device, *images, claim, checkpoint, changed, initial, prompts)
+    return Prepared(device, *images, claim, checkpoint, about, changed, initial, prompts)
 
 
 def _prompts(
@@ -236,10 +247,11 @@ def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | Non
         )
 
 
-def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
-    """Check that all ranks would run the same, also on the type of their ``device``; HostError if not. Collective."""
-    documents = {str(plan.spec_path): plan.spec.model_dump(mode="json"), str(plan.ds_path): plan.ds.as_json()}
-    about = facts(documents) | {"chosen ": {"cuts": list(plan.bounds[1:-1]), "device": device}}
+def check_alike(
+    rendezvous: Rendezvous, documents: dict[str, dict[str, Any]], bounds: Sequence[int], device: str
+) -> None:
+    """Check that all ranks have the same documents, by name, cuts and type of device; HostError if not. Collective."""
+    about = facts(documents) | {"chosen ": {"cuts": list(bounds[1:-1]), "device": device}}
     remedies = REMEDIES | {"chosen ": "give -p and --device, so that no host has to choose"}
     answers = rendezvous.agree("start", about)
     for title in about:

@@ -22,7 +22,7 @@ from ddpm_ds.command_line import aligned, writing
 from ddpm_ds.device import described
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
-from ddpm_ds.planning import RunPlan
+from ddpm_ds.planning import RunDraft
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.train.meters import peak_memory_bytes
@@ -59,7 +59,7 @@ def build_row(name: str, setting: Setting) -> Row:
 
 
 def run(
-    plan: RunPlan, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: argparse.Namespace
+    draft: RunDraft, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: argparse.Namespace
 ) -> None:
     """Compare the losses of all rows, time them in turn, and publish the report; every process calls this.
 
@@ -67,7 +67,7 @@ def run(
         UserError: something given is wrong; raised before any process group exists.
         BadNumbersError: the rows' losses differ by more than rounding.
     """
-    setting = Setting.prepare(plan, device, verbose=options.verbose)
+    setting = Setting.prepare(draft, device, verbose=options.verbose)
     with process_group():
         found = _measured(setting, names, options)
         dist.barrier()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import PartitionMethod, partition
-from ddpm_ds.planning import RunPlan
+from ddpm_ds.planning import RunDraft
 from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.schema.layout import Schedule
 
@@ -42,7 +42,7 @@ READ_TEXT = ("1f1b", "eager", "folded", "planned", "stock")
 """Rows of U-Nets that read text; DeepSpeed's engine relays it, with its gradient, as all that is carried."""
 
 
-def choose(asked: Sequence[str], plan: RunPlan) -> tuple[list[str], dict[str, str]]:
+def choose(asked: Sequence[str], plan: RunDraft) -> tuple[list[str], dict[str, str]]:
     """Return the rows that run, and the reasons why others can't.
 
     Raises:
@@ -55,7 +55,7 @@ def choose(asked: Sequence[str], plan: RunPlan) -> tuple[list[str], dict[str, st
     return [name for name in asked if name not in reasons], reasons
 
 
-def why_not(row: str, plan: RunPlan) -> str | None:
+def why_not(row: str, plan: RunDraft) -> str | None:
     """Return why a row can't run in this layout; None if it can."""
     spec, layout, processes, stages = plan.spec, plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if spec.unet.text is not None and row not in READ_TEXT:
@@ -84,7 +84,7 @@ def why_not(row: str, plan: RunPlan) -> str | None:
     return None
 
 
-def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
+def bounds_of(plan: RunDraft, schedule: Schedule) -> tuple[int, ...]:
     """Return the cuts of this project's engine under ``schedule``: the plan's, or its cuts under that schedule.
 
     Raises:

@@ -10,7 +10,8 @@ from ddpm_ds.cli.train import add_run_options
 from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive, take_files
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, SpecError, UserError
-from ddpm_ds.planning import plan_run
+from ddpm_ds.planning import choose as choose_layout
+from ddpm_ds.planning import lay_out, read_run
 from ddpm_ds.processes.ranks import print_once, set_environment
 from rivals.choice import NAMED, ROWS, choose
 
@@ -80,24 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_environment()
         options = parse(arguments)
         check_outputs(options, "json")
-        plan = plan_run(
-            options.spec,
-            options.overrides,
-            options.deepspeed_config,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            stages=options.pipeline_stages,
-            device=options.device,
-        )
+        hosts = ("0",) * int(os.environ["WORLD_SIZE"])
+        files = read_run(options.spec, options.overrides, options.deepspeed_config)
+        chosen = choose_layout(files, hosts, len(hosts), options.pipeline_stages, options.device)
+        draft = lay_out(files, hosts, len(hosts), options.pipeline_stages, chosen)
         asked = options.rows or [name for name in ROWS if name not in NAMED]
-        names, not_run = choose([name for name in ROWS if name in asked], plan)
+        names, not_run = choose([name for name in ROWS if name in asked], draft)
         from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
         from ddpm_ds.pipeline import import_deepspeed
 
-        device = choose_device(options.device, plan.ds.layout.stages)
+        device = choose_device(options.device, draft.ds.layout.stages)
         import_deepspeed()
         from rivals.benchmark import run
 
-        run(plan, device, names, not_run, options)
+        run(draft, device, names, not_run, options)
     except (UserError, BadNumbersError) as error:
         print_once(f"ddpm_ds: error: {error}")
         return error.exit_code

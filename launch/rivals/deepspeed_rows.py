@@ -15,7 +15,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
-from ddpm_ds.planning import RunPlan, cut_and_ordered
+from ddpm_ds.planning import RunDraft, make_plan
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
@@ -42,7 +42,7 @@ class OurPipeline:
         self._replicas = plan.ds.layout.replicas
         plan = replace(plan, ds=plan.ds.with_layout(schedule=schedule), bounds=bounds_of(plan, schedule))
         with layout_of(None):
-            plan = cut_and_ordered(plan, setting.device)
+            plan = make_plan(plan, plan.grid.hosts, plan.machine, setting.device)
             parts, seed = (plan.layers, plan.bounds, plan.ds, setting.objective()), plan.spec.train.seed
             self._engine = build_engine(*parts, seed=seed, programs=plan.programs, verbose=setting.verbose)
         replica = self._engine.grid.get_data_parallel_id()
@@ -140,7 +140,7 @@ class StockPipeline:
             yield tuple(inputs), (prepared.x0, prepared.t, prepared.eps)
 
 
-def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
+def stock_zero_stage(plan: RunDraft) -> tuple[int, str]:
     """Return the ZeRO stage that the stock engine runs under, and the reason if the JSON asks for another one."""
     asked, clips = plan.ds.layout.zero_stage, plan.ds.config.gradient_clipping
     if asked == 2:

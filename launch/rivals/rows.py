@@ -23,7 +23,7 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
-from ddpm_ds.planning import RunPlan, decided
+from ddpm_ds.planning import RunDraft, RunPlan, machine_here, make_plan
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.start import check_store
 from ddpm_ds.unet.layers import unet_layers
@@ -60,7 +60,7 @@ class Setting:
     verbose: bool = False
 
     @classmethod
-    def prepare(cls, plan: RunPlan, device: torch.device, *, verbose: bool) -> Setting:
+    def prepare(cls, draft: RunDraft, device: torch.device, *, verbose: bool) -> Setting:
         """Prepare images, threads and configuration of this process, before any process group exists.
 
         Raises:
@@ -68,9 +68,11 @@ class Setting:
         """
         use_host_accelerator()
         share_threads(device)
-        store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
-        check_store(store, plan.spec)
-        return cls(decided(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose)
+        store = prepare(draft.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
+        check_store(store, draft.spec)
+        ds, hosts = draft.ds.without_reports(), draft.grid.hosts
+        machine = machine_here(ds.precision, hosts, len(hosts))
+        return cls(make_plan(replace(draft, ds=ds), hosts, machine), store, device, verbose)
 
     def objective(self) -> Denoising:
         store = self.store

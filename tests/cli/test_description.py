@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,28 +12,34 @@ import pytest
 from ddpm_ds.cli.plan import decided_since, describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.pipeline.cuts import partition, relayed_elements
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunDraft, RunPlan, make_plan
+from ddpm_ds.predict.layouts import machine_like
 from ddpm_ds.unet.layers import unet_layers
-from tests.launching import REPOSITORY, tiny_text_spec, write_json
+from tests.launching import REPOSITORY, drafted, tiny_text_spec, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 TWO_BY_TWO = ("0", "0", "1", "1")
 
 
-def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **pipeline: Any) -> RunPlan:
+def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **pipeline: Any) -> RunDraft:
     """The plan of the main JSON under 1F1B, with other changes of its block of the pipeline."""
     config = read_ds_config(CONFIG)
     config["pipeline"] |= {"schedule": "1f1b", **pipeline}
     with TemporaryDirectory() as folder:
         file = write_json(Path(folder, "ds.json"), config)
-        return plan_run(DIGITS, [], file, world_size=world_size, stages=stages, hosts=hosts)
+        return drafted(DIGITS, [], file, world_size=world_size, stages=stages, hosts=hosts)
+
+
+def met(draft: RunDraft, hosts: Sequence[str]) -> RunPlan:
+    """The plan of ranks that have met on these hosts."""
+    return make_plan(draft, hosts, machine_like("cpu", 2**34, half=True, devices=len(hosts), nodes=1))
 
 
 def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
     changes = ["evaluation.every_images=null", "train.accumulation=1", "train.batch_images=1", "train.images=1"]
     changes += ["optimizer.warmup_images=0"]
-    one = plan_run(DIGITS, changes, CONFIG, world_size=1, stages=1)
+    one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
     lines = describe_plan(one, Path("runs/x")).splitlines()
     for line in (
         "layout       1 process: 1 stage x 1 replica",
@@ -50,7 +57,7 @@ def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
 def test_a_held_out_source_is_named(count: int, said: str) -> None:
     changes = ["data.source=folder", "data.path=train", "data.held_out_path=val", f"data.held_out_images={count}"]
     changes.append("evaluation.every_images=64000")
-    one = plan_run(DIGITS, changes, CONFIG, world_size=1, stages=1)
+    one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
     (line,) = (line for line in describe_plan(one, Path("runs/x")).splitlines() if line.startswith("validation"))
     assert said in line and ("% of the computing" in line) is bool(count)
 
@@ -69,7 +76,7 @@ def test_elements_between_four_stages_are_said_beside_those_of_a_relay_of_skips_
     spec: str, changes: list[str], parameters: int, sent: int, relayed: int, share: str
 ) -> None:
     file, config = REPOSITORY / "launch" / "specs" / f"{spec}.yaml", REPOSITORY / "ds_configs" / "zero2_bf16.json"
-    found = plan_run(file, ["data.path=pictures", *changes], config, world_size=4, stages=4)
+    found = drafted(file, ["data.path=pictures", *changes], config, world_size=4, stages=4)
     line = next(line for line in describe_plan(found, Path("runs/x")).splitlines() if line.startswith("messages"))
     assert found.parameters == parameters
     assert sum(stage.sent_elements for stage in found.stages) == sent
@@ -90,7 +97,7 @@ def test_a_relay_sends_h_the_embedding_each_skip_and_the_text_over_every_cut() -
 
 def test_one_host_has_no_word_of_hosts() -> None:
     one = plan(None, across_hosts="replicas")
-    assert one.across == "stages"
+    assert one.grid.across == "stages"
     assert "host" not in stage_table(one) and "\nhosts " not in describe_plan(one, Path("runs/x"))
 
 
@@ -106,7 +113,7 @@ def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
     )
     assert line.endswith(f"each sends 0.7373 MB; replicas across would be {gradients / 1e6:.4g} MB")
     assert [row.split()[-1] for row in stage_table(two).splitlines()] == ["host", "0", "1"]
-    assert two.across == "stages"
+    assert two.grid.across == "stages"
 
 
 def test_the_json_decides_otherwise() -> None:
@@ -118,10 +125,10 @@ def test_the_json_decides_otherwise() -> None:
 
 
 def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
-    met = plan(TWO_BY_TWO).on_hosts(["worker-1", "worker-1", "worker-2", "worker-2"])
-    assert [row.split()[-1] for row in stage_table(met).splitlines()] == ["host", "worker-1", "worker-2"]
-    assert hosts_line(met) == hosts_line(plan(TWO_BY_TWO))
-    assert plan(TWO_BY_TWO).on_hosts(["same"] * 4).hosts == TWO_BY_TWO
+    named = met(plan(TWO_BY_TWO), ["worker-1", "worker-1", "worker-2", "worker-2"])
+    assert [row.split()[-1] for row in stage_table(named).splitlines()] == ["host", "worker-1", "worker-2"]
+    assert hosts_line(named) == hosts_line(plan(TWO_BY_TWO))
+    assert met(plan(TWO_BY_TWO), ["same"] * 4).grid.hosts == TWO_BY_TWO
     fold = stage_table(plan(TWO_BY_TWO, schedule="auto")).splitlines()[1:]
     assert [(row.split()[3], row.split()[-1]) for row in fold] == [("0", "0"), ("1", "1"), ("1", "1"), ("0", "0")]
     many = plan(tuple(str(rank) for rank in range(8)), world_size=8)
@@ -131,8 +138,8 @@ def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
 def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
     before = plan(())
     line = hosts_line(before)
-    assert line is not None and "known once the ranks have met" in line and before.across == "stages"
-    after = hosts_line(before.on_hosts(["a", "a", "a", "b"]))
+    assert line is not None and "known once the ranks have met" in line and before.grid.across == "stages"
+    after = hosts_line(met(before, ["a", "a", "a", "b"]))
     assert after is not None and after.startswith("hosts        3 + 1 processes, stages across hosts: ")
 
 
@@ -142,7 +149,7 @@ def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None
     assert line is not None and f" {apart} across hosts: " in line and "would be" not in line
 
 
-def tensor_lines_of(made: RunPlan) -> list[str]:
+def tensor_lines_of(made: RunDraft) -> list[str]:
     lines = describe_plan(made, Path("runs/x")).splitlines()
     return [line for line in lines if line.startswith(("layout", "tensor", "warning"))]
 
@@ -179,7 +186,7 @@ def test_tensor_groups_across_hosts_are_warned_of_once_the_hosts_are_known() -> 
     *_, warning = tensor_lines_of(apart)
     assert warning.startswith("warning      1 tensor group across hosts: each rank sends ")
     unknown = plan((), 1, tensor={"size": 4})
-    assert warning in decided_since(unknown, unknown.on_hosts(TWO_BY_TWO)).splitlines()
+    assert warning in decided_since(unknown, met(unknown, TWO_BY_TWO)).splitlines()
     assert warning not in decided_since(apart, apart)
 
 

@@ -13,8 +13,7 @@ from ddpm_ds.cli.fit import add_fit
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import UserError
 from ddpm_ds.fit import Task, TriedSize
-from ddpm_ds.planning import plan_run
-from tests.launching import REPOSITORY, place_digits, write_json
+from tests.launching import REPOSITORY, drafted, place_digits, write_json
 
 ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 
@@ -63,7 +62,7 @@ def test_a_wrong_json_is_refused_as_training_refuses_it(tmp_path: Path) -> None:
 
 def attempt(task: Task, folder: Path, size: int) -> TriedSize:
     """A trial in no time: 32 images fit, and 16 are the fastest."""
-    micro_batches = task.plan(size).ds.layout.micro_batches
+    micro_batches = task.draft(size).ds.layout.micro_batches
     tried = TriedSize(
         size, micro_batches, size * micro_batches, step_seconds=[abs(size - 16) + 1], rank_peak_bytes=[700]
     )
@@ -85,7 +84,7 @@ def test_training_accepts_the_command_that_is_printed_and_the_numbers_are_all_of
     assert "does not fit: rank 0 ran out of memory" in said and "largest that fits: 32; fastest of these: " in said
     words = shlex.split(said.rpartition("train with it: ")[2])
     overrides = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
-    layout = plan_run(Path(words[words.index("--spec") + 1]), overrides, config, world_size=1, stages=None).ds.layout
+    layout = drafted(Path(words[words.index("--spec") + 1]), overrides, config, world_size=1, stages=None).ds.layout
     numbers = json.loads(out.read_text())
     assert (layout.batch_images, layout.micro_batches) == (8 * numbers["best"], 8)
     assert layout.micro_batch_images == numbers["best"]

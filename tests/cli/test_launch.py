@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -175,20 +173,17 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         (begun[-1] / "checkpoints" / "latest").write_text("images-000064000\n")
         return Outcome(EXIT_PREEMPTED)
 
-    @contextlib.contextmanager
-    def started(plan: object, run_dir: Path, *arguments: object) -> Iterator[tuple[SimpleNamespace, None]]:
+    def trained(draft: object, run_dir: Path, *arguments: object) -> None:
         begun.append(tmp_path / run_dir)
         assert list(begun[-1].iterdir()) == []
         if len(begun) > 3:
             raise SpecError("refused")
         (begun[-1] / "spec.yaml").touch()
-        yield SimpleNamespace(plan=plan), None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "new_run_dir", lambda name: Path("runs", f"20261101-120000-{name}"))
     monkeypatch.setattr(launch, "supervise", supervised)
-    monkeypatch.setattr("ddpm_ds.train.start.started", started)
-    monkeypatch.setattr("ddpm_ds.train.session.run_training", lambda *arguments: contextlib.nullcontext())
+    monkeypatch.setattr(train, "_train", trained)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("HOME", str(tmp_path))):
         monkeypatch.setenv(name, value)
     words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--device", "cpu"]

@@ -13,10 +13,11 @@ from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import ResolvedDsConfig, leaves_layout_open, leaves_stages_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunDraft
 from ddpm_ds.schema.layout import TensorSplit
+from ddpm_ds.unet.shards import whole_layers
 from tests.ds_json import config_of, laid_out
-from tests.launching import write_json
+from tests.launching import drafted, write_json
 
 
 def json_of(tensor: Any, **changes: Any) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
     for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     file = write_json(tmp_path / "ds.json", json_of({"size": 2, "levels": "auto"}))
-    plan = plan_run(DEFAULT_SPEC, [], file, world_size=4, stages=2, device="cpu")
+    plan = drafted(DEFAULT_SPEC, [], file, world_size=4, stages=2)
     assert plan.chosen is not None and plan.chosen.tensor == plan.ds.layout.tensor
     levels = plan.ds.layout.tensor.levels
     assert levels in ((0,), (0, 1)) and plan.ds.as_json()["pipeline"]["tensor"]["levels"] == list(levels)
@@ -123,8 +124,8 @@ def test_a_wrong_value_of_a_key_is_said_in_a_line(tensor: Any, said: str) -> Non
     assert said in line
 
 
-def planned(file: Path, overrides: list[str], stages: int | None) -> RunPlan:
-    return plan_run(DEFAULT_SPEC, overrides, file, world_size=4, stages=stages)
+def planned(file: Path, overrides: list[str], stages: int | None) -> RunDraft:
+    return drafted(DEFAULT_SPEC, overrides, file, world_size=4, stages=stages)
 
 
 OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
@@ -182,6 +183,6 @@ def test_layers_that_do_not_divide_stay_whole_and_bring_no_error(tmp_path: Path)
     }
     assert (
         found.parameters
-        == sum(layer.parameters for layer in found.whole_layers)
+        == sum(layer.parameters for layer in whole_layers(found.layers))
         > sum(layer.parameters for layer in found.layers)
     )

@@ -24,10 +24,9 @@ from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
-from ddpm_ds.planning import plan_run
 from tests.diffusion import sampling
 from tests.diffusion.sampling import FLOW, best_prediction, sample, sampler_of
-from tests.launching import tiny_spec
+from tests.launching import drafted, tiny_spec
 
 EDM = sampling.EDM.model_copy(update={"sigma_data": 0.6})
 SHAPE = (5, 3, 4, 4)
@@ -189,7 +188,7 @@ def test_settings_that_exclude_each_other_are_refused(diffusion: Any, sampler: A
 def test_an_interval_of_guidance_that_no_step_is_in_is_refused(process: list[str], between: str, error: str) -> None:
     changes = ["unet.classes=10", "train.label_drop=0.1", "sampler.guidance=2", f"sampler.guidance_between={between}"]
     with pytest.raises(SpecError, match=error):
-        plan_run(SPECS / "digits.yaml", [*process, *changes], DS_CONFIGS / "zero0_fp32.json", world_size=1, stages=1)
+        drafted(SPECS / "digits.yaml", [*process, *changes], DS_CONFIGS / "zero0_fp32.json", world_size=1, stages=1)
 
 
 def test_a_number_of_timesteps_does_not_bound_the_steps_of_edm() -> None:

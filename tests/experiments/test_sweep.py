@@ -185,16 +185,16 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     assert [trial.run_dir.name.removeprefix("sweep-x.") for trial in found] == [
         f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5" for count, channels in combinations
     ]
-    assert [(len(trial.plan.hosts), trial.plan.spec.unet.channels) for trial in found] == combinations
+    assert [(len(trial.draft.grid.hosts), trial.draft.spec.unet.channels) for trial in found] == combinations
     trial = found[-1]
     trial.prepare(["train.seed=3"])
     config = read_ds_config(trial.run_dir / "asked_ds_config.json", [])
-    assert config["gradient_clipping"] == 0.5 and trial.plan.spec.train.seed == 3
+    assert config["gradient_clipping"] == 0.5 and trial.draft.spec.train.seed == 3
     labels = json.loads((trial.run_dir / "tags.json").read_text())
     settings = flatten({"unet": {"channels": 64}, "ema": {}, "ds_config": {"gradient_clipping": 0.5, "zero": 1}})
     shown = parameters(settings, {VARIED_TAG: labels[VARIED_TAG]})
     assert set(shown) == {"unet.channels", "ds_config.gradient_clipping"}
-    precisions = [trial.plan.ds.precision for trial in made_of(f"deepspeed_config={CONFIG},{other}")]
+    precisions = [trial.draft.ds.precision for trial in made_of(f"deepspeed_config={CONFIG},{other}")]
     assert precisions == ["fp16", "fp32"]
     same = [trial.run_dir.name for trial in made_of("data.path=a/b,a-b", "data.source=folder")]
     assert same == [f"sweep-x.data.path-a-b-data.source-folder{number}" for number in ("", "-2")]

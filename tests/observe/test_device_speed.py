@@ -10,7 +10,7 @@ import torch
 
 from ddpm_ds.device import Dtype
 from ddpm_ds.observe import device_speed
-from ddpm_ds.observe.device_speed import matmul_peak, measure_device, measured_times, shared_peak
+from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak, startup_times
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.spec import Interface
@@ -34,7 +34,7 @@ def test_layers_of_a_unet_with_text_are_timed() -> None:
     spec = tiny_text_spec(unet={"dropout": 0.0})
     layers = unet_layers(spec.unet, spec.data.interface)
     assert min(layer.backward for layer in measured_times(CPU, "fp32")(layers, 1)) > 0
-    assert min(layer.forward for layer in measure_device(layers, CPU, "fp16").startup.values()) > 0
+    assert min(layer.forward for layer in startup_times(layers, CPU, "fp16").values()) > 0
 
 
 def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:

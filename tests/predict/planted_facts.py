@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
+from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
 from ddpm_ds.predict.costs import SPLIT_COST, weight_share
-from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts
-from ddpm_ds.predict.layouts import Workload, rank_stages
+from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts, machine_json
+from ddpm_ds.predict.layouts import Workload, machine_like, rank_stages
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout, Schedule
 from ddpm_ds.unet.layers import Layer
@@ -140,7 +140,8 @@ class Bench:
             overflows=Overflows(),
             pauses=Pauses(),
             evaluation_seconds=0.0,
-            device=Device(2**33, {type(layer).__name__: start for layer in self.layers}),
+            machine=machine_like("cpu", 2**33, half=False, devices=layout.world_size, nodes=1),
+            startup={type(layer).__name__: start for layer in self.layers},
         )
         return replace(facts, **other)
 
@@ -195,5 +196,5 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         "ranks": ranks,
     }
     (run_dir / "trace" / "summary.json").write_text(json.dumps(values | summary))
-    write_device(run_dir, facts.device)
+    (run_dir / "machine.json").write_text(machine_json(facts.machine, facts.startup))
     return run_dir

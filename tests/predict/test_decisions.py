@@ -15,7 +15,6 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
-from ddpm_ds.planning import plan_run
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.decisions import Choice, candidates, choose_layout, fitted, search, sort_out
@@ -24,7 +23,7 @@ from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.schema.layout import Layout
 from tests.ds_json import config_of
-from tests.launching import REPOSITORY, tiny_spec
+from tests.launching import REPOSITORY, drafted, tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
 
 SLOW_LINKS: dict[str, Any] = {"link_bandwidth": 2e6, "network_bandwidth": 1e6}
@@ -220,7 +219,7 @@ def test_the_hosts_are_part_of_the_choice() -> None:
 
 
 def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_activation_is_computed_again() -> None:
-    plan = plan_run(DIGITS, [], ZERO_1, world_size=2, stages=2)
+    plan = drafted(DIGITS, [], ZERO_1, world_size=2, stages=2)
     job, usual = Workload(plan.spec, plan.ds.config, on_cpu=True), replace(plan.ds.layout, checkpoint_interval=0)
     enough = max(rank.total for rank in pipeline_memory(job, usual, plan.bounds))
     fewest = 2 * activation_bytes(job, replace(usual, in_flight=2), plan.bounds)

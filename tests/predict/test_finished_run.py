@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddpm_ds.errors import OutputError
-from ddpm_ds.observe.device_speed import Device, measure_device
+from ddpm_ds.observe.device_speed import startup_times
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
 from ddpm_ds.predict.finished_run import Overflows, facts_of
 from ddpm_ds.predict.verdict import conclude, shares
@@ -98,7 +98,7 @@ def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", Bench().traced())
-    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json"):
+    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "machine.json"):
         whole = (run_dir / name).read_text()
         for content in ("", "[]", '{"a": 1}', "\0"):
             (run_dir / name).write_text(content)
@@ -110,19 +110,14 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
 def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> None:
     # A step of hours, beside which the start-up that is measured here is nothing, however busy the machine is.
     run_dir = write_run(tmp_path / "run", Bench(cuts=(3,), macs_per_second=1e4).traced())
-    (run_dir / "trace" / "device.json").unlink()
     facts = facts_of(run_dir)
-    device = measure_device(facts.job.layers, torch.device("cpu"), "fp32")
-    found = conclude(run_dir, device)
+    startup = startup_times(facts.job.layers, torch.device("cpu"), "fp32")
+    found = conclude(run_dir, startup)
     assert found.top == "imbalance"
     assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
-    assert facts_of(run_dir).device == device
-    assert device.memory_bytes is not None and device.memory_bytes > 2**28
-    assert device.startup["BlockLayer"].forward > 0
-    assert set(device.startup) == {type(layer).__name__ for layer in facts.job.layers}
-    blocks = [layer for layer in facts.job.layers if type(layer).__name__ == "BlockLayer"]
-    assert device.startup_of(blocks).forward == pytest.approx(len(blocks) * device.startup["BlockLayer"].forward)
-    assert Device().startup_of(blocks).backward == 0
+    assert facts_of(run_dir) == replace(facts, startup=startup)
+    assert startup["BlockLayer"].forward > 0
+    assert set(startup) == {type(layer).__name__ for layer in facts.job.layers}
 
 
 def test_pauses_are_those_between_steps_and_neither_before_nor_after(tmp_path: Path) -> None:

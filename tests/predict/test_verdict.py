@@ -13,9 +13,7 @@ import pytest
 import yaml
 
 from ddpm_ds.config.ds_model import changed as with_keys
-from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
-from ddpm_ds.planning import plan_run
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows
 from ddpm_ds.predict.memory import pipeline_memory
 from ddpm_ds.predict.verdict import (
@@ -31,6 +29,7 @@ from ddpm_ds.predict.verdict import (
     traced_predictor,
     verdict,
 )
+from tests.launching import drafted
 from tests.predict.planted_facts import BATCH, Bench
 
 RUN = Path("runs/a b")
@@ -102,7 +101,7 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config.given))
     world_size = facts.layout.stages * facts.layout.replicas
-    plan = plan_run(spec, options[1::2], config, world_size=world_size, stages=None)
+    plan = drafted(spec, options[1::2], config, world_size=world_size, stages=None)
     assert plan.ds.layout.batch_images == BATCH
 
 
@@ -190,13 +189,15 @@ def test_as_many_loaders_as_keep_up() -> None:
     assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=11"
 
 
+def with_memory(facts: FinishedRun, size: int) -> FinishedRun:
+    return replace(facts, machine=replace(facts.machine, memory_bytes=size))
+
+
 def test_what_is_not_to_be_recomputed_fits_by_the_planners_memory() -> None:
     facts = FAULTS["recomputation"].traced()
     kept = replace(facts.layout, checkpoint_interval=0)
     needed = max(memory.total for memory in pipeline_memory(facts.job, kept, facts.bounds))
-    scarce, enough = (
-        verdict(replace(facts, device=Device(size, facts.device.startup))) for size in (needed - 1, needed)
-    )
+    scarce, enough = (verdict(with_memory(facts, size)) for size in (needed - 1, needed))
     assert scarce.top == "recomputation" and "activation_checkpoint_interval" not in edit(scarce)
     assert "activation_checkpoint_interval" in edit(enough)
 
@@ -208,7 +209,7 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
     facts = bench.traced()
     kept = replace(facts.layout, checkpoint_interval=0)
     (needed,) = pipeline_memory(facts.job, kept, facts.bounds)
-    scarce = replace(facts, device=Device(needed.total - 1, facts.device.startup))
+    scarce = with_memory(facts, needed.total - 1)
     together, apart = (replace(scarce, host_devices=count) for count in (2, 1))
     found = [one for one in changes(together, traced_predictor(together), shares(together)) if "tensor" in one.edit]
     (change,) = found
@@ -218,7 +219,7 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
     roomy = replace(facts, host_devices=2)
     assert "tensor" not in " ".join(one.edit for one in changes(roomy, traced_predictor(roomy), shares(roomy)))
     assert verdict(together).change == change
-    quick = replace(bench, macs_per_second=4.5e8).traced(device=together.device, host_devices=2)
+    quick = replace(bench, macs_per_second=4.5e8).traced(machine=together.machine, host_devices=2)
     (slow,) = [one for one in changes(quick, traced_predictor(quick), shares(quick)) if "tensor" in one.edit]
     assert slow.gain < LEAST_GAIN, "on links without a limit it would be 1.3 %"
     check_accepted(together, change, tmp_path)
@@ -226,7 +227,7 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
 
 def test_micro_batches_that_may_not_fit_are_not_named() -> None:
     facts = FAULTS["low utilisation"].traced()
-    assert "micro_batch" not in edit(verdict(replace(facts, device=replace(facts.device, memory_bytes=None))))
+    assert "micro_batch" not in edit(verdict(with_memory(facts, 0)))
 
 
 def test_skipped_steps_are_a_cost_with_a_loss_scale_to_begin_with() -> None:

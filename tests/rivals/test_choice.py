@@ -12,20 +12,20 @@ from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, choose, w
 from rivals.deepspeed_rows import TupleLayer, stock_zero_stage
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunDraft
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from ddpm_ds.unet.model import UNet
-from tests.launching import REPOSITORY, tiny_text_spec
+from tests.launching import REPOSITORY, drafted, tiny_text_spec
 
 CONFIGS = REPOSITORY / "ds_configs"
 SPECS = REPOSITORY / "launch" / "specs"
 
 
-def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: int = 8, **files: str) -> RunPlan:
+def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: int = 8, **files: str) -> RunDraft:
     """A plan with ``micro`` micro-batches."""
     changes = (f"train.batch_images={batch}", f"train.accumulation={micro}", *changes)
     spec, config = SPECS / files.get("spec", "digits.yaml"), CONFIGS / files.get("config", "zero1_fp32.json")
-    return plan_run(spec, changes, config, world_size=processes, stages=stages)
+    return drafted(spec, changes, config, world_size=processes, stages=stages)
 
 
 PLAIN = {name: "has one process, and" for name in ("plain", "diffusers", "diffusers-randn", "lucidrains", "ours-dim64")}
@@ -68,7 +68,7 @@ PIPED = dict.fromkeys(("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES)
     ],
 )
 def test_a_row_that_cannot_run_says_why(
-    plan: RunPlan, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    plan: RunDraft, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "find_spec", lambda package: None if package.startswith("denoising") else package)
     found = {row: reason for row in ROWS if (reason := why_not(row, plan)) is not None}

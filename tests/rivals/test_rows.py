@@ -9,8 +9,8 @@ import torch
 from rivals.rows import Loop, Setting, diffusers_loop, our_loop
 
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.planning import decided, plan_run
-from tests.launching import REPOSITORY
+from ddpm_ds.planning import machine_here, make_plan
+from tests.launching import REPOSITORY, drafted
 
 CPU = torch.device("cpu")
 TINY = (
@@ -28,8 +28,9 @@ def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str) 
     """A tiny U-Net on digits."""
     spec, path = REPOSITORY / "launch" / "specs" / "digits.yaml", REPOSITORY / "ds_configs" / config
     changes = [*TINY, f"data.store_root={store_root}", *overrides]
-    plan = plan_run(spec, changes, path, world_size=1, stages=None, device="cpu")
-    return Setting(decided(plan, CPU), prepare(plan.spec.data), CPU)
+    draft = drafted(spec, changes, path, world_size=1, stages=None)
+    plan = make_plan(draft, ("0",), machine_here(draft.ds.precision, ("0",), 1))
+    return Setting(plan, prepare(plan.spec.data), CPU)
 
 
 def losses(row: Loop, steps: int) -> list[float]:

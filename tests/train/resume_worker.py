@@ -27,11 +27,12 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunDraft
 from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, described
+from tests.launching import drafted
 from tests.pipeline.ladder_worker import groups_of_its_own
 
 STEPS = 3
@@ -80,7 +81,7 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
     return [kept * mean + (1 - kept) * master for mean, master in zip(old, masters, strict=True)]
 
 
-def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any]) -> None:
+def train(plan: RunDraft, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any]) -> None:
     """``STEPS`` steps; adds what they gave to ``report``."""
     batches = replica_batches(
         plan.spec,
@@ -110,7 +111,7 @@ def run_course(course: Course, folder: Path) -> None:
     """All of a course, in one engine."""
     changes = [f"train.accumulation={course.accumulation}", f"ema.on_host={course.on_host}".lower()]
     world_size = dist.get_world_size()
-    plan = plan_run(Path(course.spec), changes, Path(course.ds_config), world_size=world_size, stages=course.stages)
+    plan = drafted(Path(course.spec), changes, Path(course.ds_config), world_size=world_size, stages=course.stages)
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
     engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=plan.spec.train.seed)
     ema = averages_of(engine, plan.spec.ema)
@@ -124,7 +125,7 @@ def run_course(course: Course, folder: Path) -> None:
             "stage_elements": sum(parameter.numel() for parameter in engine.module.parameters()),
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
         }
-        about = described(plan, {})
+        about = described(plan.spec, plan.ds, plan.layers, {}, None)
         saver = Saver(engine, ema, there, plan.spec.checkpoint, about, log=print, store=store)
         if source:
             saver.load(whole(Path(source)))

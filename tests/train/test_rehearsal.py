@@ -11,9 +11,8 @@ from ddpm_ds.cli import train as command
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.spec import check_sampler
 from ddpm_ds.errors import SpecError
-from ddpm_ds.planning import plan_run
 from ddpm_ds.schema.choices import SAMPLERS, SCHEDULES
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, drafted
 from tests.train.ranks import Ranks
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -37,10 +36,10 @@ def test_a_rehearsal_draws_by_one_evaluation_with_every_sampler_and_schedule() -
         for kind in SAMPLERS:
             overrides = [f"diffusion.schedule={schedule}", f"sampler.kind={kind}", "sampler.guidance_between=[0.2,3]"]
             try:
-                plan = plan_run(DIGITS, overrides, MAIN, world_size=1, stages=1)
+                draft = drafted(DIGITS, overrides, MAIN, world_size=1, stages=1)
             except SpecError:
                 continue  # a schedule that this sampler does not know
-            spec = command._rehearsed(plan).spec
+            spec = command._rehearsed(draft.spec)
             check_sampler(spec.sampler, spec.diffusion, classes=spec.unet.classes)
             assert len(levels_of(spec.diffusion).visits(spec.sampler)) == 1
             tried += 1
@@ -56,7 +55,7 @@ def test_a_rank_that_runs_out_of_memory_says_so(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.get(name, "0"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("ddpm_ds.train.start.started", training)
+    monkeypatch.setattr(command, "_train", training)
     with pytest.raises(RuntimeError):
         command.main(["--deepspeed_config", str(MAIN), "--run-dir", str(tmp_path / "run"), "--steps", "1"])
     assert "ddpm_ds: error: rank 0 ran out of memory; ddpm-ds fit finds" in capsys.readouterr().err
