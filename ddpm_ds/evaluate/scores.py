@@ -147,7 +147,7 @@ class Scorer:
             found += self._inception_scores(reference, *self._inception, images, device)
         if reference is not None and "pixel" in self._wanted:
             real = reference.images
-            fitted, half = pixel_gaussian(real), np.array_split(shuffled(len(real)), 2)
+            fitted, halves = pixel_gaussian(real), np.array_split(shuffled(len(real)), 2)
             dims = len(fitted.mean)
             found.append(
                 Score(
@@ -157,7 +157,7 @@ class Scorer:
                     len(images),
                     len(real),
                     f"ddpm_ds {__version__}",
-                    real=frechet_distance(*(pixel_gaussian(real, np.sort(places)) for places in half)),
+                    real=frechet_distance(*(pixel_gaussian(real, np.sort(places)) for places in halves)),
                     details={"dims": dims, "real_is": "between two halves of the reference"},
                 )
             )

@@ -10,18 +10,11 @@ from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.tracking.run_folder import RunFolder
 
 
-def model_card(
-    trained: Trained,
-    *,
-    precision: str,
-    label: str | None,
-    picture: str | None,
-    single_file: str | None = None,
-    hub_name: str | None = None,
-) -> str:
+def model_card(trained: Trained, *, hub_name: str | None = None, **written: str | None) -> str:
     """Return the model card in Markdown, with the front matter that model hubs read.
 
-    ``label`` is folded into the weights, ``picture`` names the grid of samples, ``single_file`` the only file, if any.
+    ``written`` are the ``precision``, the ``label`` folded into the weights, the ``picture`` of samples, and the
+    ``single_file``, if any.
     """
     text = trained.unet_spec.text is not None
     plain = "DDPMPipeline" if trained.autoencoder is None else "LDMPipeline"
@@ -31,11 +24,8 @@ def model_card(
         spec=trained.spec,
         title=trained.spec.name if trained.spec else Path(trained.origin).resolve().name,
         parameters=sum(parameter.numel() for parameter in trained.unet.parameters()),
-        precision=precision,
-        label=label,
-        picture=picture,
-        single_file=single_file,
         here=hub_name or ".",
+        **written,
         text=text,
         pipeline=pipeline_of(trained) if text else plain,
         continuous=SCHEDULES[trained.diffusion.schedule].continuous,

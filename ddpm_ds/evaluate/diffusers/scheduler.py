@@ -67,15 +67,12 @@ def refused(key: str, value: object, why: str) -> ValueError:
 
 
 Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
-
 EXPLICIT = "trained_betas"
 """Argument of diffusers' schedulers for the betas of a schedule that has no name in diffusers."""
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
 """Ends of the betas of Stable Diffusion."""
 UNLIMITED = 1e6
 """Maximum of dynamic clipping in diffusers, which requires one; ours has none."""
-
-
 FLOW = "DPMSolverMultistepScheduler"
 """Scheduler of flow matching for text, since `FlowMatchEulerDiscreteScheduler` lacks `scale_model_input`, which the
 pipelines call."""
@@ -212,13 +209,9 @@ class _FlowMatchArguments(_Noise):
     """Arguments of a scheduler that knows flow matching alone, where arguments of noise in timesteps have no effect."""
 
     class_names: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+    ignored: ClassVar = OF_SAMPLING | {"beta_start", "beta_end", "beta_schedule", "trained_betas"}
 
     num_train_timesteps: Literal[1000] = 1000
-    invert_sigmas: Literal[False] = False
-    beta_start: object = None
-    beta_end: object = None
-    beta_schedule: object = None
-    trained_betas: object = None
 
 
 class _FlowArguments(_FlowMatchArguments):
