@@ -41,7 +41,7 @@ from ddpm_ds.config.spec import HELD_OUT_QUANTILES
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
-from ddpm_ds.pipeline.placement import traffic
+from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import RunDraft, plan
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload
 from ddpm_ds.processes.ranks import set_environment
@@ -333,21 +333,21 @@ def _messages_line(plan: RunDraft) -> str:
 
 def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     """Return new decisions of a run's start in words and a table; empty if there are none."""
-    lines = [hosts_line(decided)] if hosts_line(decided) != hosts_line(planned) else []
-    if (warning := hosts_warning(decided)) != hosts_warning(planned):
-        lines += warning
+    known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
+    lines = [line] if (line := hosts_line(*new)) != hosts_line(*known) else []
+    lines += warning if (warning := hosts_warning(*new)) != hosts_warning(*known) else []
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
         lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
     return "\n".join(filter(None, lines))
 
 
-def hosts_line(plan: RunDraft) -> str | None:
+def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
     """Return a line on the bytes that cross hosts in a step, for both axes across hosts; None for one host."""
-    if not plan.grid.hosts:
+    if not grid.hosts:
         return "hosts        of different sizes: placement and traffic are known once the ranks have met"
-    if not plan.grid.several_hosts:
+    if not grid.several_hosts:
         return None
-    sizes, wires = list(Counter(plan.grid.hosts).values()), traffic(plan.grid, plan.exchange)
+    sizes, wires = list(Counter(grid.hosts).values()), traffic(grid, exchange)
     equal = len(set(sizes)) == 1
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
     kinds = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
@@ -356,11 +356,11 @@ def hosts_line(plan: RunDraft) -> str | None:
         return None
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
     most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
-    line = f"hosts        {each}, {plan.grid.across} across hosts: {whole} between them, {most}"
-    if min(plan.ds.layout.stages, plan.ds.layout.replicas) == 1:
+    line = f"hosts        {each}, {grid.across} across hosts: {whole} between them, {most}"
+    if min(grid.stages, grid.replicas) == 1:
         return line
-    other: AcrossHosts = "replicas" if plan.grid.across == "stages" else "stages"
-    turned = traffic(replace(plan.grid, across=other), plan.exchange)
+    other: AcrossHosts = "replicas" if grid.across == "stages" else "stages"
+    turned = traffic(replace(grid, across=other), exchange)
     return f"{line}; {other} across would be {_megabytes(turned.between_hosts)}"
 
 
@@ -381,14 +381,17 @@ def _tensor_lines(plan: RunDraft) -> list[str]:
         parts.append(f"{few} {'stay' if names[1:] else 'stays'} whole: {reason}")
     groups, sent = counted(plan.ds.layout.world_size // tensor.size, "group"), _megabytes(max(plan.exchange.sums))
     cost = f"a rank sends {sent} a step to sum their parts"
-    return [f"tensor       {groups} of {tensor.size} ranks, {'; '.join(parts)}; {cost}", *hosts_warning(plan)]
+    return [
+        f"tensor       {groups} of {tensor.size} ranks, {'; '.join(parts)}; {cost}",
+        *hosts_warning(plan.grid, plan.exchange),
+    ]
 
 
-def hosts_warning(plan: RunDraft) -> list[str]:
+def hosts_warning(grid: Grid, exchange: Exchange) -> list[str]:
     """Return a line on tensor groups across hosts, if there are any."""
-    if not (split := plan.grid.split_groups):
+    if not (split := grid.split_groups):
         return []
-    size, sent = plan.ds.layout.tensor.size, max(plan.exchange.sums)
+    size, sent = grid.tensor, max(exchange.sums)
     return [
         f"warning      {counted(split, 'tensor group')} across hosts: each rank sends {_megabytes(sent)} a step to sum "
         f"parts of layers, and waits for them; use a pipeline.tensor.size below {size} that divides the processes of a "
@@ -431,7 +434,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         plan.chosen and plan.chosen.line,
         *_tensor_lines(plan),
         _messages_line(plan) if layout.stages > 1 else None,
-        hosts_line(plan),
+        hosts_line(plan.grid, plan.exchange),
         f"batch        {batch[0]} = {batch[1]} of {layout.micro_batch_images} x {counted(layout.replicas, 'replica')}",
         f"length       {counted(spec.train.images, 'image')} = {counted(plan.steps, 'step')}, "
         f"logged every {counted(spec.logging.log_every_images, 'image')}",

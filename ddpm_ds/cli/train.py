@@ -46,7 +46,7 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import MACHINE, REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning import RunDraft, RunPlan, check_memory, choose, lay_out, machine_here, make_plan, read_run
+from ddpm_ds.planning import RunDraft, check_memory, choose, lay_out, machine_here, make_plan, read_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
@@ -56,6 +56,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     set_environment,
 )
+from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine
@@ -68,6 +69,7 @@ from ddpm_ds.tracking.run_folder import (
     remove_if_empty,
 )
 from ddpm_ds.tracking.tracker import start_child
+from ddpm_ds.unet.layers import Layer
 
 if TYPE_CHECKING:
     import torch
@@ -328,7 +330,7 @@ def _train(
         files = {STAGES: stage_table(plan), MACHINE: machine_json(machine, {})}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
-                _conclude(ended, plan, prepared.claim.run_dir)
+                _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
 
 
 def check_run_memory(options: argparse.Namespace, draft: RunDraft, run_dir: Path, device: torch.device) -> str | None:
@@ -350,7 +352,7 @@ def check_run_memory(options: argparse.Namespace, draft: RunDraft, run_dir: Path
     return check_memory(draft, device, int(os.environ["RANK"]), again, new=new)
 
 
-def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
+def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:
     """Say where the time of a run that is over and saved went, and how it ended. Every rank calls this.
 
     A fault of a report is said in a line, and changes nothing for the run.
@@ -367,7 +369,7 @@ def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with faults_logged("verdict", recorder.log):
         if os.environ["RANK"] == "0":
-            found = verdict.conclude(run_dir, startup_times(plan.layers, engine.device, plan.ds.precision))
+            found = verdict.conclude(run_dir, startup_times(layers, engine.device, precision))
             recorder.artifact(run_dir / VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")

@@ -14,8 +14,9 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
-from ddpm_ds.planning import RunDraft, make_plan
+from ddpm_ds.planning import make_plan
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
@@ -99,7 +100,7 @@ class StockPipeline:
 
     def __init__(self, setting: Setting, *, folded: bool) -> None:
         plan, seed = setting.plan, setting.plan.spec.train.seed
-        zero_stage, why = stock_zero_stage(plan)
+        zero_stage, why = stock_zero_stage(plan.ds)
         self.note, self.comparable = why, True
         self._objective, text = setting.objective(), plan.spec.unet.text is not None
         config, sizes = plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), ("reduce", "allgather")
@@ -140,11 +141,11 @@ class StockPipeline:
             yield tuple(inputs), (prepared.x0, prepared.t, prepared.eps)
 
 
-def stock_zero_stage(plan: RunDraft) -> tuple[int, str]:
+def stock_zero_stage(ds: ResolvedDsConfig) -> tuple[int, str]:
     """Return the ZeRO stage that the stock engine runs under, and the reason if the JSON asks for another one."""
-    asked, clips = plan.ds.layout.zero_stage, plan.ds.config.gradient_clipping
+    asked, clips = ds.layout.zero_stage, ds.config.gradient_clipping
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"
-    if asked == 0 and (plan.ds.precision == "fp16" or (plan.ds.layout.stages > 1 and clips)):
+    if asked == 0 and (ds.precision == "fp16" or (ds.layout.stages > 1 and clips)):
         return 1, "ZeRO-1, since without ZeRO it forgets the loss scale, and clips by the first stage's norm alone"
     return asked, ""

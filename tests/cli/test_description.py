@@ -31,6 +31,10 @@ def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **
         return drafted(DIGITS, [], file, world_size=world_size, stages=stages, hosts=hosts)
 
 
+def hosts_of(made: RunDraft) -> str | None:
+    return hosts_line(made.grid, made.exchange)
+
+
 def met(draft: RunDraft, hosts: Sequence[str]) -> RunPlan:
     """The plan of ranks that have met on these hosts."""
     return make_plan(draft, hosts, machine_like("cpu", 2**34, half=True, devices=len(hosts), nodes=1))
@@ -106,7 +110,7 @@ def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
     over 2 edges, and 2 x 1/2 to gather them."""
     two = plan(TWO_BY_TWO)
     gradients = 701_345 * (8 * 2 + 1) * 2 * 0.5 * 2
-    line = hosts_line(two)
+    line = hosts_of(two)
     assert line is not None and line in describe_plan(two, Path("runs/x")).splitlines()
     assert line.startswith(
         "hosts        2 x 2 processes, stages across hosts: 1.475 MB of activations a step between them,"
@@ -118,7 +122,7 @@ def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
 
 def test_the_json_decides_otherwise() -> None:
     other = plan(TWO_BY_TWO, across_hosts="replicas")
-    line = hosts_line(other)
+    line = hosts_of(other)
     assert line is not None and "replicas across hosts: 23.85 MB a step, 22.44 MB of gradients and 1.403 MB of" in line
     assert "stages across would be 1.475 MB" in line
     assert [row.split("  ")[-1] for row in stage_table(other).splitlines()][1:] == ["0, 1", "0, 1"]
@@ -127,7 +131,7 @@ def test_the_json_decides_otherwise() -> None:
 def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
     named = met(plan(TWO_BY_TWO), ["worker-1", "worker-1", "worker-2", "worker-2"])
     assert [row.split()[-1] for row in stage_table(named).splitlines()] == ["host", "worker-1", "worker-2"]
-    assert hosts_line(named) == hosts_line(plan(TWO_BY_TWO))
+    assert hosts_of(named) == hosts_of(plan(TWO_BY_TWO))
     assert met(plan(TWO_BY_TWO), ["same"] * 4).grid.hosts == TWO_BY_TWO
     fold = stage_table(plan(TWO_BY_TWO, schedule="auto")).splitlines()[1:]
     assert [(row.split()[3], row.split()[-1]) for row in fold] == [("0", "0"), ("1", "1"), ("1", "1"), ("0", "0")]
@@ -137,15 +141,15 @@ def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
 
 def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
     before = plan(())
-    line = hosts_line(before)
+    line = hosts_of(before)
     assert line is not None and "known once the ranks have met" in line and before.grid.across == "stages"
-    after = hosts_line(met(before, ["a", "a", "a", "b"]))
+    after = hosts_of(met(before, ["a", "a", "a", "b"]))
     assert after is not None and after.startswith("hosts        3 + 1 processes, stages across hosts: ")
 
 
 @pytest.mark.parametrize(("stages", "apart"), [(1, "replicas"), (4, "stages")])
 def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None:
-    line = hosts_line(plan(TWO_BY_TWO, stages=stages))
+    line = hosts_of(plan(TWO_BY_TWO, stages=stages))
     assert line is not None and f" {apart} across hosts: " in line and "would be" not in line
 
 

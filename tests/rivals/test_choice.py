@@ -96,7 +96,7 @@ def test_the_stock_engine_gets_a_zero_stage_under_which_it_trains_right(
     config: str, stages: int, zero_stage: int, why: str
 ) -> None:
     plan = plan_of(stages, stages, config=config)
-    found, said = stock_zero_stage(plan)
+    found, said = stock_zero_stage(plan.ds)
     assert found == zero_stage and why in said and bool(why) == bool(said)
 
 

@@ -156,7 +156,7 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
     assert run.data.tags.keys() >= {"verdict.top", "verdict.share", "verdict.try"}
     kept = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert kept >= {"spec.yaml", "ds_config.json", "trace", "verdict.txt", "progress.gif"}
+    assert kept >= {"spec.yaml", "ds_config.json", "machine.json", "trace", "verdict.txt", "progress.gif"}
 
 
 @pytest.mark.launch
