@@ -33,7 +33,7 @@ else:  # hidden from type checkers: seeing __getattr__, they would accept every 
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         if not isinstance(found, type):
-            found = import_module(f"{__name__}.config.section").checked(found)
+            found = import_module(f"{__name__}.schema.section").checked(found)
         return globals().setdefault(name, found)
 
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
+from ddpm_ds.cli.options import ConfigOption, Device, OneLineParser, SpecOptions, add_options, read, take_files
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
-from ddpm_ds.command_line import (
-    OneLineParser,
-    add_config_option,
-    add_spec_options,
-    file_path,
-    limited_seconds,
-    memory_size,
-    positive,
-    processes,
-    seconds,
-    step_range,
-    take_files,
-    valid_text,
-)
+from ddpm_ds.command_line import HIDDEN, flag, option, process_count
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import (
     ERROR,
@@ -42,12 +29,10 @@ from ddpm_ds.errors import (
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
+from ddpm_ds.files import STAGES, VERDICT
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import RunPlan, check_memory, plan_run
 from ddpm_ds.processes.ranks import (
-    DEAD_SECONDS,
-    HANG_SECONDS,
     for_good,
     on_several_hosts,
     print_once,
@@ -66,6 +51,7 @@ from ddpm_ds.tracking.run_folder import (
     remove_if_empty,
 )
 from ddpm_ds.tracking.tracker import start_child
+from ddpm_ds.train.asked import Asked
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +59,6 @@ if TYPE_CHECKING:
     from ddpm_ds.train.session import Ended
     from ddpm_ds.train.start import Prepared
 
-TRACED_STEPS = range(20, 23)
-"""Optimizer steps that are traced by default."""
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
@@ -102,129 +86,67 @@ exit codes
 """
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every program that a launcher starts; they say what, how and where to train."""
-    add_config_option(parser)
-    add_spec_options(parser)
-    parser.add_argument(
-        "-p",
-        "--pipeline-stages",
-        type=processes,
-        metavar="STAGES",
-        help="number of stages, instead of the JSON's pipeline.stages",
+@dataclass(frozen=True)
+class RankOptions(SpecOptions, ConfigOption):
+    """Options of every program that a launcher starts; they say what, how and where to train."""
+
+    pipeline_stages: int | None = option(
+        "number of stages, instead of the JSON's pipeline.stages",
+        "STAGES",
+        process_count,
+        names=("-p", "--pipeline-stages"),
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
-    )  # launchers pass it
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # a convention of DeepSpeed
+    device: Device = option("default: CUDA if any", default="auto")
+    local_rank: int = option(HIDDEN, kind=int, default=0, names=("--local_rank", "--local-rank"))  # launchers pass it
+    deepspeed: bool = flag(HIDDEN)  # a convention of DeepSpeed
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+@dataclass(frozen=True)
+class TrainOptions(Asked, RankOptions):
+    """Options of a training run."""
+
+    described: bool = flag(HIDDEN)
+    """Whether ``ddpm-ds train`` has printed the plan."""
+    dry_run: bool = flag("print what would run, and exit")
+
+
+def parse(arguments: Sequence[str] | None) -> TrainOptions:
     """Parse the options of a training run.
 
     Raises:
         SpecError: an option is unknown or has a wrong value.
     """
     parser = OneLineParser(
-        prog="deepspeed [launcher options] launch/train.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION, epilog=EXAMPLES
     )
-    add_train_options(parser)
-    return parser.parse_args(arguments)
+    add_options(parser, TrainOptions)
+    return read(TrainOptions, parser.parse_args(arguments))
 
 
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a training run."""
-    add_run_options(parser)
-    parser.add_argument(
-        "--run-dir",
-        type=file_path,
-        metavar="DIR",
-        help="folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
-        f"(default {OUTPUT_ROOT}/DATE-NAME)",
-    )
-    parser.add_argument(
-        "--resume",
-        type=lambda text: str(expanded(text)),
-        default="auto",
-        metavar="auto|never|CHECKPOINT|RUN_DIR",
-        help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run, "
-        "or its newest good one",
-    )
-    parser.add_argument(
-        "--start-seconds",
-        type=limited_seconds,
-        default=300.0,
-        metavar="S",
-        help="how long the first ranks wait for the last one to be started (300)",
-    )
-    parser.add_argument(
-        "--dead-seconds",
-        type=seconds,
-        default=DEAD_SECONDS,
-        metavar="S",
-        help=f"silence after which a rank is given up ({DEAD_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--hang-seconds",
-        type=seconds,
-        default=HANG_SECONDS,
-        metavar="S",
-        help=f"seconds without a step after which all ranks stop ({HANG_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--trace-steps",
-        type=step_range,
-        metavar="FIRST-LAST",
-        help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
-        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
-    )
-    parser.add_argument(
-        "--profile-kernels",
-        type=step_range,
-        default=range(0),
-        metavar="FIRST-LAST",
-        help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        metavar="N",
-        help=f"only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, "
-        f"without MLflow and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
-    )
-    parser.add_argument("--memory-budget", type=memory_size, help=argparse.SUPPRESS)  # for ddpm-ds fit
-    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this run is made; kept with it in MLflow")
-    parser.add_argument("--parent-run", metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
-    parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # train has printed the plan
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
-
-
-def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] | None) -> tuple[RunPlan, Path]:
+def checked(options: TrainOptions, world_size: int, hosts: Sequence[str] | None) -> tuple[RunPlan, Path]:
     """Check the options before anything starts; return the run's plan and folder. ``hosts`` has each rank's host.
 
     Raises:
         UserError: an option or a file is wrong.
     """
-    take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
+    files = take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
     plan = plan_run(
-        options.spec,
-        options.overrides,
-        options.deepspeed_config,
+        files.spec,
+        files.overrides,
+        files.deepspeed_config,
         world_size=world_size,
         stages=options.pipeline_stages,
         device=options.device,
         hosts=hosts,
     )
-    options.trace_steps = _traced(options.trace_steps, plan.steps)
-    _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
+    for name, steps in (("--trace-steps", options.trace_steps), ("--profile-kernels", options.profile_kernels)):
+        if steps and steps[-1] > plan.steps:
+            asked = f"{name} {steps[0]}-{steps[-1]}"
+            raise SpecError(f"{asked}, but the run has {plan.steps} steps; use steps up to {plan.steps}")
     if options.steps is not None:
-        plan, options.resume = _rehearsed(plan), "never"
+        plan = _rehearsed(plan)
     run_dir = options.run_dir or new_run_dir(plan.spec.name)
-    _check_resume(options.resume, run_dir)
+    _check_resume(options.start_from, run_dir)
     return plan, run_dir
 
 
@@ -255,48 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training program on this rank and return its exit code."""
     try:
         with contextlib.ExitStack() as screen:  # closes the progress line before an error is printed
-            set_environment()
-            with _told_to_other_hosts():
-                options = parse(arguments)
-                world_size = int(os.environ["WORLD_SIZE"])
-                plan, run_dir = checked(options, world_size, launched_hosts(world_size))
-                if int(os.environ["RANK"]) == 0:
-                    check_experiment(plan.spec.logging.experiment, run_dir.parent)
-                    if options.run_dir is None and not options.dry_run:
-                        run_dir = make_run_dir(run_dir)
-                        screen.callback(remove_if_empty, run_dir)
-                    check_output(run_dir, options.resume)
-                    if not options.described:
-                        print(describe_plan(plan, run_dir), flush=True)
-                if options.dry_run:
-                    return 0
-                line = sender = None
-                if os.environ["RANK"] == "0":
-                    line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
-                    if options.steps is None:
-                        sender = start_child()  # imports MLflow meanwhile
-                        screen.callback(sender.wait)
-                        screen.callback(sender.kill)
-                with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
-                    # These import torch, after everything cheap is checked.
-                    from ddpm_ds.device import choose_device
-                    from ddpm_ds.pipeline import import_deepspeed
-
-                    device = choose_device(options.device, plan.ds.layout.stages)
-                    import_deepspeed()
-                    warning = check_run_memory(options, plan, run_dir, device)
-                    if warning is not None and os.environ["LOCAL_RANK"] == "0":
-                        print(warning, flush=True)
-                    from ddpm_ds.train.session import run_training
-                    from ddpm_ds.train.start import Asked, started
-            asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
-            with started(plan, run_dir, device, asked, line) as (prepared, watchdog):
-                if line is not None and (said := decided_since(plan, prepared.plan)):
-                    print(said, flush=True)
-                files = {STAGES: stage_table(prepared.plan)}
-                with run_training(prepared, watchdog, asked, line, files, sender) as ended:
-                    if ended is not None:
-                        _conclude(ended, prepared)
+            _train(arguments, screen)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
@@ -314,7 +195,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_run_memory(options: argparse.Namespace, plan: RunPlan, run_dir: Path, device: torch.device) -> str | None:
+def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> None:
+    set_environment()
+    with _told_to_other_hosts():
+        options, world_size = parse(arguments), int(os.environ["WORLD_SIZE"])
+        plan, run_dir = checked(options, world_size, launched_hosts(world_size))
+        if int(os.environ["RANK"]) == 0:
+            check_experiment(plan.spec.logging.experiment, run_dir.parent)
+            if options.run_dir is None and not options.dry_run:
+                run_dir = make_run_dir(run_dir)
+                screen.callback(remove_if_empty, run_dir)
+            check_output(run_dir, options.start_from)
+            if not options.described:
+                print(describe_plan(plan, run_dir), flush=True)
+        if options.dry_run:
+            return
+        line = sender = None
+        if os.environ["RANK"] == "0":
+            line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
+            if options.steps is None:
+                sender = start_child()  # imports MLflow meanwhile
+                screen.callback(sender.wait)
+                screen.callback(sender.kill)
+        with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
+            # These import torch, after everything cheap is checked.
+            from ddpm_ds.device import choose_device
+            from ddpm_ds.pipeline import import_deepspeed
+
+            device = choose_device(options.device, plan.ds.layout.stages)
+            import_deepspeed()
+            warning = check_run_memory(options.overrides, plan, run_dir, device)
+            if warning is not None and os.environ["LOCAL_RANK"] == "0":
+                print(warning, flush=True)
+            from ddpm_ds.train.session import run_training
+            from ddpm_ds.train.start import started
+    with started(plan, run_dir, device, options, line) as (prepared, watchdog):
+        if line is not None and (news := decided_since(plan, prepared.plan)):
+            print(news, flush=True)
+        files = {STAGES: stage_table(prepared.plan)}
+        with run_training(prepared, watchdog, options, line, files, sender) as ended:
+            if ended is not None:
+                _conclude(ended, prepared)
+
+
+def check_run_memory(overrides: Sequence[str], plan: RunPlan, run_dir: Path, device: torch.device) -> str | None:
     """Return a warning if a run may not fit this host's memory.
 
     Raises:
@@ -323,9 +247,9 @@ def check_run_memory(options: argparse.Namespace, plan: RunPlan, run_dir: Path, 
 
     def again(changes: Sequence[str], stages: int) -> RunPlan:
         return plan_run(
-            options.spec,
-            [*options.overrides, *changes],
-            options.deepspeed_config,
+            plan.spec_path,
+            [*overrides, *changes],
+            plan.ds_path,
             world_size=plan.ds.layout.world_size,
             stages=stages,
             hosts=plan.hosts,
@@ -390,17 +314,3 @@ def _told_to_other_hosts() -> Iterator[None]:
 
             refuse_alone(error)
         raise
-
-
-def _traced(asked: range | None, steps: int) -> range:
-    """Return the steps to trace in a run of ``steps`` steps."""
-    if asked is None:
-        return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
-    _check_steps("--trace-steps", asked, steps)
-    return asked
-
-
-def _check_steps(option: str, asked: range, steps: int) -> None:
-    """Raise SpecError if the run is too short for the steps ``asked`` for."""
-    if asked and asked[-1] > steps:
-        raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")

@@ -7,7 +7,6 @@ others or their launcher. DeepSpeed's launcher alone would kill the ranks 30 s a
 of it is killed, and never restarts.
 """
 
-import argparse
 import contextlib
 import ctypes
 import math
@@ -21,11 +20,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import psutil
 
-from ddpm_ds.command_line import without
+from ddpm_ds.command_line import split_option
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
 from ddpm_ds.files import expanded, read_bytes
 from ddpm_ds.processes import hosts
@@ -173,7 +172,7 @@ def supervise(
 
     Raises SpecError if ``program`` has no --run-dir, and as :meth:`Place.check`.
     """
-    if not (run_dir := _option(program, "--run-dir")):
+    if not (run_dir := split_option(program, "--run-dir")[0]):
         raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
     latest = expanded(run_dir) / "checkpoints" / "latest"
     restarts = starts = 0
@@ -189,8 +188,9 @@ def supervise(
             starts += 1
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
-            if saved or _option(program, "--resume") == "never":  # the folder is the run's own now
-                program = without(program, lambda parser: parser.add_argument("--resume", nargs="?"))
+            resume, others = split_option(program, "--resume")
+            if saved or resume == "never":  # the folder is the run's own now
+                program = others
             why = f"exit code {ended.code} ({MEANINGS.get(ended.code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
@@ -223,12 +223,6 @@ def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool)
     if 0 < first < 128:  # others record that they lost it
         return first
     return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
-
-
-def _option(command: Sequence[str], name: str) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(name, nargs="?", dest="value")
-    return cast(str | None, parser.parse_known_args(command)[0].value)
 
 
 def _written(path: Path) -> tuple[bytes, int]:
