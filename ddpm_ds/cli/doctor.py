@@ -34,8 +34,6 @@ exit codes: 0 all good   2 something to fix, marked by !, or bad input
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are to train."""
-
     hostfile: Path | None = option(
         f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)", "FILE"
     )

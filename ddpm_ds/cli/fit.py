@@ -11,17 +11,7 @@ from pathlib import Path
 import psutil
 
 from ddpm_ds.cli.options import OVERWRITE, ConfigOption, Device, SpecOptions, Verb, take_files
-from ddpm_ds.command_line import (
-    batch,
-    check_outputs,
-    flag,
-    gib,
-    memory_size,
-    option,
-    positive,
-    process_count,
-    writing,
-)
+from ddpm_ds.command_line import batch, check_outputs, flag, gib, memory_size, option, positive, process_count, writing
 from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, spec_overrides
 from ddpm_ds.errors import LayoutError

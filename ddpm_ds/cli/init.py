@@ -130,8 +130,6 @@ KINDS = {
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Options of ``ddpm-ds init``, which has a flag for each kind too."""
-
     folder: Path = option("new or empty folder", "FOLDER", names=("folder",))
     kind: str = "digits"
 

@@ -63,8 +63,6 @@ exit codes (docs/exit_codes.md)
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """Options of the supervisor."""
-
     max_restarts: int = option("restarts in a row without a new checkpoint (default 0)", "N", natural, default=0)
     grace_seconds: float = option(
         "seconds for the ranks to save and stop after a signal (default %(default)g)", "S", grace_seconds, default=300.0
@@ -73,8 +71,6 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options that say where ranks are started."""
-
     processes: int | None = option(
         "processes on this machine (default: one for each GPU, or one)", "N", process_count, either="where"
     )

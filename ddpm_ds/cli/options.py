@@ -66,8 +66,7 @@ class Verb:
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     """Add an option for each field that :func:`option` made, also of dataclasses inside."""
-    hints = get_type_hints(options)
-    exclusive = dict[str, Any]()
+    hints, exclusive = get_type_hints(options), dict[str, Any]()
     for field in fields(options):
         hint = hints[field.name]
         if isinstance(hint, type) and is_dataclass(hint):
@@ -78,8 +77,8 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
         values = {"default": default, **_of_type(hint), **field.metadata}
         if values["help"] == HIDDEN:
             values["help"] = argparse.SUPPRESS
-        names = values.pop("names", (f"--{field.name.replace('_', '-')}",))
         place: argparse._ActionsContainer = parser
+        names = values.pop("names", (f"--{field.name.replace('_', '-')}",))
         if group := values.pop("group", getattr(options, "group", None)):
             known = [each for each in parser._action_groups if each.title == group[0]]
             place = known[0] if known else parser.add_argument_group(*group)
@@ -102,8 +101,7 @@ def _of_type(hint: object) -> dict[str, Any]:
 def read(options: type[Options], given: argparse.Namespace) -> Options:
     """Return the options that a parser was given; those that it was not have the defaults of their fields."""
     values = dict[str, Any]()
-    hints = get_type_hints(options)
-    for name, hint in hints.items():
+    for name, hint in get_type_hints(options).items():
         if isinstance(hint, type) and is_dataclass(hint):
             values[name] = read(hint, given)
         elif (value := getattr(given, name, None)) is not None:

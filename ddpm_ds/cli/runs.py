@@ -98,8 +98,6 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Folder of a run."""
-
     run_dir: Path = option(metavar="RUN_DIR", names=("run_dir",))
 
 
@@ -165,8 +163,6 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """A checkpoint."""
-
     path: Path = option(
         "folder of a checkpoint, or of a run for its newest good one", "CHECKPOINT|RUN_DIR", names=("path",)
     )

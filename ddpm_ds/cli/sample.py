@@ -131,8 +131,6 @@ class WeightsOptions:
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """Changes of the run's sampler."""
-
     group = "sampler", "defaults are those of the section `sampler` of the run"
     sampler: tuple[str, ...] = option(KINDS_HELP, "KIND", lambda text: (sampler_kind(text),), default=())
     steps: int | None = option("steps from noise to image (default: see sampler.steps)", "N", int)
@@ -152,8 +150,6 @@ class SamplerOptions:
 
 @dataclass(frozen=True)
 class DrawingOptions(WeightsOptions):
-    """Weights, and how they draw images."""
-
     precision: Precision = option("default fp32", default="fp32")
     seed: int = option("seed of all noise (default 0)", "N", seed, default=0)
     batch_images: int = option("images drawn at once (default 64)", "N", batch, default=64)
@@ -162,8 +158,6 @@ class DrawingOptions(WeightsOptions):
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What a U-Net with text draws."""
-
     group = "text", "for runs that were trained with captions (data.text)"
     prompt: tuple[str, ...] | None = option(
         "what images show; may be given several times, images take them in turn (default count: one of each)",
@@ -391,9 +385,8 @@ def sample(options: SampleOptions) -> int:
     from ddpm_ds.unet.operations import widening
 
     trained, (sampler,), guide = load(options.drawing)
-    inputs, negative = _inputs(options, trained), options.text.negative
-    texts = texts_of(options.text, trained)
-    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print)
+    inputs, text = _inputs(options, trained), options.text
+    prompts = prompts_for(trained, texts_of(text, trained), text.negative, sampler, guided=guide is not None, log=print)
     request = request_for(
         trained,
         sampler,
@@ -407,7 +400,7 @@ def sample(options: SampleOptions) -> int:
         steps_ahead=options.steps_ahead,
         seed=options.drawing.seed,
         batch_images=options.drawing.batch_images,
-        **said_of(prompts, negative),
+        **said_of(prompts, text.negative),
     )
     channel, (out, kind) = _channel(options, trained), _output(options, trained)
     drawn = outputs.DrawnImages(out.parent / f".{out.name}.{request.key}", request)
@@ -434,16 +427,11 @@ def sample(options: SampleOptions) -> int:
         )
         return 128 + signal.SIGINT
     seen = "" if request.images_seen is None else f" after {request.images_seen:,} images"
-    how, each = (
-        request.sampler,
-        request.inputs and f", {request.members} for each of {request.count // request.members:,} inputs,",
-    )
-    print(
-        f"{out}: {request.count:,} images{each or ''} by {how.kind} in {how.steps} steps, seed {request.seed}, "
-        f"{request.weights} weights{seen}"
-    )
+    how, many = request.sampler, f"{request.count:,} images"
+    if inputs is not None:
+        many += f", {request.members} for each of {request.count // request.members:,} inputs,"
+    print(f"{out}: {many} by {how.kind} in {how.steps} steps, seed {request.seed}, {request.weights} weights{seen}")
     if options.mlflow:
-        outputs.record_child(
-            trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out / outputs.GRID: ""}
-        )
+        params = request.model_dump(exclude={"batch_images"})
+        outputs.record_child(trained, "sample", params, artifacts={out / outputs.GRID: ""})
     return 0

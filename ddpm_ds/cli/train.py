@@ -32,13 +32,7 @@ from ddpm_ds.errors import (
 from ddpm_ds.files import STAGES, VERDICT
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import RunPlan, check_memory, plan_run
-from ddpm_ds.processes.ranks import (
-    for_good,
-    on_several_hosts,
-    print_once,
-    record_exit,
-    set_environment,
-)
+from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine
@@ -103,19 +97,13 @@ class RankOptions(SpecOptions, ConfigOption):
 
 @dataclass(frozen=True)
 class TrainOptions(Asked, RankOptions):
-    """Options of a training run."""
-
     described: bool = flag(HIDDEN)
     """Whether ``ddpm-ds train`` has printed the plan."""
     dry_run: bool = flag("print what would run, and exit")
 
 
 def parse(arguments: Sequence[str] | None) -> TrainOptions:
-    """Parse the options of a training run.
-
-    Raises:
-        SpecError: an option is unknown or has a wrong value.
-    """
+    """Parse the options of a training run; raises SpecError if one is unknown or has a wrong value."""
     parser = OneLineParser(
         prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION, epilog=EXAMPLES
     )

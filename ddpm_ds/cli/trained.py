@@ -150,8 +150,6 @@ class SamplersOptions(SamplerOptions):
 
 @dataclass(frozen=True)
 class EvaluatedOptions(DrawingOptions):
-    """Weights, and how they draw the images that are evaluated."""
-
     sampling: SamplersOptions = SamplersOptions()
 
 

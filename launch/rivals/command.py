@@ -55,11 +55,7 @@ class BenchmarkOptions(RankOptions):
 
 
 def parse(arguments: Sequence[str] | None) -> BenchmarkOptions:
-    """Return the options of a benchmark.
-
-    Raises:
-        SpecError: an option is unknown or has a wrong value.
-    """
+    """Return the options of a benchmark; raises SpecError if one is unknown or has a wrong value."""
     meanings = "".join(f"  {name:18}{what}\n" for name, what in ROWS.items())
     parser = OneLineParser(
         prog="deepspeed [launcher options] launch/bench.py",
