@@ -143,7 +143,7 @@ class ConfigOption:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that say what is trained and how, given or found, and changes of their values."""
+    """Spec and JSON of a run, given or found, and changes of their values."""
 
     spec: Path
     overrides: tuple[str, ...]

@@ -108,7 +108,7 @@ def _log(line: str) -> None:
 def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list[str]) -> int:
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
     failed, stopped = dict[str, int](), 0
-    with run_folder.disk_errors_said(folder), run_folder.claim_folder(folder), heard_signals() as heard:
+    with run_folder.disk_errors_said(folder), run_folder.claim_folder(folder), heard_signals() as received:
         # before identity(): a run that has one keeps its note
         tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()
@@ -122,30 +122,30 @@ def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list
             identity=identity,
             log=_log,
         )
-        tracker.wait_for_run(lambda: bool(heard))  # its children look for it
+        tracker.wait_for_run(lambda: bool(received))  # its children look for it
         for trial in trials:
-            if trial.done or heard or stopped:
+            if trial.done or received or stopped:
                 continue
             trial.prepare(options.overrides)
             _log(f"{trial.label}: started, its output is in {trial.run_dir / LOG}")
-            code, said = run_command(trial.command(identity, given), trial.run_dir / LOG, heard)
+            code, why = run_command(trial.command(identity, given), trial.run_dir / LOG, received)
             if code == EXIT_PREEMPTED or not 0 <= code <= 128:  # by request
                 stopped = code if code > 0 else EXIT_PREEMPTED
             elif code:
                 failed[trial.label] = code
                 tracker.artifact(trial.run_dir / LOG, f"failed/{trial.run_dir.name}")
-            _log("\n    ".join((f"{trial.label}: {f'exit code {code}' if code else 'done'}", *said)))
+            _log("\n    ".join((f"{trial.label}: {f'exit code {code}' if code else 'done'}", *why)))
         done = sum(trial.done for trial in trials)
         begun = [trial.run_dir for trial in trials if identity_of(trial.run_dir)]
         with contextlib.suppress(UserError):  # a trial that failed before it had anything
-            if begun and not (heard or stopped):
+            if begun and not (received or stopped):
                 text = terminal([of_folder(run) for run in begun], width=shutil.get_terminal_size((120, 24)).columns)
                 print(f"\n{text}", flush=True)
                 replace_file(folder / COMPARISON, text.encode() + b"\n")
                 tracker.artifact(folder / COMPARISON)
-        tracker.finish("KILLED" if heard or stopped else "FAILED" if failed else "FINISHED")
+        tracker.finish("KILLED" if received or stopped else "FAILED" if failed else "FINISHED")
     for label, code in failed.items():
         _log(f"{label}: exit code {code}")
     again = f"look again: ddpm-ds compare {folder}" if done == len(trials) else "the same command continues"
     _log(f"{done} of {len(trials)} trials are done; {again}")
-    return stopped or (EXIT_PREEMPTED if heard and done < len(trials) else 0) or next(iter(failed.values()), 0)
+    return stopped or (EXIT_PREEMPTED if received and done < len(trials) else 0) or next(iter(failed.values()), 0)

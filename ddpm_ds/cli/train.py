@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> None:
     set_environment()
-    with _told_to_other_hosts():
+    with _reported_to_other_hosts():
         options, world_size = parse(arguments), int(os.environ["WORLD_SIZE"])
         plan, run_dir = checked(options, world_size, launched_hosts(world_size))
         if int(os.environ["RANK"]) == 0:
@@ -252,7 +252,7 @@ def check_run_memory(overrides: Sequence[str], plan: RunPlan, run_dir: Path, dev
 def _conclude(ended: Ended, prepared: Prepared) -> None:
     """Say where the time of a run that is over and saved went, and how it ended. Every rank calls this.
 
-    A fault of a report is said in a line, and changes nothing for the run.
+    A fault of a report is one line, and changes nothing for the run.
     """
     from ddpm_ds.observe.device_speed import measure_device
     from ddpm_ds.observe.observer import Pauses, read_pauses
@@ -292,7 +292,7 @@ def _conclude(ended: Ended, prepared: Prepared) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_other_hosts() -> Iterator[None]:
+def _reported_to_other_hosts() -> Iterator[None]:
     """Report a UserError of this rank to the ranks of other hosts, which may not have the same error."""
     try:
         yield

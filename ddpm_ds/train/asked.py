@@ -1,4 +1,4 @@
-"""What is asked of a run beside its plan; imports nothing slow, since options are read before PyTorch is imported."""
+"""Options that a run obeys beside its plan; imports nothing slow, since options are read before PyTorch is imported."""
 
 from dataclasses import dataclass
 from pathlib import Path
