@@ -1,9 +1,8 @@
-"""Shared parts of command lines: a parser with one-line errors, option types, units (80GiB, 400Gbit/s), tables.
+"""Shared parts of command lines: options as fields, their types, units (80GiB, 400Gbit/s), output files, tables.
 
 Does not import torch.
 """
 
-import argparse
 import contextlib
 import errno
 import io
@@ -13,12 +12,13 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
-from ddpm_ds.errors import OutputError, SpecError
-from ddpm_ds.files import DS_CONFIG, MOST_DIGITS, SPEC, expanded, path_fault, write_file
+from ddpm_ds.errors import OptionError, OutputError
+from ddpm_ds.files import MOST_DIGITS, expanded, path_fault, write_file
 
 MOST_PROCESSES, MOST_BATCH = 2**16, 2**20
 """Most processes of a run, and most images of a step."""
@@ -32,75 +32,42 @@ MOST_BYTES, MOST_BANDWIDTH, MOST_FLOPS = 2**60, 1e18, 1e21
 """Most memory of a device in bytes, bytes per second of a link, and flops per second."""
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Parser that raises a SpecError where argparse would exit, as its subparsers do; descriptions stay as written."""
-
-    def __init__(self, **options: Any) -> None:
-        written = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**{**written, **options})
-
-    def error(self, message: str) -> NoReturn:
-        raise SpecError(f"{message}; {self.prog} --help explains")
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and "--" in arg_strings:  # of --option=--; argparse removes it and fails without
-            raise argparse.ArgumentError(action, "-- is no value")
-        return super()._get_values(action, arg_strings)
+HIDDEN = ""
+"""Help of an option that --help leaves out."""
 
 
-Verbs: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
-"""Verbs of a parser, to which one may be added."""
+def option(
+    about: str | None = None, metavar: str | None = None, kind: Callable[[str], object] | None = None, **more: Any
+) -> Any:
+    """Return a field of a frozen dataclass that is an option of a command line; ``about`` is its help.
 
-
-def without(words: Sequence[str], add: Callable[[argparse.ArgumentParser], object]) -> list[str]:
-    """Return the words of a command line without the options that ``add`` adds to a parser, and their values."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add(parser)
-    return parser.parse_known_args(words)[1]
-
-
-def add_spec_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set`` and ``--spec``; :func:`take_files` finds a spec that is not given."""
-    about = f"run spec, see launch/specs (default: the run's own, {SPEC} of this folder)"
-    parser.add_argument("--spec", type=file_path, metavar="YAML", help=about)
-    add_overrides(parser)
-
-
-def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--deepspeed_config``; :func:`take_files` finds a JSON that is not given."""
-    about = f"DeepSpeed JSON, see ds_configs (default: the run's own, {DS_CONFIG} of this folder)"
-    parser.add_argument("--deepspeed_config", type=file_path, metavar="JSON", help=about)
-
-
-def take_files(
-    options: argparse.Namespace, spec: Path | None = None, *, needed: bool = True, quiet: bool = False
-) -> None:
-    """Fill in the spec and the JSON that are not given: those of the run in ``--run-dir``, unless it begins
-    anew, else those of the current folder, else ``spec``. A line names the files.
-
-    Raises:
-        SpecError: there is no JSON, and it is ``needed``.
+    ``kind`` parses a value. Without it the field's type does: a path, the choices of a Literal, or text. ``more`` are
+    ``default``, ``names`` such as ``-p`` (that of the field, by default; without dashes it is a positional argument),
+    ``group`` (title and description), ``either`` (name of a group of exclusive options), and arguments of
+    ``add_argument``.
     """
-    run_dir = getattr(options, "run_dir", None)
-    folders = [Path()] if run_dir is None or getattr(options, "resume", "") == "never" else [run_dir, Path()]
-    taken = []
-    files = ("spec", SPEC, "digits", spec), ("deepspeed_config", DS_CONFIG, "zero2_fp16", None)
-    for option, file, such, usual in files:
-        if getattr(options, option, "") is not None:
-            continue
-        found = next((folder / file for folder in folders if (folder / file).is_file()), None)
-        if found is None and usual is None and needed:
-            raise SpecError(f"--{option} is missing, and this folder has no {file}; type --{option} {such}")
-        setattr(options, option, found or usual)
-        taken += [f"--{option} {found}"] if found else []
-    if taken and not quiet:
-        print(f"taken        {' '.join(taken)}", flush=True)
+    default, given = more.pop("default", None), {"metavar": metavar, "type": kind}
+    given = {name: value for name, value in given.items() if value is not None}
+    return field(default=default, metadata={"help": about, **given, **more})
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, an option of every program and verb that takes a run spec."""
-    about = "change one value of the spec, or with ds.KEY=VALUE of the DeepSpeed JSON; may be repeated"
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=about)
+def flag(about: str, **more: Any) -> Any:
+    """Return a field as :func:`option` that is true if the option is given."""
+    return option(about, default=False, action="store_true", **more)
+
+
+def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the last value of an option of a command line, such as ``--resume``, and the other words."""
+    value, begun, others = None, False, list[str]()
+    for word in words:
+        if word == name or word.startswith(f"{name}="):
+            value, begun = word[len(name) + 1 :] or None, word == name
+        elif begun and not word.startswith("-"):
+            value, begun = word, False
+        else:
+            begun = False
+            others.append(word)
+    return value, others
 
 
 def cache_folder() -> Path:
@@ -110,16 +77,11 @@ def cache_folder() -> Path:
     return expanded(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add ``--overwrite``, an option of every program and verb that writes a file where its user says."""
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
-
-
-def check_outputs(options: argparse.Namespace, *names: str) -> None:
-    """Check in advance the files that these options name, such as ``out`` for ``--out``; see :func:`check_output`."""
-    for name in names:
-        if (path := getattr(options, name)) is not None:
-            check_output(path, overwrite=options.overwrite, called=f"--{name} ", stream=_is_stream(path))
+def check_outputs(*, overwrite: bool, **paths: Path | None) -> None:
+    """Check in advance the files that options name, such as ``out`` for ``--out``; see :func:`check_output`."""
+    for name, path in paths.items():
+        if path is not None:
+            check_output(path, overwrite=overwrite, called=f"--{name} ", stream=_is_stream(path))
 
 
 def check_output(path: Path, *, overwrite: bool, called: str = "", stream: bool = False) -> None:
@@ -168,7 +130,7 @@ def writing(path: Path, *, overwrite: bool) -> Iterator[io.BytesIO]:
 def file_path(text: str) -> Path:
     """Option type: path of a file or folder, which need not exist; ``~`` is the home folder.
 
-    Impossible paths, loops of links and folders without permission raise argparse.ArgumentTypeError.
+    Impossible paths, loops of links and folders without permission raise OptionError.
     """
     path = expanded(text)
     fault = path_fault(path) if text else "a path can't be empty"
@@ -181,20 +143,20 @@ def file_path(text: str) -> Path:
         except OSError as error:
             fault = error.strerror
     if fault is not None:
-        raise argparse.ArgumentTypeError(f"{text!r} can't be used ({fault})")
+        raise OptionError(f"{text!r} can't be used ({fault})")
     return path
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:
-    """Parse a whole number from ``lowest`` to ``highest``, or raise argparse.ArgumentTypeError with ``what`` it is."""
+    """Parse a whole number from ``lowest`` to ``highest``, or raise OptionError with ``what`` it is."""
     if not (text.isdecimal() and len(text) <= MOST_DIGITS and lowest <= int(text) <= highest):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise OptionError(f"{text!r} is not {what}")
     return int(text)
 
 
 positive = partial(whole, lowest=1, highest=MOST_COUNT, what="a whole number from 1 to 1,000,000")
 natural = partial(whole, lowest=0, highest=MOST_COUNT, what="a whole number from 0 to 1,000,000")
-processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
+process_count = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
 """Option type: number of processes, stages or hosts."""
 batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
 image_number = partial(whole, lowest=0, highest=MOST_IMAGE, what="a whole number from 0 to 2^48")
@@ -204,13 +166,13 @@ seed = partial(whole, lowest=0, highest=MOST_SEED, what="a number from 0 to 2^32
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
-    """Parse a number from ``lowest`` to ``highest``, or raise argparse.ArgumentTypeError with ``what`` it is."""
+    """Parse a number from ``lowest`` to ``highest``, or raise OptionError with ``what`` it is."""
     try:
         found = float(text) if len(text) <= MOST_DIGITS else math.nan
     except ValueError:
         found = math.nan
     if not lowest <= found <= highest:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise OptionError(f"{text!r} is not {what}")
     return found
 
 
@@ -233,7 +195,7 @@ def step_range(text: str) -> range:
     first, _, last = text.partition("-")
     begin, end = (whole(step, 1, MOST_IMAGES, "a number of a step, from 1 on") for step in (first, last or first))
     if end < begin:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
+        raise OptionError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
     return range(begin, end + 1)
 
 
@@ -242,7 +204,7 @@ def valid_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8 text") from None
+        raise OptionError(f"{text!r} is not UTF-8 text") from None
     return text
 
 
@@ -264,19 +226,19 @@ GIB = 2**30
 def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
     """Parse a number with one of ``units`` into the unit of factor 1, from 1 to ``most``.
 
-    Other texts raise argparse.ArgumentTypeError, with ``what`` to give.
+    Other texts raise OptionError, with ``what`` to give.
     """
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise OptionError(f"{text!r} is not {what}")
     if match[2] not in units:
         near = [unit for unit in units if unit.lower() == match[2].lower()]
         fix = f"; write {match[1]}{near[0]}" if near else ""
         unit = f"unknown unit {match[2]!r}" if match[2] else "no unit"
-        raise argparse.ArgumentTypeError(f"{text!r} has {unit}{fix}; give {what}")
+        raise OptionError(f"{text!r} has {unit}{fix}; give {what}")
     found = float(match[1]) * units[match[2]]
     if not 1 <= found <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is out of range; give {what}")
+        raise OptionError(f"{text!r} is out of range; give {what}")
     return found
 
 
@@ -286,7 +248,7 @@ def memory_size(text: str) -> int:
     return int(quantity(text, sizes, "a size such as 80GiB or 24GB", MOST_BYTES))
 
 
-bandwidth = partial(
+link_speed = partial(
     quantity,
     units={f"{prefix}B/s": size for prefix, size in _PREFIXES.items()}
     | {f"{prefix}bit/s": size / 8 for prefix, size in _DECIMAL.items()},

@@ -62,6 +62,10 @@ class SpecError(UserError):
     """The run spec (YAML or ``--set``) or an option can't be read or describes something that can't be trained."""
 
 
+class OptionError(SpecError):
+    """The value of an option or of an environment variable can't be parsed."""
+
+
 class DsConfigError(UserError):
     """The DeepSpeed JSON has a key or value that is unknown, ignored or broken under a pipeline."""
 

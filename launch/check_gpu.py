@@ -25,7 +25,8 @@ from typing import Literal
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
-from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, writing  # noqa: E402
+from ddpm_ds.cli.options import OVERWRITE, OneLineParser  # noqa: E402
+from ddpm_ds.command_line import check_outputs, file_path, writing  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import LayoutError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
@@ -228,11 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = OneLineParser(prog="python launch/check_gpu.py", description=DESCRIPTION)
     parser.add_argument("--out", type=file_path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
-    add_overwrite(parser)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: cuda")
     try:
         options = parser.parse_args(arguments)
-        check_outputs(options, "out")
+        check_outputs(overwrite=options.overwrite, out=options.out)
         if options.device == "cuda":
             check_cuda(gpus := torch.cuda.device_count())
             if not gpus:

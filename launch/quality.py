@@ -34,6 +34,7 @@ from ddpm_ds import open_run
 from ddpm_ds.command_line import aligned, file_path, positive
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.errors import OptionError
 from ddpm_ds.evaluate.inception import Array, Pixels, frechet_distance, gaussian
 
 LAUNCH = Path(__file__).resolve().parent
@@ -173,7 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
     parser.add_argument("--images", type=positive, default=12_800, help="images each run sees (default %(default)s)")
     parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
-    options = parser.parse_args(arguments)
+    try:
+        options = parser.parse_args(arguments)
+    except OptionError as error:
+        parser.error(str(error))
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")

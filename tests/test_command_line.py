@@ -15,13 +15,13 @@ import pytest
 
 from ddpm_ds import load_spec, load_trained, open_run
 from ddpm_ds.cli.main import make_parser
-from ddpm_ds.command_line import bandwidth, cache_folder, counted, file_path, gib, memory_size, teraflops
+from ddpm_ds.command_line import cache_folder, counted, file_path, gib, link_speed, memory_size, teraflops
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config, set_key
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SPEC, SPECS, SYNONYMS
 from ddpm_ds.data.spec import ConditionSpec, TextSpec
-from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.errors import OptionError, SpecError, UserError
 from ddpm_ds.schema.section import Section
 from tests.ds_json import laid_out
 from tests.forking import REPOSITORY
@@ -31,7 +31,7 @@ def test_what_is_understood() -> None:
     sizes = {"80GiB": 80 * 2**30, "24GB": 24 * 10**9, "1.5 TiB": 3 * 2**39, "512MiB": 2**29}
     assert {text: memory_size(text) for text in sizes} == sizes
     speeds = {"300GB/s": 300e9, "400Gbit/s": 50e9, ".5MiB/s": 2**19}
-    assert {text: bandwidth(text) for text in speeds} == speeds
+    assert {text: link_speed(text) for text in speeds} == speeds
     assert teraflops("120") == 120e12
 
 
@@ -41,12 +41,12 @@ def test_what_is_understood() -> None:
         (memory_size, "80", "'80' has no unit; give a size such as 80GiB or 24GB"),
         (memory_size, "80gib", "'80gib' has unknown unit 'gib'; write 80GiB"),
         (memory_size, "0GiB", "'0GiB' is not a size such as 80GiB or 24GB"),
-        (bandwidth, "300GB", "'300GB' has unknown unit 'GB'; give a speed such as 300GB/s"),
+        (link_speed, "300GB", "'300GB' has unknown unit 'GB'; give a speed such as 300GB/s"),
         (teraflops, "fast", "'fast' is not a number of TFLOP/s such as 120"),
     ],
 )
 def test_what_is_not_understood_is_said_in_a_line(parse: Callable[[str], float], text: str, message: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=message) as raised:
+    with pytest.raises(OptionError, match=message) as raised:
         parse(text)
     assert "\n" not in str(raised.value)
 
@@ -54,7 +54,7 @@ def test_what_is_not_understood_is_said_in_a_line(parse: Callable[[str], float],
 def test_a_folder_of_somebody_else_can_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"can't be used \(Permission denied\)"):
+    with pytest.raises(OptionError, match=r"can't be used \(Permission denied\)"):
         file_path(str(tmp_path))
     assert file_path(str(tmp_path / "file")) == tmp_path / "file"
     assert file_path(str(tmp_path / "new")) == tmp_path / "new"
@@ -90,7 +90,7 @@ def test_every_path_on_the_command_line_may_begin_with_a_home_folder(home: Path)
         assert str(action.type("~/a b")) == str(home / "a b"), action  # type: ignore[operator,misc]
     own = [action for _, action in ACTIONS if action.type is file_path]
     assert {*map(id, own)} <= {*map(id, paths)}, "a placeholder of a path that this test does not know"
-    with pytest.raises(argparse.ArgumentTypeError, match=r"no home folder of this name is known; write it out"):
+    with pytest.raises(OptionError, match=r"no home folder of this name is known; write it out"):
         file_path("~nobody-of-this-name/x")
 
 

@@ -1,14 +1,15 @@
 """``ddpm-ds doctor``: whether hosts can train together, before they do."""
 
-import argparse
 import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from ddpm_ds.cli.options import SpecOptions, Verb, take_files
 from ddpm_ds.cluster import Cell, Fleet, examined
-from ddpm_ds.command_line import Verbs, add_spec_options, aligned, counted, file_path, port, positive, take_files
+from ddpm_ds.command_line import aligned, counted, flag, option, port, positive
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
@@ -31,24 +32,25 @@ exit codes: 0 all good   2 something to fix, marked by !, or bad input
 """
 
 
-def add_doctor(verbs: Verbs) -> None:
-    """Add the verb ``doctor``."""
-    parser = verbs.add_parser("doctor", help="check that hosts can train together", description=DESCRIPTION)
-    hosts = f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)"
-    parser.add_argument("--hostfile", type=file_path, metavar="FILE", help=hosts)
-    add_spec_options(parser)
-    parser.add_argument("--deepspeed_config", type=file_path, metavar="JSON", help="compare this file as well")
-    where = f"where runs will go (default {OUTPUT_ROOT})"
-    parser.add_argument("--run-dir", type=file_path, default=OUTPUT_ROOT, metavar="DIR", help=where)
-    parser.add_argument("--master-port", type=port, default=DEFAULT_PORT, metavar="PORT", help="default %(default)s")
-    parser.add_argument("--no-network", action="store_true", help="skip the all-reduce")
-    limit = "time after which a host is given up (60)"
-    parser.add_argument("--timeout-seconds", type=positive, default=60, metavar="S", help=limit)
-    parser.set_defaults(run=_doctor)
+@dataclass(frozen=True)
+class Hosts:
+    hostfile: Path | None = option(
+        f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)", "FILE"
+    )
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    take_files(options, DEFAULT_SPEC, needed=False)
+@dataclass(frozen=True)
+class DoctorOptions(SpecOptions, Hosts):
+    deepspeed_config: Path | None = option("compare this file as well", "JSON", names=("--deepspeed_config",))
+    run_dir: Path = option(f"where runs will go (default {OUTPUT_ROOT})", "DIR", default=OUTPUT_ROOT)
+    master_port: int = option("default %(default)s", "PORT", port, default=DEFAULT_PORT)
+    no_network: bool = flag("skip the all-reduce")
+    timeout_seconds: int = option("time after which a host is given up (60)", "S", positive, default=60)
+
+
+@Verb("check that hosts can train together", DESCRIPTION)
+def doctor(options: DoctorOptions) -> int:
+    files = take_files(options, DEFAULT_SPEC, needed=False)
     slots: Mapping[str, int] = {"localhost": 1}
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         slots = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
@@ -56,13 +58,13 @@ def _doctor(options: argparse.Namespace) -> int:
     for program in () if local else ("ssh", "pdsh"):
         if shutil.which(program) is None:
             raise SpecError(f"{program}, by which other hosts are started, is not on this machine; install it")
-    spec, config = load_spec(options.spec, spec_overrides(options.overrides)), options.deepspeed_config
+    spec, config = load_spec(files.spec, spec_overrides(files.overrides)), files.deepspeed_config
     if config is not None:
-        read_ds_config(config, options.overrides)
+        read_ds_config(config, files.overrides)
     parameters = sum(layer.parameters for layer in unet_layers(spec.unet, spec.data.interface))
     question = {
-        "spec": str(options.spec),
-        "overrides": options.overrides,
+        "spec": str(files.spec),
+        "overrides": list(files.overrides),
         "ds_config": None if config is None else str(config),
         "run_dir": str(options.run_dir),
         "run_bytes": CHECKPOINT_BYTES * parameters * (spec.checkpoint.keep_last + 1),

@@ -1,31 +1,17 @@
 """``ddpm-ds fit``: find the largest micro-batch that fits this machine's devices."""
 
-import argparse
 import json
 import os
 import shlex
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from ddpm_ds.command_line import (
-    Verbs,
-    add_config_option,
-    add_overwrite,
-    add_spec_options,
-    batch,
-    check_outputs,
-    file_path,
-    gib,
-    memory_size,
-    positive,
-    processes,
-    take_files,
-    writing,
-)
+from ddpm_ds.cli.options import OVERWRITE, ConfigOption, Device, SpecOptions, Verb, take_files
+from ddpm_ds.command_line import batch, check_outputs, flag, gib, memory_size, option, positive, process_count, writing
 from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, spec_overrides
 from ddpm_ds.errors import LayoutError
@@ -54,28 +40,27 @@ exit codes: 0 done   2 bad input, or not even the smallest micro-batch fits   13
 """
 
 
-def add_fit(verbs: Verbs) -> None:
-    """Add the verb ``fit``."""
-    parser = verbs.add_parser("fit", help="find the largest micro-batch that fits the devices", description=DESCRIPTION)
-    add = parser.add_argument
-    add_spec_options(parser)
-    add_config_option(parser)
-    add("--processes", type=processes, metavar="N", help="default: one for each GPU, else 1")
-    add("-p", "--pipeline-stages", type=processes, metavar="STAGES", help="as for training")
-    add("--accumulation", type=batch, metavar="M", help="keep M micro-batches a step, and let the batch grow")
-    budget = "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)"
-    add("--memory-budget", type=memory_size, metavar="SIZE", help=budget)
-    add("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    add("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON to train with")
-    add("--json", type=file_path, metavar="FILE", help="write every number")
-    add_overwrite(parser)
-    parser.set_defaults(run=_fit)
+@dataclass(frozen=True)
+class FitOptions(ConfigOption, SpecOptions):
+    processes: int | None = option("default: one for each GPU, else 1", "N", process_count)
+    pipeline_stages: int | None = option("as for training", "STAGES", process_count, names=("-p", "--pipeline-stages"))
+    accumulation: int | None = option("keep M micro-batches a step, and let the batch grow", "M", batch)
+    memory_budget: int | None = option(
+        "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
+        "SIZE",
+        memory_size,
+    )
+    steps: int = option("timed steps of a trial (default 3)", "N", positive, default=3)
+    device: Device = option("default: CUDA if any", default="auto")
+    out: Path | None = option("write the DeepSpeed JSON to train with", "FILE")
+    json: Path | None = option("write every number", "FILE")
+    overwrite: bool = flag(OVERWRITE)
 
 
-def _fit(options: argparse.Namespace) -> int:
-    take_files(options, DEFAULT_SPEC)
-    check_outputs(options, "out", "json")
+@Verb("find the largest micro-batch that fits the devices", DESCRIPTION)
+def fit(options: FitOptions) -> None:
+    found = take_files(options, DEFAULT_SPEC)
+    check_outputs(overwrite=options.overwrite, out=options.out, json=options.json)
     set_environment()
     given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
     import torch
@@ -83,14 +68,15 @@ def _fit(options: argparse.Namespace) -> int:
     devices = torch.cuda.device_count() if given != "cpu" else 0  # counting takes no memory of a device
     device = "cuda" if devices or given == "cuda" else "cpu"
     os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed
-    count, config = options.processes or devices or 1, options.deepspeed_config
-    checked, stages = check_ds_config(read_ds_config(config, options.overrides), config), options.pipeline_stages
-    asked = [*options.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
-    files, hosts = read_run(options.spec, asked, config), ("0",) * count
+    count, config = options.processes or devices or 1, found.deepspeed_config
+    checked = check_ds_config(read_ds_config(config, found.overrides), config)
+    stages = options.pipeline_stages
+    asked = [*found.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
+    files, hosts = read_run(found.spec, asked, config), ("0",) * count
     layout = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device)).ds.layout
     task = Task(
-        options.spec,
-        tuple(options.overrides),
+        found.spec,
+        found.overrides,
         config,
         layout.stages,
         layout.replicas,
@@ -130,7 +116,6 @@ def _fit(options: argparse.Namespace) -> int:
         numbers = {"spec": str(task.spec), "ds_config": filled, "best": best, "trials": [asdict(one) for one in trials]}
         with writing(options.json, overwrite=options.overwrite) as file:
             file.write(f"{json.dumps(numbers, indent=2)}\n".encode())
-    return 0
 
 
 def _budget(budget: int | None, processes: int, device: str) -> int | None:

@@ -1,24 +1,34 @@
-"""``ddpm-ds init``: a folder to begin a training run in, from the specs and JSONs that come with this package."""
+"""Verbs before a training run: a folder to begin in, the data-set cache, and the keys of specs and JSONs."""
 
-import argparse
 import contextlib
+import json
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from ddpm_ds.command_line import Verbs, file_path
+from ddpm_ds.cli.options import SpecOptions, Verb, Verbs, take_files
+from ddpm_ds.command_line import flag, option
 from ddpm_ds.config.ds_config import DS_CONFIGS
-from ddpm_ds.config.spec_file import SPECS
-from ddpm_ds.errors import OutputError
+from ddpm_ds.config.spec_file import SPECS, load_spec
+from ddpm_ds.errors import OutputError, SpecError
 from ddpm_ds.files import DS_CONFIG, SPEC, preset, presets, read_bytes, write_file
+from ddpm_ds.processes.ranks import set_environment
 
 DESCRIPTION = """\
 Write a folder to begin in: a run spec with comments, a DeepSpeed JSON, and a README.md with the three commands to go on
 with, which are printed too. Without an option they train the main job, handwritten digits.
 """
+PREPARE_DESCRIPTION = """\
+Read a spec's images once and write the data-set cache that training reads. Training does this
+by itself when the cache is missing. Latents of data.autoencoder and encoded captions of data.text
+are made here alone, with --encode, and what a regression leaves of fields with --residual."""
+SCHEMA_DESCRIPTION = """\
+Print the JSON schema of run specs (launch/specs/run.schema.json) or of DeepSpeed JSONs, for
+editors, or the tables of docs/spec.md or docs/ds_configs.md."""
 SCHEMA = "run.schema.json"
 """Schema that the first line of every spec names, with which editors complete keys."""
 TRAIN = f"ddpm-ds train --spec {SPEC} --deepspeed_config {DS_CONFIG} --run-dir runs/first"
@@ -118,19 +128,14 @@ KINDS = {
 }
 
 
-def add_init(verbs: Verbs) -> None:
-    """Add the verb ``init``."""
-    parser = verbs.add_parser(
-        "init", help="write a folder to begin in, with a spec, a JSON and commands", description=DESCRIPTION
-    )
-    kinds = parser.add_mutually_exclusive_group()
-    for name, kind in KINDS.items():
-        kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=kind.about)
-    parser.add_argument("folder", type=file_path, metavar="FOLDER", help="new or empty folder")
-    parser.set_defaults(run=_init, kind="digits")
+@dataclass(frozen=True)
+class InitOptions:
+    folder: Path = option("new or empty folder", "FOLDER", names=("folder",))
+    kind: str = "digits"
 
 
-def _init(options: argparse.Namespace) -> None:
+@Verb("write a folder to begin in, with a spec, a JSON and commands", DESCRIPTION)
+def init(options: InitOptions) -> None:
     kind, folder = KINDS[options.kind], options.folder
     files, written = _files(kind), list[Path]()
     made = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
@@ -166,3 +171,74 @@ def _files(kind: Kind) -> dict[str, bytes]:
     data = textwrap.fill(kind.data, 120)
     readme = README.format(about=kind.about, spec=SPEC, ds_config=DS_CONFIG, data=data, commands=_typed(kind.commands))
     return found | {"README.md": readme.encode()}
+
+
+def add_init(verbs: Verbs) -> None:
+    """Add the verb ``init``, with a flag for each kind."""
+    kinds = init.add(verbs).add_mutually_exclusive_group()
+    for name, kind in KINDS.items():
+        kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=kind.about)
+
+
+@dataclass(frozen=True)
+class PrepareOptions(SpecOptions):
+    encode: bool = flag(
+        "make the latents of data.autoencoder and encode the captions of data.text too, on CUDA if there is any"
+    )
+    residual: Path | None = option(
+        "make the residuals of this regression too, which becomes data.residual_of, on CUDA if there is any", "RUN_DIR"
+    )
+
+
+@Verb("write the images of a spec into the data-set cache", PREPARE_DESCRIPTION)
+def prepare(options: PrepareOptions) -> None:
+    files = take_files(options)
+    residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
+    spec = load_spec(files.spec, [*files.overrides, *residual])
+    data = spec.data
+    from ddpm_ds.data.buckets import check_steps
+    from ddpm_ds.data.held_out import prepare_all  # imports torch, so the spec is checked first
+    from ddpm_ds.data.text import check_text
+
+    encode_on = regression = None
+    if options.encode and data.autoencoder is None and data.text is None:
+        raise SpecError(
+            "--encode makes latents of data.autoencoder and encodes captions of data.text, and both are null; give one "
+            "or leave --encode out"
+        )
+    if options.encode or residual:
+        set_environment()
+        from ddpm_ds.device import choose_device
+        from ddpm_ds.evaluate.inputs import TrainedRegression
+
+        device = choose_device("auto")
+        encode_on = device if options.encode else None
+        regression = TrainedRegression(data, device) if residual else None
+    check_text(spec.data.text, spec.unet.text)
+    check_steps(spec.data, len(spec.unet.multipliers))
+    group = spec.bucket_group or 1
+    cache, held_out = prepare_all(
+        data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group
+    )
+    others = () if held_out is cache else held_out.caches
+    for number, each in enumerate((*cache.caches, *others)):
+        skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""
+        what = "images" if data.residual_of is None else "residuals"
+        if each.meta.kind == "latents":
+            what = f"latents of {'x'.join(map(str, each.meta.shape))}"
+        which = ", held out" if number >= len(cache.caches) else ""
+        print(f"{each.path}: {len(each):,} {what}{which}{skipped}")
+
+
+@dataclass(frozen=True)
+class SchemaOptions:
+    what: Literal["spec", "ds_config"] = option("default: spec", names=("what",), nargs="?", default="spec")
+    markdown: bool = flag("print the reference as Markdown instead of the schema")
+
+
+@Verb("print what a run spec or a DeepSpeed JSON may hold", SCHEMA_DESCRIPTION)
+def schema(options: SchemaOptions) -> None:
+    from ddpm_ds.config import ds_model, spec_file
+
+    format = ds_model.DS_CONFIG if options.what == "ds_config" else spec_file.SPEC
+    print(format.markdown() if options.markdown else json.dumps(format.file_schema(), indent=2) + "\n", end="")

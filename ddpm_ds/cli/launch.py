@@ -1,19 +1,20 @@
 """Verbs that start the ranks of runs and stay with them: ``train``, and ``run``, which starts any training script."""
 
-import argparse
 import contextlib
 import functools
 import json
 import os
 import shlex
+from argparse import REMAINDER, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
+from ddpm_ds.cli.options import OneLineParser, Verb, add_options, read, without
 from ddpm_ds.cli.plan import describe_plan
-from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, Verbs, file_path, gib, grace_seconds, natural, port, processes, without
+from ddpm_ds.cli.train import TrainOptions, checked
+from ddpm_ds.command_line import gib, grace_seconds, natural, option, port, process_count, split_option
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
@@ -60,33 +61,43 @@ exit codes (docs/exit_codes.md)
 """
 
 
-def add_train(verbs: Verbs) -> None:
-    """Add the verb ``train``."""
-    parser = verbs.add_parser(
-        "train", help="train a U-Net on this machine or on several", description=TRAIN_DESCRIPTION, epilog=TRAIN_EPILOG
+@dataclass(frozen=True)
+class RestartOptions:
+    max_restarts: int = option("restarts in a row without a new checkpoint (default 0)", "N", natural, default=0)
+    grace_seconds: float = option(
+        "seconds for the ranks to save and stop after a signal (default %(default)g)", "S", grace_seconds, default=300.0
     )
-    _add_launch_options(parser)
-    add_train_options(parser)
-    parser.set_defaults(run=_train)
 
 
-def _add_launch_options(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    about = "processes on this machine (default: one for each GPU, or one)"
-    where.add_argument("--processes", type=processes, metavar="N", help=about)
-    about = "hosts and their processes, as DeepSpeed reads them"
-    where.add_argument("--hostfile", type=file_path, metavar="FILE", help=about)
-    about = "hosts on each of which this is typed (default 1)"
-    parser.add_argument("--nodes", type=processes, default=1, metavar="N", help=about)
-    about = "this one's place among them, from 0 (default 0)"
-    parser.add_argument("--node-rank", type=natural, default=0, metavar="K", help=about)
-    parser.add_argument("--master-addr", metavar="HOST", help="name or address of the first of them")
-    about = "where ranks meet (default: a free one; with a hostfile 29500)"
-    parser.add_argument("--port", type=port, metavar="PORT", help=about)
-    _add_restart_options(parser)
+@dataclass(frozen=True)
+class LaunchOptions:
+    processes: int | None = option(
+        "processes on this machine (default: one for each GPU, or one)", "N", process_count, either="where"
+    )
+    hostfile: Path | None = option("hosts and their processes, as DeepSpeed reads them", "FILE", either="where")
+    nodes: int = option("hosts on each of which this is typed (default 1)", "N", process_count, default=1)
+    node_rank: int = option("this one's place among them, from 0 (default 0)", "K", natural, default=0)
+    master_addr: str | None = option("name or address of the first of them", "HOST")
+    port: int | None = option("where ranks meet (default: a free one; with a hostfile 29500)", "PORT", port)
+    restarts: RestartOptions = RestartOptions()
 
 
-def _place(options: argparse.Namespace, device: str) -> Place:
+@dataclass(frozen=True)
+class StartOptions(TrainOptions, LaunchOptions):
+    arguments: tuple[str, ...] = ()
+    """Their words."""
+
+
+@dataclass(frozen=True)
+class ScriptOptions(LaunchOptions):
+    program: tuple[str, ...] = option(
+        "training script, its options", "SCRIPT ...", names=("program",), nargs=REMAINDER, default=()
+    )
+    arguments: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def _place(options: LaunchOptions, device: str) -> Place:
     """Return where the ranks are started: by default one for each GPU of this host, or one on its CPU."""
     count = options.processes
     if count is None and options.hostfile is None:
@@ -100,8 +111,9 @@ def _place(options: argparse.Namespace, device: str) -> Place:
     return Place(count or 0, options.node_rank, options.nodes, master, options.hostfile, options.port)
 
 
-def _train(options: argparse.Namespace) -> int:
-    place, given = _place(options, options.device), vars(options).copy()
+@Verb("train a U-Net on this machine or on several", TRAIN_DESCRIPTION, TRAIN_EPILOG)
+def train(options: StartOptions) -> int:
+    place = _place(options, options.device)
     hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
     draft, run_dir = checked(options, len(hosts), hosts)
     check_experiment(draft.spec.logging.experiment, run_dir.parent)
@@ -111,43 +123,40 @@ def _train(options: argparse.Namespace) -> int:
         raise SpecError(f"--nodes {place.nodes} needs --run-dir DIR, a folder that all hosts share")
     if options.run_dir is None and not options.dry_run:
         run_dir = run_folder.make_run_dir(run_dir)
-    run_folder.check_output(run_dir, options.resume)
+    run_folder.check_output(run_dir, options.start_from)
     print(describe_plan(draft, run_dir), flush=True)
     if options.dry_run:
         return 0
-    asked = without(options.arguments, _add_launch_options)
+    asked = without(options.arguments, LaunchOptions)
     if draft.chosen is not None:
         asked += ["-p", str(draft.chosen.stages)]
         if draft.chosen.tensor is not None:
             asked += ["--set", f"ds.pipeline.tensor={json.dumps(draft.chosen.tensor.block)}"]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
-    for name in ("spec", "deepspeed_config"):
-        if given[name] is None and (found := getattr(options, name)) != DEFAULT_SPEC:
-            asked += [f"--{name}", str(found)]
+    if options.spec is None and draft.spec_path != DEFAULT_SPEC:
+        asked += ["--spec", str(draft.spec_path)]
+    if options.deepspeed_config is None:
+        asked += ["--deepspeed_config", str(draft.ds_path)]
     program = ["-m", "ddpm_ds.cli.rank", *asked]
     words = [f"{place.processes} x python", *program]
     if place.hostfile is not None:
         words = ["deepspeed", *place.deepspeed(program)]
     print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
     log = functools.partial(_log, "train")
-    ended = supervise([*program, "--described"], place, **_limits(options), log=log)
+    ended = supervise([*program, "--described"], place, **vars(options.restarts), log=log)
     if ended.code > 128:  # a second signal has ended the process that sends to MLflow too
         events = run_dir / run_folder.EVENTS
         run_folder.end_killed(events, log)
         if line := run_folder.unsent(events):
             log(line)
-    again = options.arguments
+    again = list(options.arguments)
     if options.run_dir is None:
         run_folder.remove_if_empty(run_dir)
-        again = [*again, "--run-dir", str(run_dir)]
+        again += ["--run-dir", str(run_dir)]
     rehearsed = options.steps is not None and ended.code == 0
     log(f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(ended, run_dir, again))
     return ended.code
-
-
-def _limits(options: argparse.Namespace) -> dict[str, Any]:
-    return {"max_restarts": options.max_restarts, "grace_seconds": options.grace_seconds}
 
 
 def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
@@ -156,8 +165,7 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if ended.code == 0:
         return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
-    resumed = without(arguments, lambda parser: parser.add_argument("--resume"))
-    again = shlex.join(["ddpm-ds", "train", *resumed])
+    again = shlex.join(["ddpm-ds", "train", *split_option(arguments, "--resume")[1]])
     what, how = "nothing was saved", "start again"
     if saved is not None:
         what, how = f"saved after {saved:,} images in {run_dir}", "go on"
@@ -173,39 +181,21 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
     return f"{what}; {how} with: {again}"
 
 
-def add_run(verbs: Verbs) -> None:
-    """Add the verb ``run``."""
-    parser = verbs.add_parser(
-        "run",
-        help="start a training script, with restarts, orderly stops and clear exit codes",
-        description=RUN_DESCRIPTION,
-        epilog=RUN_EPILOG,
-    )
-    _add_launch_options(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="training script, its options")
-    parser.set_defaults(run=_run, unknown=[])
-
-
-def _run(options: argparse.Namespace) -> int:
+@Verb("start a training script, with restarts, orderly stops and clear exit codes", RUN_DESCRIPTION, RUN_EPILOG)
+def run(options: ScriptOptions) -> int:
     after = OneLineParser(prog="ddpm-ds run")  # options may also come after --
-    _add_launch_options(after)
-    after.add_argument("program", nargs=argparse.REMAINDER)
-    options, unknown = after.parse_known_args(options.program[options.program[:1] == ["--"] :], options)
+    add_options(after, ScriptOptions)
+    words = options.program[options.program[:1] == ("--",) :]
+    given, unknown = after.parse_known_args(words, Namespace(**vars(options), **vars(options.restarts)))
     if unknown := [*options.unknown, *unknown]:
-        words = [word for word in without(options.arguments, _add_restart_options) if word != "--"]
-        instead = shlex.join(["deepspeed", *words])
+        others = [word for word in without(options.arguments, RestartOptions) if word != "--"]
+        instead = shlex.join(["deepspeed", *others])
         raise SpecError(
             f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
         )
+    options = read(ScriptOptions, given)
     place, log = _place(options, "auto"), functools.partial(_log, "run")
-    return supervise(options.program, place, **_limits(options), log=log).code
-
-
-def _add_restart_options(parser: argparse.ArgumentParser) -> None:
-    about = "restarts in a row without a new checkpoint (default 0)"
-    parser.add_argument("--max-restarts", type=natural, default=0, metavar="N", help=about)
-    about = "seconds for the ranks to save and stop after a signal (default 300)"
-    parser.add_argument("--grace-seconds", type=grace_seconds, default=300.0, metavar="S", help=about)
+    return supervise(options.program, place, **vars(options.restarts), log=log).code
 
 
 def _log(verb: str, line: str) -> None:

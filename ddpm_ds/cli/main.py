@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, UserError
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
@@ -32,16 +30,16 @@ exit codes
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
-    from ddpm_ds.cli.doctor import add_doctor
-    from ddpm_ds.cli.fit import add_fit
-    from ddpm_ds.cli.init import add_init
-    from ddpm_ds.cli.launch import add_run, add_train
-    from ddpm_ds.cli.plan import add_plan
-    from ddpm_ds.cli.runs import add_checkpoint, add_compare, add_diagnose, add_note, add_send
-    from ddpm_ds.cli.sample import add_sample
-    from ddpm_ds.cli.sweep import add_sweep
-    from ddpm_ds.cli.trained import add_evaluate, add_export, add_import
-    from ddpm_ds.command_line import OneLineParser
+    from ddpm_ds.cli.doctor import doctor
+    from ddpm_ds.cli.fit import fit
+    from ddpm_ds.cli.init import add_init, prepare, schema
+    from ddpm_ds.cli.launch import run, train
+    from ddpm_ds.cli.options import OneLineParser
+    from ddpm_ds.cli.plan import plan
+    from ddpm_ds.cli.runs import add_checkpoint, compare, diagnose, note, send
+    from ddpm_ds.cli.sample import sample
+    from ddpm_ds.cli.sweep import sweep
+    from ddpm_ds.cli.trained import evaluate, export, import_
 
     parser = OneLineParser(
         prog="ddpm-ds",
@@ -50,27 +48,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ddpm_ds {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in (
-        add_init,
-        add_train,
-        add_run,
-        add_doctor,
-        add_plan,
-        add_fit,
-        add_sweep,
-        add_compare,
-        add_note,
-        add_diagnose,
-        add_send,
-        _add_prepare,
-        _add_schema,
-        add_checkpoint,
-        add_sample,
-        add_evaluate,
-        add_export,
-        add_import,
-    ):
-        add(verbs)
+    add_init(verbs)
+    for each in (train, run, doctor, plan, fit, sweep, compare, note, diagnose, send, prepare, schema):
+        each.add(verbs)
+    add_checkpoint(verbs)
+    for each in (sample, evaluate, export, import_):
+        each.add(verbs)
     return parser
 
 
@@ -92,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         os.environ.setdefault("LOGNAME", user_name())  # libraries ask, and a container's user may have no name
         options, unknown = parser.parse_known_args(given)
-        if unknown and not hasattr(options, "unknown"):
+        if unknown and not hasattr(options.verb.options, "unknown"):
             raise SpecError(f"unrecognized arguments: {' '.join(unknown)}; ddpm-ds {given[0]} --help explains")
         options.arguments, options.unknown = given[1:], unknown
         if arguments is None and not training:  # a verb keeps what it has done
             raise_on_interrupt()
-        return options.run(options) or 0
+        return options.verb.start(options)
     except UserError as error:
         print(textwrap.indent(str(error), "ddpm-ds: error: "), file=sys.stderr)
         return error.exit_code
@@ -106,94 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads the output any more, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 128 + signal.SIGPIPE
-
-
-def _add_prepare(verbs: argparse._SubParsersAction[Any]) -> None:
-    from ddpm_ds.command_line import add_spec_options, file_path
-
-    parser = verbs.add_parser(
-        "prepare",
-        help="write the images of a spec into the data-set cache",
-        description="Read a spec's images once and write the data-set cache that training reads. Training does this\n"
-        "by itself when the cache is missing. Latents of data.autoencoder and encoded captions of data.text\n"
-        "are made here alone, with --encode, and what a regression leaves of fields with --residual.",
-    )
-    add_spec_options(parser)
-    parser.add_argument(
-        "--encode",
-        action="store_true",
-        help="make the latents of data.autoencoder and encode the captions of data.text too, on CUDA if there is any",
-    )
-    parser.add_argument(
-        "--residual",
-        type=file_path,
-        metavar="RUN_DIR",
-        help="make the residuals of this regression too, which becomes data.residual_of, on CUDA if there is any",
-    )
-    parser.set_defaults(run=_prepare)
-
-
-def _prepare(options: argparse.Namespace) -> None:
-    from ddpm_ds.command_line import take_files
-    from ddpm_ds.config.spec_file import load_spec
-    from ddpm_ds.processes.ranks import set_environment
-
-    take_files(options)
-    residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
-    spec = load_spec(options.spec, [*options.overrides, *residual])
-    data = spec.data
-    from ddpm_ds.data.buckets import check_steps
-    from ddpm_ds.data.held_out import prepare_all  # imports torch, so the spec is checked first
-    from ddpm_ds.data.text import check_text
-
-    encode_on = regression = None
-    if options.encode and data.autoencoder is None and data.text is None:
-        raise SpecError(
-            "--encode makes latents of data.autoencoder and encodes captions of data.text, and both are null; give one "
-            "or leave --encode out"
-        )
-    if options.encode or residual:
-        set_environment()
-        from ddpm_ds.device import choose_device
-        from ddpm_ds.evaluate.inputs import TrainedRegression
-
-        device = choose_device("auto")
-        encode_on = device if options.encode else None
-        regression = TrainedRegression(data, device) if residual else None
-    check_text(spec.data.text, spec.unet.text)
-    check_steps(spec.data, len(spec.unet.multipliers))
-    group = spec.bucket_group or 1
-    store, apart = prepare_all(
-        data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group
-    )
-    others = () if apart is store else apart.caches
-    for number, each in enumerate((*store.caches, *others)):
-        skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""
-        what = "images" if data.residual_of is None else "residuals"
-        if each.meta.kind == "latents":
-            what = f"latents of {'x'.join(map(str, each.meta.shape))}"
-        held_out = ", held out" if number >= len(store.caches) else ""
-        print(f"{each.path}: {len(each):,} {what}{held_out}{skipped}")
-
-
-def _add_schema(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "schema",
-        help="print what a run spec or a DeepSpeed JSON may hold",
-        description="Print the JSON schema of run specs (launch/specs/run.schema.json) or of DeepSpeed JSONs, for\n"
-        "editors, or the tables of docs/spec.md or docs/ds_configs.md.",
-    )
-    parser.add_argument("what", nargs="?", choices=("spec", "ds_config"), default="spec", help="default: spec")
-    parser.add_argument("--markdown", action="store_true", help="print the reference as Markdown instead of the schema")
-    parser.set_defaults(run=_schema)
-
-
-def _schema(options: argparse.Namespace) -> None:
-    from ddpm_ds.config.ds_model import DS_CONFIG
-    from ddpm_ds.config.spec_file import SPEC
-
-    format = DS_CONFIG if options.what == "ds_config" else SPEC
-    print(format.markdown() if options.markdown else json.dumps(format.file_schema(), indent=2) + "\n", end="")
 
 
 if __name__ == "__main__":

@@ -4,36 +4,33 @@ in words and tables: what every run prints first, and what its start has decided
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
+from ddpm_ds import planning
+from ddpm_ds.cli.options import OVERWRITE, ConfigOption, SpecOptions, Verb, take_files
 from ddpm_ds.command_line import (
     GIB,
-    Verbs,
-    add_config_option,
-    add_overwrite,
-    add_spec_options,
     aligned,
-    bandwidth,
     check_outputs,
     counted,
-    file_path,
+    flag,
     gib,
+    link_speed,
     memory_size,
+    option,
     positive,
-    processes,
-    take_files,
+    process_count,
     teraflops,
     writing,
 )
@@ -42,7 +39,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
-from ddpm_ds.planning import RunDraft, plan
+from ddpm_ds.planning import RunDraft
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts
@@ -76,40 +73,36 @@ MOST_WHOLE = 3
 """Maximum layers named in a line that stay whole for the same reason."""
 
 
-def add_plan(verbs: Verbs) -> None:
-    """Add the verb ``plan``."""
-    about = "predict the fastest layout on given devices"
-    parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)
-    add_spec_options(parser)
-    add_config_option(parser)
-    parser.add_argument("--processes", type=processes, required=True, metavar="N", help="processes to train with")
-    parser.add_argument("--nodes", type=processes, default=1, metavar="N", help="hosts that share them (default 1)")
-    parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
-    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="memory of one device, such as 80GiB")
-    parser.add_argument("--tflops", type=teraflops, metavar="X", help="TFLOP/s that a device reaches in convolutions")
-    parser.add_argument("--bandwidth", type=bandwidth, metavar="Y", help="between devices of a node, such as 300GB/s")
-    parser.add_argument("--inter-node", type=bandwidth, metavar="Z", help="to another node, such as 200Gbit/s")
-    parser.add_argument("--measure", action="store_true", help="time the layers on this machine; times are cached")
-    parser.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to print (default 10)")
-    parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON of the first one")
-    parser.add_argument("--timeline", type=file_path, metavar="PNG", help="draw the step of the first one")
-    add_overwrite(parser)
-    parser.set_defaults(run=_plan)
+@dataclass(frozen=True)
+class PlanOptions(ConfigOption, SpecOptions):
+    processes: int = option("processes to train with", "N", process_count, required=True)
+    nodes: int = option("hosts that share them (default 1)", "N", process_count, default=1)
+    device_kind: str | None = option("default: this machine's GPU, else cpu", choices=tuple(KINDS))
+    device_memory: int | None = option("memory of one device, such as 80GiB", "SIZE", memory_size)
+    tflops: float | None = option("TFLOP/s that a device reaches in convolutions", "X", teraflops)
+    bandwidth: float | None = option("between devices of a node, such as 300GB/s", "Y", link_speed)
+    inter_node: float | None = option("to another node, such as 200Gbit/s", "Z", link_speed)
+    measure: bool = flag("time the layers on this machine; times are cached")
+    top: int = option("layouts to print (default 10)", "N", positive, default=10)
+    out: Path | None = option("write the DeepSpeed JSON of the first one", "FILE")
+    timeline: Path | None = option("draw the step of the first one", "PNG")
+    overwrite: bool = flag(OVERWRITE)
 
 
-def _plan(options: argparse.Namespace) -> None:
-    take_files(options)
-    check_outputs(options, "out", "timeline")
-    spec = load_spec(options.spec, spec_overrides(options.overrides))
+@Verb("predict the fastest layout on given devices", DESCRIPTION, EXAMPLES)
+def plan(options: PlanOptions) -> None:
+    files = take_files(options)
+    check_outputs(overwrite=options.overwrite, out=options.out, timeline=options.timeline)
+    spec = load_spec(files.spec, spec_overrides(files.overrides))
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
     set_environment()
     hidden = None if options.measure else True
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=hidden) as bar:
-        found = plan(
+        found = planning.plan(
             spec,
-            options.deepspeed_config,
-            options.overrides,
+            files.deepspeed_config,
+            files.overrides,
             processes=options.processes,
             nodes=options.nodes,
             device_kind=options.device_kind,
@@ -120,31 +113,36 @@ def _plan(options: argparse.Namespace) -> None:
             times=partial(_measured, bar) if options.measure else None,
             top=options.top,
         )
-    predictor, job, devices = found.predictor, found.predictor.job, found.predictor.machine
+    job, devices = found.predictor.job, found.predictor.machine
     parameters = sum(layer.parameters for layer in job.layers)
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
     print(f"devices  {devices.words()}")
     print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
     print(report(found))
-    first = found.best[0].layout
     if options.out is not None:
         with writing(options.out, overwrite=options.overwrite) as file:
             file.write(f"{json.dumps(found.ds_config(), indent=2)}\n".encode())
         where = ["--processes", str(options.processes)] if options.nodes == 1 else ["--hostfile", "hostfile"]
-        command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out), "--spec", str(options.spec)]
-        command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
+        command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out), "--spec", str(files.spec)]
+        command += [word for change in spec_overrides(files.overrides) for word in ("--set", change)]
         print(f"\ntrain with 1: {shlex.join(command)}")
-    if options.timeline is not None and first.stages == 1:
-        print(f"{options.timeline}: not drawn, as 1 has one stage, which waits for no other")
-    elif options.timeline is not None:
-        from ddpm_ds.observe.timeline import draw_step
+    if options.timeline is not None:
+        _draw(found, spec.name, options.timeline, overwrite=options.overwrite)
 
-        step = predictor.simulate(first, keep_events=True)
-        milliseconds = f"{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
-        names, title = list(map(str, range(len(step.events)))), f"{spec.name}: {first.words()}\n{milliseconds}"
-        with writing(options.timeline, overwrite=options.overwrite) as file:
-            draw_step(step.events, step.step_seconds, names, title, file)
-        print(f"{options.timeline}: the step of 1")
+
+def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
+    """Draw the step of the fastest layout."""
+    if (first := found.best[0].layout).stages == 1:
+        print(f"{path}: not drawn, as 1 has one stage, which waits for no other")
+        return
+    from ddpm_ds.observe.timeline import draw_step
+
+    step = found.predictor.simulate(first, keep_events=True)
+    milliseconds = f"{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
+    names, title = list(map(str, range(len(step.events)))), f"{name}: {first.words()}\n{milliseconds}"
+    with writing(path, overwrite=overwrite) as file:
+        draw_step(step.events, step.step_seconds, names, title, file)
+    print(f"{path}: the step of 1")
 
 
 def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:

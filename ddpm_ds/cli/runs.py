@@ -1,20 +1,22 @@
 """Verbs for recorded runs, without a GPU: ``compare``, ``note``, ``diagnose``, ``send`` and ``checkpoint``."""
 
-import argparse
 import math
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from ddpm_ds.checkpoint.folder import checkpoint_at, names
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest, verify
-from ddpm_ds.command_line import Verbs, add_overwrite, aligned, check_output, file_path
-from ddpm_ds.errors import CheckpointError, UserError, print_to_stderr
+from ddpm_ds.cli.options import OVERWRITE, Verb, Verbs
+from ddpm_ds.command_line import aligned, check_output, file_path, flag, option
+from ddpm_ds.errors import CheckpointError, OptionError, UserError, print_to_stderr
 from ddpm_ds.experiments.compare import find_compared, terminal
 from ddpm_ds.files import VERDICT, replace_file
+from ddpm_ds.schema.layout import Precision
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.runs import ExperimentError, find_run, open_run
 
@@ -76,40 +78,42 @@ Read every byte of a checkpoint, or of all of a run, and compare checksums. Exit
 CONSOLIDATE_DESCRIPTION = """\
 Write the whole weights of a checkpoint into one safetensors file, under their global names. One tensor at a time is in
 memory."""
-WHICH = "folder of a checkpoint, or of a run for its newest good one"
 
 
-def add_compare(verbs: Verbs) -> None:
-    """Add the verb ``compare``."""
-    parser = verbs.add_parser("compare", help="compare settings and results of runs", description=COMPARE_DESCRIPTION)
-    parser.add_argument("run_dirs", nargs="+", type=file_path, metavar="RUN_DIR", help="folder of a run or of a sweep")
-    parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
-    parser.set_defaults(run=_compare)
-
-
-def metric_names(text: str) -> list[str]:
+def metric_names(text: str) -> tuple[str, ...]:
     """Parse names of metrics, separated by commas."""
-    names = [name.strip() for name in text.split(",")]
+    names = tuple(name.strip() for name in text.split(","))
     if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty name; write A,B,C")
+        raise OptionError(f"{text!r} has an empty name; write A,B,C")
     return names
 
 
-def _compare(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class CompareOptions:
+    run_dirs: tuple[Path, ...] = option(
+        "folder of a run or of a sweep", "RUN_DIR", file_path, names=("run_dirs",), nargs="+"
+    )
+    metrics: tuple[str, ...] | None = option("the metrics to compare", "A,B,C", metric_names)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    run_dir: Path = option(metavar="RUN_DIR", names=("run_dir",))
+
+
+@dataclass(frozen=True)
+class NoteOptions(RunOptions):
+    text: str | None = option("what was learned; may have several lines", names=("text",), nargs="?")
+
+
+@Verb("compare settings and results of runs", COMPARE_DESCRIPTION)
+def compare(options: CompareOptions) -> None:
     runs = [run for folder in options.run_dirs for run in find_compared(folder)]
     print(terminal(runs, options.metrics, shutil.get_terminal_size((120, 24)).columns))
 
 
-def add_note(verbs: Verbs) -> None:
-    """Add the verb ``note``."""
-    about = "write down what was learned from a run"
-    parser = verbs.add_parser("note", help=about, description=NOTE_DESCRIPTION, epilog=NOTE_EXAMPLES)
-    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
-    parser.add_argument("text", nargs="?", help="what was learned; may have several lines")
-    parser.set_defaults(run=_note)
-
-
-def _note(options: argparse.Namespace) -> None:
+@Verb("write down what was learned from a run", NOTE_DESCRIPTION, NOTE_EXAMPLES)
+def note(options: NoteOptions) -> None:
     text = None if options.text is None else options.text.strip()
     if text == "":
         raise ExperimentError(f"the text for the note of {options.run_dir} is empty; write what was learned")
@@ -121,15 +125,8 @@ def _note(options: argparse.Namespace) -> None:
     print(f"{run.name}: noted")
 
 
-def add_diagnose(verbs: Verbs) -> None:
-    """Add the verb ``diagnose``."""
-    about = "show where a run's time went and what to change next"
-    parser = verbs.add_parser("diagnose", help=about, description=DIAGNOSE_DESCRIPTION, epilog=DIAGNOSE_EXAMPLES)
-    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
-    parser.set_defaults(run=_diagnose)
-
-
-def _diagnose(options: argparse.Namespace) -> None:
+@Verb("show where a run's time went and what to change next", DIAGNOSE_DESCRIPTION, DIAGNOSE_EXAMPLES)
+def diagnose(options: RunOptions) -> None:
     folder = open_run(options.run_dir).folder
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
     from ddpm_ds.predict.finished_run import facts_of
@@ -147,49 +144,40 @@ def _diagnose(options: argparse.Namespace) -> None:
         print(f"ddpm-ds diagnose: not kept in MLflow: {error}", file=sys.stderr)
 
 
-def add_send(verbs: Verbs) -> None:
-    """Add the verb ``send``."""
-    about = "send what MLflow has not got of a run"
-    parser = verbs.add_parser("send", help=about, description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES)
-    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
-    parser.set_defaults(run=_send)
-
-
-def _send(options: argparse.Namespace) -> int:
+@Verb("send what MLflow has not got of a run", SEND_DESCRIPTION, SEND_EXAMPLES)
+def send(options: RunOptions) -> int:
     from ddpm_ds.tracking.sender import send_later
 
     return 0 if send_later(options.run_dir) else 1
 
 
-def add_checkpoint(verbs: Verbs) -> None:
-    """Add the verb ``checkpoint`` and its own verbs."""
-    about = "list, verify, describe or consolidate checkpoints"
-    parser = verbs.add_parser("checkpoint", help=about, description=CHECKPOINT_DESCRIPTION, epilog=EXAMPLES)
-    inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-
-    one = inner.add_parser("list", help="list the checkpoints of a run, oldest first")
-    one.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run")
-    one.set_defaults(run=_list)
-
-    one = inner.add_parser("verify", help="read every byte and compare checksums", description=VERIFY_DESCRIPTION)
-    one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
-    one.set_defaults(run=_verify)
-
-    one = inner.add_parser("describe", help="show when, how and from what a checkpoint was made")
-    one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
-    one.set_defaults(run=_describe)
-
-    about = "write the weights into one safetensors file"
-    one = inner.add_parser("consolidate", help=about, description=CONSOLIDATE_DESCRIPTION)
-    one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
-    one.add_argument("out", type=file_path, metavar="OUT", help="file to write")
-    add_overwrite(one)
-    one.add_argument("--weights", choices=KINDS, default="ema", help="averaged or as trained (default ema)")
-    one.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
-    one.set_defaults(run=_consolidate)
+@dataclass(frozen=True)
+class ListOptions:
+    run_dir: Path = option("folder of a run", "RUN_DIR", names=("run_dir",))
 
 
-def _list(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class VerifyOptions:
+    path: Path = option("folder of a checkpoint or of a run", "CHECKPOINT|RUN_DIR", names=("path",))
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    path: Path = option(
+        "folder of a checkpoint, or of a run for its newest good one", "CHECKPOINT|RUN_DIR", names=("path",)
+    )
+
+
+@dataclass(frozen=True)
+class ConsolidateOptions(CheckpointOptions):
+    out: Path = option("file to write", "OUT", names=("out",))
+    overwrite: bool = flag(OVERWRITE)
+    weights: str = option("averaged or as trained (default ema)", choices=KINDS, default="ema")
+    dtype: Precision = option("default fp32", default="fp32")
+
+
+@Verb("list the checkpoints of a run, oldest first")
+def list_(options: ListOptions) -> None:
     rows = [("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")]
     for checkpoint in _of_run(options.run_dir):
         try:
@@ -203,7 +191,8 @@ def _list(options: argparse.Namespace) -> None:
     print("\n".join(aligned(rows, left={0, 5})))
 
 
-def _verify(options: argparse.Namespace) -> None:
+@Verb("read every byte and compare checksums", VERIFY_DESCRIPTION)
+def verify_(options: VerifyOptions) -> None:
     alone = (options.path / MANIFEST).exists() or not checkpoints_of(options.path).exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
     damaged: dict[Path, CheckpointError] = {}
@@ -221,7 +210,8 @@ def _verify(options: argparse.Namespace) -> None:
         raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged, verify each: {which}")
 
 
-def _describe(options: argparse.Namespace) -> None:
+@Verb("show when, how and from what a checkpoint was made")
+def describe(options: CheckpointOptions) -> None:
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     manifest = read_manifest(checkpoint)
     elements = sum(math.prod(shape) for shape in manifest.parameters.values())
@@ -237,15 +227,16 @@ def _describe(options: argparse.Namespace) -> None:
         print(f"\n{title}\n" + yaml.safe_dump(values, sort_keys=False), end="")
 
 
-def _consolidate(options: argparse.Namespace) -> None:
+@Verb("write the weights into one safetensors file", CONSOLIDATE_DESCRIPTION)
+def consolidate(options: ConsolidateOptions) -> None:
     import torch
 
-    from ddpm_ds.checkpoint.reader import consolidate
+    from ddpm_ds.checkpoint import reader
 
     check_output(options.out, overwrite=options.overwrite)
     torch.set_num_threads(1)  # the disk limits the speed; on a busy host, more threads only wait for each other
     checkpoint = checkpoint_at(options.path, print_to_stderr)
-    consolidate(checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
+    reader.consolidate(checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
     print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
 
 
@@ -254,3 +245,12 @@ def _of_run(run_dir: Path) -> list[Path]:
     if not (found := names(folder)):
         raise CheckpointError(f"there are no checkpoints in {folder}; name the folder of a run that has saved")
     return [folder / name for name in found]
+
+
+def add_checkpoint(verbs: Verbs) -> None:
+    """Add the verb ``checkpoint`` and its own verbs."""
+    about = "list, verify, describe or consolidate checkpoints"
+    parser = verbs.add_parser("checkpoint", help=about, description=CHECKPOINT_DESCRIPTION, epilog=EXAMPLES)
+    inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for each in (list_, verify_, describe, consolidate):
+        each.add(inner)

@@ -5,40 +5,41 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
+from ddpm_ds.cli.options import OVERWRITE, Device, Verb
 from ddpm_ds.command_line import (
     MOST_MEMBERS,
-    Verbs,
-    add_overwrite,
     batch,
     check_output,
-    file_path,
+    flag,
     image_number,
     number,
+    option,
     positive,
     seed,
     whole,
 )
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import OptionError, SpecError
 from ddpm_ds.evaluate import USUAL_MEMBERS
 from ddpm_ds.files import MOST_DIGITS, read_bytes
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.choices import SAMPLERS, samplers_with
+from ddpm_ds.schema.layout import Precision
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
-    from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.trained import Trained
 
 DESCRIPTION = """\
@@ -68,159 +69,36 @@ FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Formats by the suffix of --out."""
 MOST_AHEAD = 10_000
 MOST_PROMPTS_BYTES = 2**26
-FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance", "guidance_between")
-"""Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
+KINDS_HELP = "ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps"
+GUIDANCE_HELP = "guidance: 1 is none; without --guide 0 leaves out the class"
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance_between")
+"""Fields of the sampler that have an option of the same name and with one value."""
 
 
-def add_sample(verbs: Verbs) -> None:
-    """Add the verb ``sample``."""
-    what = "draw images from a checkpoint or an export"
-    parser = verbs.add_parser("sample", help=what, description=DESCRIPTION, epilog=EXAMPLES)
-    _add_options(parser)
-    parser.set_defaults(run=_sample)
+T = TypeVar("T")
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--count",
-        type=positive,
-        metavar="N",
-        help="images (default 64, or one of each prompt), or inputs of --conditions (default all up to 64)",
-    )
-    parser.add_argument(
-        "--first", type=image_number, default=0, metavar="I", help="number of the first image or input (default 0)"
-    )
-    parser.add_argument(
-        "--out",
-        type=file_path,
-        metavar="PATH",
-        help="file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default RUN_DIR/samples-IMAGES, "
-        "where IMAGES is how many the checkpoint has seen, or ./samples)",
-    )
-    parser.add_argument(
-        "--labels",
-        metavar="all|none|3|0,1,2",
-        help="classes of a class-conditional U-Net, which images take in turn (default all)",
-    )
-    group = parser.add_argument_group("conditions", "for runs that were trained with data.condition")
-    group.add_argument(
-        "--conditions",
-        type=file_path,
-        metavar="PATH|held-out",
-        help="what images are drawn for: a file or folder, or the run's held-out images",
-    )
-    group.add_argument(
-        "--members",
-        type=partial(whole, lowest=1, highest=MOST_MEMBERS, what="a number from 1 to 4,096"),
-        metavar="K",
-        help=f"images of each input (default {USUAL_MEMBERS}; a regression draws one)",
-    )
-    group.add_argument(
-        "--steps-ahead",
-        type=partial(whole, lowest=1, highest=MOST_AHEAD, what="a number from 1 to 10,000"),
-        default=1,
-        metavar="N",
-        help="feed each image back as the next condition, N - 1 times (--steps is the sampler's)",
-    )
-    add_text_options(parser)
-    group.add_argument("--channel", metavar="NAME", help="channel of fields that a picture shows (default the first)")
-    parser.add_argument(
-        "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
-    )
-    add_overwrite(parser)
-    add_drawing_options(parser)
-
-
-def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what a U-Net with text draws."""
-    text = parser.add_argument_group("text", "for runs that were trained with captions (data.text)")
-    either = text.add_mutually_exclusive_group()
-    either.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="what images show; may be given several times, images take them in turn (default count: one of each)",
-    )
-    either.add_argument(
-        "--prompts",
-        type=file_path,
-        metavar="FILE|held-out",
-        help="text file with a prompt in each line, or the captions of the run's held-out images",
-    )
-    text.add_argument("--negative", metavar="TEXT", help="what --guidance leads away from (default: no text)")
-
-
-def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add the options that choose the weights and how they draw images; with ``several``, the sampler and the guidance
-    are tuples of different ones.
-    """
-    add_weights_options(parser)
-    more, many = (",...", different) if several else ("", lambda kind: kind)
-    parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
-    parser.add_argument("--batch-images", type=batch, default=64, metavar="N", help="images drawn at once (default 64)")
-    group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
-    group.add_argument(
-        "--sampler",
-        type=many(_sampler),
-        metavar=f"KIND{more}",
-        help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps",
-    )
-    group.add_argument("--steps", type=int, metavar="N", help="steps from noise to image (default: see sampler.steps)")
-    group.add_argument("--eta", type=float, metavar="X", help="noise that ddim adds: 0 none, 1 as much as ddpm")
-    group.add_argument("--spacing", choices=_choices("spacing"), help="which timesteps are visited")
-    group.add_argument("--variance", choices=_choices("variance"), help="variance of ddpm's steps")
-    group.add_argument("--clip", choices=_choices("clip"), help="how predicted clean images are kept in range")
-    group.add_argument(
-        "--guidance",
-        type=many(_guidance),
-        metavar=f"W{more}",
-        help="guidance: 1 is none; without --guide 0 leaves out the class",
-    )
-    group.add_argument(
-        "--guidance-between",
-        type=_interval,
-        metavar="LOW,HIGH",
-        help="guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma",
-    )
-    group.add_argument(
-        "--guide",
-        type=file_path,
-        metavar="CHECKPOINT|RUN_DIR|EXPORT",
-        help="weights of a worse U-Net, averaged, that guidance leads away from instead of no class (autoguidance)",
-    )
-
-
-def add_weights_options(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the weights, and the options that choose the kind of weights and the device."""
-    folder = "folder of the weights; of a run, its newest checkpoint; or an export on the hub, OWNER/NAME"
-    parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help=folder)
-    parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
-    moved = "data.autoencoder of the run, if it has moved"
-    parser.add_argument("--autoencoder", type=file_path, metavar="DIR", help=moved)
-    where = "device that draws (default: CUDA if any)"
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
-
-
-def different(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def different(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Return a parser of different values separated by commas, each parsed by ``kind``."""
 
-    def read(text: str) -> tuple[Any, ...]:
+    def read(text: str) -> tuple[T, ...]:
         values = tuple(map(kind, text.split(",")))
         if len(set(values)) < len(values):
-            raise argparse.ArgumentTypeError(f"{text!r} has one value twice")
+            raise OptionError(f"{text!r} has one value twice")
         return values
 
     return read
 
 
-def _sampler(text: str) -> str:
+def sampler_kind(text: str) -> str:
+    """Parse the kind of a sampler."""
     if text not in SAMPLERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SAMPLERS)}")
+        raise OptionError(f"{text!r} is none of {', '.join(SAMPLERS)}")
     return text
 
 
-def _guidance(text: str) -> float:
+def guidance(text: str) -> float:
+    """Parse the strength of guidance."""
     return number(text, 0.0, 1e3, "a guidance from 0 to 1,000")
 
 
@@ -228,7 +106,7 @@ def _interval(text: str) -> tuple[float, float]:
     try:
         low, high = map(float, text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two noise levels such as 0.3,5") from None
+        raise OptionError(f"{text!r} is not two noise levels such as 0.3,5") from None
     return low, high
 
 
@@ -237,13 +115,106 @@ def _choices(field: str) -> tuple[str, ...]:
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
-def load(
-    options: argparse.Namespace,
-    changes: Sequence[Mapping[str, Any]] = ({},),
-) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
+@dataclass(frozen=True)
+class WeightsOptions:
+    """Folder of the weights, and which of them on which device."""
 
-    There is a sampler for each of ``changes``, which are values instead of those of the options.
+    path: Path = option(
+        "folder of the weights; of a run, its newest checkpoint; or an export on the hub, OWNER/NAME",
+        "CHECKPOINT|RUN_DIR|EXPORT",
+        names=("path",),
+    )
+    weights: Literal["ema", "raw"] = option("averaged or as trained (default ema)", default="ema")
+    autoencoder: Path | None = option("data.autoencoder of the run, if it has moved", "DIR")
+    device: Device = option("device that draws (default: CUDA if any)", default="auto")
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    group = "sampler", "defaults are those of the section `sampler` of the run"
+    sampler: tuple[str, ...] = option(KINDS_HELP, "KIND", lambda text: (sampler_kind(text),), default=())
+    steps: int | None = option("steps from noise to image (default: see sampler.steps)", "N", int)
+    eta: float | None = option("noise that ddim adds: 0 none, 1 as much as ddpm", "X", float)
+    spacing: str | None = option("which timesteps are visited", choices=_choices("spacing"))
+    variance: str | None = option("variance of ddpm's steps", choices=_choices("variance"))
+    clip: str | None = option("how predicted clean images are kept in range", choices=_choices("clip"))
+    guidance: tuple[float, ...] = option(GUIDANCE_HELP, "W", lambda text: (guidance(text),), default=())
+    guidance_between: tuple[float, float] | None = option(
+        "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
+    )
+    guide: Path | None = option(
+        "weights of a worse U-Net, averaged, that guidance leads away from instead of no class (autoguidance)",
+        "CHECKPOINT|RUN_DIR|EXPORT",
+    )
+
+
+@dataclass(frozen=True)
+class DrawingOptions(WeightsOptions):
+    precision: Precision = option("default fp32", default="fp32")
+    seed: int = option("seed of all noise (default 0)", "N", seed, default=0)
+    batch_images: int = option("images drawn at once (default 64)", "N", batch, default=64)
+    sampling: SamplerOptions = SamplerOptions()
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    group = "text", "for runs that were trained with captions (data.text)"
+    prompt: tuple[str, ...] | None = option(
+        "what images show; may be given several times, images take them in turn (default count: one of each)",
+        "TEXT",
+        action="append",
+        either="prompts",
+    )
+    prompts: Path | None = option(
+        "text file with a prompt in each line, or the captions of the run's held-out images",
+        "FILE|held-out",
+        either="prompts",
+    )
+    negative: str | None = option("what --guidance leads away from (default: no text)", "TEXT")
+
+
+CONDITIONS = "conditions", "for runs that were trained with data.condition"
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    count: int | None = option(
+        "images (default 64, or one of each prompt), or inputs of --conditions (default all up to 64)", "N", positive
+    )
+    first: int = option("number of the first image or input (default 0)", "I", image_number, default=0)
+    out: Path | None = option(
+        "file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default RUN_DIR/samples-IMAGES, "
+        "where IMAGES is how many the checkpoint has seen, or ./samples)",
+        "PATH",
+    )
+    labels: str | None = option(
+        "classes of a class-conditional U-Net, which images take in turn (default all)", "all|none|3|0,1,2"
+    )
+    conditions: Path | None = option(
+        "what images are drawn for: a file or folder, or the run's held-out images", "PATH|held-out", group=CONDITIONS
+    )
+    members: int | None = option(
+        f"images of each input (default {USUAL_MEMBERS}; a regression draws one)",
+        "K",
+        partial(whole, lowest=1, highest=MOST_MEMBERS, what="a number from 1 to 4,096"),
+        group=CONDITIONS,
+    )
+    steps_ahead: int = option(
+        "feed each image back as the next condition, N - 1 times (--steps is the sampler's)",
+        "N",
+        partial(whole, lowest=1, highest=MOST_AHEAD, what="a number from 1 to 10,000"),
+        default=1,
+        group=CONDITIONS,
+    )
+    text: TextOptions = TextOptions()
+    channel: str | None = option("channel of fields that a picture shows (default the first)", "NAME", group=CONDITIONS)
+    mlflow: bool = flag("log the grid too, in a child of the MLflow run that made the checkpoint")
+    overwrite: bool = flag(OVERWRITE)
+    drawing: DrawingOptions = DrawingOptions()
+
+
+def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained | None]:
+    """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
 
     Raises:
         CheckpointError: there are no such weights.
@@ -253,34 +224,20 @@ def load(
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
 
-    device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
-    place: dict[str, Any] = {"autoencoder": options.autoencoder, "device": device, "dtype": dtype}
-    trained = load_trained(options.path, weights=options.weights, **place)
-    samplers = [
-        sampler_from(
-            argparse.Namespace(**{**vars(options), **change}),
-            trained.sampler,
-            trained.diffusion,
-            **trained.sampler_checks,
-        )
-        for change in changes
-    ]
-    if options.guide is None:
-        return trained, samplers, None
-    guide = load_trained(options.guide, **place)
-    check_guide(guide, trained, samplers)
+    device, (_, dtype), asked = choose_device(options.device), DTYPES[options.precision], options.sampling
+    load_weights = partial(load_trained, autoencoder=options.autoencoder, device=device, dtype=dtype)
+    trained = load_weights(options.path, weights=options.weights)
+    samplers = samplers_from(asked, trained.sampler, trained.diffusion, **trained.sampler_checks)
+    guide = None if asked.guide is None else load_weights(asked.guide)
+    if guide is not None:
+        check_guide(guide, trained, samplers)
     return trained, samplers, guide
 
 
-def sampler_from(
-    options: argparse.Namespace,
-    sampler: SamplerSpec,
-    diffusion: DiffusionSpec,
-    *,
-    classes: int | None,
-    **checks: bool,
-) -> SamplerSpec:
-    """Return the run's sampler, changed by the options.
+def samplers_from(
+    options: SamplerOptions, sampler: SamplerSpec, diffusion: DiffusionSpec, **checks: Any
+) -> list[SamplerSpec]:
+    """Return the run's sampler, changed by the options, for each kind with each guidance.
 
     A kind other than the run's starts from its own number of steps and without added noise. ``checks`` are further
     arguments of :func:`ddpm_ds.diffusion.spec.check_sampler`.
@@ -288,40 +245,45 @@ def sampler_from(
     Raises:
         SpecError: an option is out of range, or the sampler, the diffusion process or the U-Net does not support it.
     """
-    changes = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
-    if options.sampler not in (None, sampler.kind):
-        changes = {"kind": options.sampler, "steps": None, "eta": 0.0, **changes}
-    try:
-        changed = SamplerSpec.model_validate({**sampler.model_dump(), **changes})
-    except ValidationError as error:
-        fault = error.errors()[0]
-        message = fault["msg"][:1].lower() + fault["msg"][1:]
-        raise SpecError(f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {message}") from None
-    if options.variance is not None and "variance" not in SAMPLERS[changed.kind].options:
-        readers = samplers_with("variance")
-        raise SpecError(
-            f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
-        )
     from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
 
-    try:
-        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, **checks)
-        check_guidance(changed, diffusion)
-    except (ValueError, SpecError) as error:
-        said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
-        raise SpecError(said.replace("--kind", "--sampler")) from None
-    return changed
+    samplers = []
+    for kind, strength in itertools.product(options.sampler or (sampler.kind,), options.guidance or (None,)):
+        changes = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
+        if strength is not None:
+            changes["guidance"] = strength
+        if kind != sampler.kind:
+            changes = {"kind": kind, "steps": None, "eta": 0.0, **changes}
+        try:
+            changed = SamplerSpec.model_validate({**sampler.model_dump(), **changes})
+        except ValidationError as error:
+            fault = error.errors()[0]
+            message = fault["msg"][:1].lower() + fault["msg"][1:]
+            raise SpecError(f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {message}") from None
+        if options.variance is not None and "variance" not in SAMPLERS[kind].options:
+            readers = samplers_with("variance")
+            raise SpecError(
+                f"--variance is an option of {readers}, not of {kind}; leave it out or use --sampler {readers}"
+            )
+        try:
+            check_sampler(changed, diffusion, guide=options.guide is not None, **checks)
+            check_guidance(changed, diffusion)
+        except (ValueError, SpecError) as error:
+            message = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
+            raise SpecError(message.replace("--kind", "--sampler")) from None
+        samplers.append(changed)
+    return samplers
 
 
-def _labels(options: argparse.Namespace, trained: Trained) -> tuple[int, ...] | None:
+def _labels(options: SampleOptions, trained: Trained) -> tuple[int, ...] | None:
     """Return the labels of --labels, which images take in turn; None for images without labels."""
     from ddpm_ds.evaluate.sampling import check_label
 
-    text, classes = options.labels, trained.unet_spec.classes
+    text, classes, sampling = options.labels, trained.unet_spec.classes, options.drawing.sampling
     if text == "none" or (text is None and classes is None):
-        guides = options.guide is not None or (classes is None and trained.sampler_checks["drops"])
-        if options.guidance not in (None, 1.0) and not guides:
-            raise SpecError(f"--guidance {options.guidance:g} needs classes to guide to; leave out --labels none")
+        guides = sampling.guide is not None or (classes is None and trained.sampler_checks["drops"])
+        if sampling.guidance not in ((), (1.0,)) and not guides:
+            raise SpecError(f"--guidance {sampling.guidance[0]:g} needs classes to guide to; leave out --labels none")
         return None
     if classes is None:
         raise SpecError(f"--labels {text}: the U-Net has no classes (unet.classes is null); leave it out")
@@ -335,7 +297,7 @@ def _labels(options: argparse.Namespace, trained: Trained) -> tuple[int, ...] | 
     return labels
 
 
-def _inputs(options: argparse.Namespace, trained: Trained) -> Inputs | None:
+def _inputs(options: SampleOptions, trained: Trained) -> Inputs | None:
     """Open what --conditions names; None for a run without a condition of each image."""
     from ddpm_ds.evaluate.inputs import Inputs, check_ahead, check_unconditioned
 
@@ -350,13 +312,12 @@ def _inputs(options: argparse.Namespace, trained: Trained) -> Inputs | None:
     return Inputs.open(options.conditions, trained)
 
 
-def texts_of(options: argparse.Namespace, trained: Trained) -> list[str] | None:
+def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
     """Return the prompts of --prompt or --prompts; None without."""
     from ddpm_ds.evaluate.inputs import HELD_OUT, held_out_captions
 
     if options.prompts is None:
-        prompts: list[str] | None = options.prompt
-        return prompts
+        return options.prompt
     if str(options.prompts) == HELD_OUT and not options.prompts.exists():
         return [HELD_OUT] if trained.unet_spec.text is None else held_out_captions(trained)  # the former are refused
     try:
@@ -370,67 +331,40 @@ def texts_of(options: argparse.Namespace, trained: Trained) -> list[str] | None:
     return prompts
 
 
-def _channel(options: argparse.Namespace, trained: Trained) -> int:
+def _channel(options: SampleOptions, trained: Trained) -> int:
     """Return the number of the channel that --channel names."""
     if options.channel is None:
         return 0
     if not trained.are_fields:
-        raise SpecError(f"--channel {options.channel} is of fields, and {options.path} draws pictures; leave it out")
+        raise SpecError(
+            f"--channel {options.channel} is of fields, and {options.drawing.path} draws pictures; leave it out"
+        )
     if options.channel not in trained.channels:
         raise SpecError(f"--channel {options.channel} is none of {', '.join(trained.channels)}")
     return trained.channels.index(options.channel)
 
 
-def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
-    """Return the path of the output, and its format."""
-    out = options.out
+def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
+    """Return the path of the output, which can be written, and its format."""
+    from ddpm_ds.evaluate.outputs import check_new_folder, check_recordable
+
+    out, ahead = options.out, options.steps_ahead
     if out is None:
         folder, images = (trained.run_dir, f"-{trained.images_seen:09}") if trained.run_dir else (Path(), "")
-        return folder / f"samples{images}", "folder"
-    if out.suffix.lower() not in FORMATS:
+        out, kind = folder / f"samples{images}", "folder"
+    elif (suffix := out.suffix.lower()) in FORMATS:
+        kind = FORMATS[suffix]
+    else:
         raise SpecError(
             f"--out {out}: the suffix {out.suffix} is of no format; use none for a folder, .npz, .npy or .zarr"
         )
-    return out, FORMATS[out.suffix.lower()]
-
-
-def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind: str) -> None:
-    """Refuse a format that can't hold the images, and one whose package is missing."""
     if kind != "folder" and trained.are_fields == (kind == "npz"):
         what, use = ("fields", ".npy, .zarr") if trained.are_fields else ("pictures", ".npz")
-        raise SpecError(f"--out {out} can't hold {what}, which {options.path} draws; use {use} or a folder")
-    if kind == "folder" and options.steps_ahead > 1:
-        raise SpecError(f"--out {out} can't hold --steps-ahead {options.steps_ahead}; use .npy or .zarr")
+        raise SpecError(f"--out {out} can't hold {what}, which {options.drawing.path} draws; use {use} or a folder")
+    if kind == "folder" and ahead > 1:
+        raise SpecError(f"--out {out} can't hold --steps-ahead {ahead}; use .npy or .zarr")
     if kind == "zarr" and not (find_spec("zarr") and find_spec("xarray")):
         raise SpecError(f"--out {out} needs packages that are missing: pip install 'ddpm_ds[fields]'; or use .npy")
-
-
-def _sample(options: argparse.Namespace) -> int:
-    set_environment()
-    from ddpm_ds.evaluate.outputs import (
-        GRID,
-        DrawnImages,
-        check_new_folder,
-        check_recordable,
-        record_child,
-        titled_grid,
-        write_numpy,
-        write_pngs,
-        write_zarr,
-    )
-    from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for
-    from ddpm_ds.unet.operations import widening
-
-    trained, (sampler,), guide = load(options)
-    inputs = _inputs(options, trained)
-    setup = Setup(trained, sampler, guide, inputs).with_prompts(texts_of(options, trained), options.negative)
-    given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
-    numbers: dict[str, Any] = {name: value for name in given if (value := getattr(options, name)) is not None}
-    labels = _labels(options, trained)
-    request = request_for(setup, labels if options.labels else "all", **numbers)
-    channel = _channel(options, trained)
-    out, kind = _out_and_format(options, trained)
-    _check_format(options, trained, out, kind)
     if options.mlflow and kind != "folder":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
     if options.mlflow:
@@ -439,39 +373,58 @@ def _sample(options: argparse.Namespace) -> int:
         check_new_folder(out)
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
-    drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
+    return out, kind
+
+
+@Verb("draw images from a checkpoint or an export", DESCRIPTION, EXAMPLES)
+def sample(options: SampleOptions) -> int:
+    set_environment()
+    from ddpm_ds.evaluate import outputs
+    from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for
+    from ddpm_ds.unet.operations import widening
+
+    trained, (sampler,), guide = load(options.drawing)
+    inputs, labels = _inputs(options, trained), _labels(options, trained)
+    texts = texts_of(options.text, trained)
+    setup = Setup(trained, sampler, guide, inputs).with_prompts(texts, options.text.negative)
+    request = request_for(
+        setup,
+        labels if options.labels else "all",
+        first=options.first,
+        count=options.count,
+        members=options.members,
+        steps_ahead=options.steps_ahead,
+        seed=options.drawing.seed,
+        batch_images=options.drawing.batch_images,
+    )
+    channel, (out, kind) = _channel(options, trained), _output(options, trained)
+    drawn = outputs.DrawnImages(out.parent / f".{out.name}.{request.key}", request)
     if line := widening(trained.device.type, trained.dtype):
         print(line)
     try:
         draw_missing(setup, request, drawn)
         images, shown = drawn.images(), request.labels_of(request.index)
         if kind == "npy":
-            write_numpy(out, images if inputs is None else request.by_input(images))
+            outputs.write_numpy(out, images if inputs is None else request.by_input(images))
         elif kind == "zarr":
-            write_zarr(out, trained, request.by_input(images), options.first)
+            outputs.write_zarr(out, trained, request.by_input(images), options.first)
         elif kind == "npz":
-            write_numpy(out, images, shown)
+            outputs.write_numpy(out, images, shown)
         else:
-            how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
-            grid = titled_grid(trained, sampler, images, shown, **how)
-            write_pngs(out, grid, images, request.index)
+            grid = outputs.titled_grid(trained, sampler, images, shown, inputs=inputs, request=request, channel=channel)
+            outputs.write_pngs(out, grid, images, request.index)
         drawn.remove()
     except KeyboardInterrupt:
         print(
             f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there"
         )
         return 128 + signal.SIGINT
-    print(f"{out}: {_summary(request)}")
+    seen = "" if request.images_seen is None else f" after {request.images_seen:,} images"
+    how, many = request.sampler, f"{request.count:,} images"
+    if inputs is not None:
+        many += f", {request.members} for each of {request.count // request.members:,} inputs,"
+    print(f"{out}: {many} by {how.kind} in {how.steps} steps, seed {request.seed}, {request.weights} weights{seen}")
     if options.mlflow:
-        record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out / GRID: ""})
+        params = request.model_dump(exclude={"batch_images"})
+        outputs.record_child(trained, "sample", params, artifacts={out / outputs.GRID: ""})
     return 0
-
-
-def _summary(request: Request) -> str:
-    trained = "" if request.images_seen is None else f" after {request.images_seen:,} images"
-    sampler = f"{request.sampler.kind} in {request.sampler.steps} steps"
-    images = f"{request.count:,} images"
-    if request.inputs is not None:
-        members = request.members
-        images += f", {members} for each of {request.count // members:,} inputs,"
-    return f"{images} by {sampler}, seed {request.seed}, {request.weights} weights{trained}"

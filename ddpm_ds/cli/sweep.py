@@ -1,25 +1,18 @@
 """``ddpm-ds sweep``: train a spec with all combinations of some values, one run after another, and compare the runs."""
 
-import argparse
 import contextlib
 import hashlib
 import json
 import shlex
 import shutil
 import sys
+from argparse import REMAINDER
+from dataclasses import dataclass
 from pathlib import Path
 
+from ddpm_ds.cli.options import ConfigOption, SpecOptions, Verb, take_files
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import (
-    Verbs,
-    add_config_option,
-    add_spec_options,
-    counted,
-    file_path,
-    processes,
-    take_files,
-    valid_text,
-)
+from ddpm_ds.command_line import counted, flag, option, process_count, valid_text
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, UserError, print_to_stderr
@@ -51,44 +44,48 @@ OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note",
 """Options of ``ddpm-ds train`` that each trial gets from the sweep."""
 
 
-def add_sweep(verbs: Verbs) -> None:
-    """Add the verb ``sweep``."""
-    about = "train one spec with different values, and compare the runs"
-    parser = verbs.add_parser("sweep", help=about, description=DESCRIPTION)
-    add_spec_options(parser)
-    add_config_option(parser)
-    vary = "a setting and its values; may be repeated"
-    parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE", help=vary)
-    parser.add_argument("--processes", type=processes, default=1, metavar="N", help="processes of each run (default 1)")
-    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this is tried; kept in MLflow")
-    where = f"folder of the runs, with MLflow's store unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})"
-    parser.add_argument("--runs", type=file_path, default=OUTPUT_ROOT, metavar="DIR", help=where)
-    parser.add_argument("--dry-run", action="store_true", help="check and print the trials, and exit")
-    more = "options of ddpm-ds train for every run, such as -p 2"
-    parser.add_argument("train_options", nargs=argparse.REMAINDER, metavar="-- ...", help=more)
-    parser.set_defaults(run=_sweep)
+@dataclass(frozen=True)
+class SweepOptions(ConfigOption, SpecOptions):
+    vary: tuple[str, ...] = option(
+        "a setting and its values; may be repeated", "NAME=VALUE,VALUE", action="append", required=True
+    )
+    processes: int = option("processes of each run (default 1)", "N", process_count, default=1)
+    note: str | None = option("why this is tried; kept in MLflow", "TEXT", valid_text)
+    runs: Path = option(
+        f"folder of the runs, with MLflow's store unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})",
+        "DIR",
+        default=OUTPUT_ROOT,
+    )
+    dry_run: bool = flag("check and print the trials, and exit")
+    train_options: tuple[str, ...] = option(
+        "options of ddpm-ds train for every run, such as -p 2",
+        "-- ...",
+        names=("train_options",),
+        nargs=REMAINDER,
+        default=(),
+    )
 
 
-def _sweep(options: argparse.Namespace) -> int:
-    take_files(options)
-    first, *given = options.train_options or ["--"]
+@Verb("train one spec with different values, and compare the runs", DESCRIPTION)
+def sweep(options: SweepOptions) -> int:
+    files, (first, *given) = take_files(options), options.train_options or ("--",)
     if first != "--":
         raise ExperimentError(f"{first} is no option of sweep; write options of ddpm-ds train after --")
-    files = ["--deepspeed_config", str(options.deepspeed_config)]
-    default, asked = parse(files), parse([*files, *given])
+    config_option = ["--deepspeed_config", str(files.deepspeed_config)]
+    default, asked = parse(config_option), parse([*config_option, *given])
     for name in OWN:
         if getattr(asked, name) != getattr(default, name):
             raise ExperimentError(f"{name} after --: each trial gets its own; leave it out, or give it before the --")
-    spec = load_spec(options.spec, spec_overrides(options.overrides))
-    config = read_ds_config(options.deepspeed_config, options.overrides)
+    spec = load_spec(files.spec, spec_overrides(files.overrides))
+    config = read_ds_config(files.deepspeed_config, files.overrides)
     content = json.dumps([spec.model_dump(mode="json"), config, options.vary, options.processes, given], sort_keys=True)
     folder = options.runs / f"sweep-{spec.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
     trials = make_trials(
         parse_variables(options.vary),
         folder,
-        options.spec,
-        options.deepspeed_config,
-        options.overrides,
+        files.spec,
+        files.deepspeed_config,
+        files.overrides,
         processes=options.processes,
         stages=asked.pipeline_stages,
         device=asked.device,
@@ -108,40 +105,40 @@ def _log(line: str) -> None:
         print_to_stderr(f"ddpm-ds sweep: {line}")
 
 
-def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given: list[str]) -> int:
+def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list[str]) -> int:
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
     failed, stopped = dict[str, int](), 0
-    with run_folder.disk_errors_reported(folder), run_folder.claim_folder(folder), received_signals() as heard:
+    with run_folder.disk_errors_reported(folder), run_folder.claim_folder(folder), received_signals() as received:
         # before identity(): a run that has one keeps its note
         tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()
         params = {"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])}
         experiment = trials[0].draft.spec.logging.experiment
         tracker = Tracker(RunStart(experiment, folder, params, tags, identity=identity), _log)
-        tracker.wait_for_run(lambda: bool(heard))  # its children look for it
+        tracker.wait_for_run(lambda: bool(received))  # its children look for it
         for trial in trials:
-            if trial.done or heard or stopped:
+            if trial.done or received or stopped:
                 continue
             trial.prepare(options.overrides)
             _log(f"{trial.label}: started, its output is in {trial.run_dir / LOG}")
-            code, said = run_command(trial.command(identity, given), trial.run_dir / LOG, heard)
+            code, why = run_command(trial.command(identity, given), trial.run_dir / LOG, received)
             if code == EXIT_PREEMPTED or not 0 <= code <= 128:  # by request
                 stopped = code if code > 0 else EXIT_PREEMPTED
             elif code:
                 failed[trial.label] = code
                 tracker.artifact(trial.run_dir / LOG, f"failed/{trial.run_dir.name}")
-            _log("\n    ".join((f"{trial.label}: {f'exit code {code}' if code else 'done'}", *said)))
+            _log("\n    ".join((f"{trial.label}: {f'exit code {code}' if code else 'done'}", *why)))
         done = sum(trial.done for trial in trials)
         begun = [trial.run_dir for trial in trials if identity_of(trial.run_dir)]
         with contextlib.suppress(UserError):  # a trial that failed before it had anything
-            if begun and not (heard or stopped):
+            if begun and not (received or stopped):
                 text = terminal([of_folder(run) for run in begun], width=shutil.get_terminal_size((120, 24)).columns)
                 print(f"\n{text}", flush=True)
                 replace_file(folder / COMPARISON, text.encode() + b"\n")
                 tracker.artifact(folder / COMPARISON)
-        tracker.finish("KILLED" if heard or stopped else "FAILED" if failed else "FINISHED")
+        tracker.finish("KILLED" if received or stopped else "FAILED" if failed else "FINISHED")
     for label, code in failed.items():
         _log(f"{label}: exit code {code}")
     again = f"look again: ddpm-ds compare {folder}" if done == len(trials) else "the same command continues"
     _log(f"{done} of {len(trials)} trials are done; {again}")
-    return stopped or (EXIT_PREEMPTED if heard and done < len(trials) else 0) or next(iter(failed.values()), 0)
+    return stopped or (EXIT_PREEMPTED if received and done < len(trials) else 0) or next(iter(failed.values()), 0)

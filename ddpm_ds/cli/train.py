@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
+from ddpm_ds.cli.options import ConfigOption, Device, OneLineParser, SpecOptions, add_options, read, take_files
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
-from ddpm_ds.command_line import (
-    OneLineParser,
-    add_config_option,
-    add_spec_options,
-    file_path,
-    limited_seconds,
-    memory_size,
-    positive,
-    processes,
-    seconds,
-    step_range,
-    take_files,
-    valid_text,
-)
+from ddpm_ds.command_line import HIDDEN, flag, option, process_count
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import (
@@ -44,18 +31,10 @@ from ddpm_ds.errors import (
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.files import MACHINE, REHEARSAL, STAGES, VERDICT, expanded
+from ddpm_ds.files import MACHINE, STAGES, VERDICT
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import RunDraft, check_memory, choose, lay_out, machine_here, make_plan, read_run
-from ddpm_ds.processes.ranks import (
-    DEAD_SECONDS,
-    HANG_SECONDS,
-    for_good,
-    on_several_hosts,
-    print_once,
-    record_exit,
-    set_environment,
-)
+from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
 from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.address import check_experiment
@@ -69,6 +48,7 @@ from ddpm_ds.tracking.run_folder import (
     remove_if_empty,
 )
 from ddpm_ds.tracking.tracker import start_child
+from ddpm_ds.train.asked import Asked
 from ddpm_ds.unet.layers import Layer
 
 if TYPE_CHECKING:
@@ -77,8 +57,6 @@ if TYPE_CHECKING:
     from ddpm_ds.train.session import Ended
     from ddpm_ds.train.start import Asked
 
-TRACED_STEPS = range(20, 23)
-"""Optimizer steps that are traced by default."""
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
@@ -106,123 +84,55 @@ exit codes
 """
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every program that a launcher starts; they say what, how and where to train."""
-    add_config_option(parser)
-    add_spec_options(parser)
-    parser.add_argument(
-        "-p",
-        "--pipeline-stages",
-        type=processes,
-        metavar="STAGES",
-        help="number of stages, instead of the JSON's pipeline.stages",
+@dataclass(frozen=True)
+class RankOptions(SpecOptions, ConfigOption):
+    """Options of every program that a launcher starts; they say what, how and where to train."""
+
+    pipeline_stages: int | None = option(
+        "number of stages, instead of the JSON's pipeline.stages",
+        "STAGES",
+        process_count,
+        names=("-p", "--pipeline-stages"),
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
-    )  # launchers pass it
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # a convention of DeepSpeed
+    device: Device = option("default: CUDA if any", default="auto")
+    local_rank: int = option(HIDDEN, kind=int, default=0, names=("--local_rank", "--local-rank"))  # launchers pass it
+    deepspeed: bool = flag(HIDDEN)  # a convention of DeepSpeed
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options of a training run.
+@dataclass(frozen=True)
+class TrainOptions(Asked, RankOptions):
+    described: bool = flag(HIDDEN)
+    """Whether ``ddpm-ds train`` has printed the plan."""
+    dry_run: bool = flag("print what would run, and exit")
 
-    Raises:
-        SpecError: an option is unknown or has a wrong value.
-    """
+
+def parse(arguments: Sequence[str] | None) -> TrainOptions:
+    """Parse the options of a training run; raises SpecError if one is unknown or has a wrong value."""
     parser = OneLineParser(
-        prog="deepspeed [launcher options] launch/train.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION, epilog=EXAMPLES
     )
-    add_train_options(parser)
-    return parser.parse_args(arguments)
+    add_options(parser, TrainOptions)
+    return read(TrainOptions, parser.parse_args(arguments))
 
 
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a training run."""
-    add_run_options(parser)
-    parser.add_argument(
-        "--run-dir",
-        type=file_path,
-        metavar="DIR",
-        help="folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
-        f"(default {OUTPUT_ROOT}/DATE-NAME)",
-    )
-    parser.add_argument(
-        "--resume",
-        type=lambda text: str(expanded(text)),
-        default="auto",
-        metavar="auto|never|CHECKPOINT|RUN_DIR",
-        help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run, "
-        "or its newest good one",
-    )
-    parser.add_argument(
-        "--start-seconds",
-        type=limited_seconds,
-        default=300.0,
-        metavar="S",
-        help="how long the first ranks wait for the last one to be started (300)",
-    )
-    parser.add_argument(
-        "--dead-seconds",
-        type=seconds,
-        default=DEAD_SECONDS,
-        metavar="S",
-        help=f"silence after which a rank is given up ({DEAD_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--hang-seconds",
-        type=seconds,
-        default=HANG_SECONDS,
-        metavar="S",
-        help=f"seconds without a step after which all ranks stop ({HANG_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--trace-steps",
-        type=step_range,
-        metavar="FIRST-LAST",
-        help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
-        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
-    )
-    parser.add_argument(
-        "--profile-kernels",
-        type=step_range,
-        default=range(0),
-        metavar="FIRST-LAST",
-        help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        metavar="N",
-        help=f"only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, "
-        f"without MLflow and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
-    )
-    parser.add_argument("--memory-budget", type=memory_size, help=argparse.SUPPRESS)  # for ddpm-ds fit
-    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this run is made; kept with it in MLflow")
-    parser.add_argument("--parent-run", metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
-    parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # train has printed the plan
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
-
-
-def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str]) -> tuple[RunDraft, Path]:
+def checked(options: TrainOptions, world_size: int, hosts: Sequence[str]) -> tuple[RunDraft, Path]:
     """Check the options before anything starts; return the run's draft and folder. ``hosts`` has each rank's host.
 
     Raises:
         UserError: an option or a file is wrong.
     """
-    take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
-    files = read_run(options.spec, options.overrides, options.deepspeed_config)
+    found = take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
+    files = read_run(found.spec, found.overrides, found.deepspeed_config)
     chosen = choose(files, hosts, world_size, options.pipeline_stages, options.device)
     draft = lay_out(files, hosts, world_size, options.pipeline_stages, chosen)
-    options.trace_steps = _traced(options.trace_steps, draft.steps)
-    _check_steps("--profile-kernels", options.profile_kernels, draft.steps)
+    for name, steps in (("--trace-steps", options.trace_steps), ("--profile-kernels", options.profile_kernels)):
+        if steps and steps[-1] > draft.steps:
+            asked = f"{name} {steps[0]}-{steps[-1]}"
+            raise SpecError(f"{asked}, but the run has {draft.steps} steps; use steps up to {draft.steps}")
     if options.steps is not None:
-        draft, options.resume = replace(draft, spec=_rehearsed(draft.spec)), "never"
+        draft = replace(draft, spec=_rehearsed(draft.spec))
     run_dir = options.run_dir or new_run_dir(draft.spec.name)
-    _check_resume(options.resume, run_dir)
+    _check_resume(options.start_from, run_dir)
     return draft, run_dir
 
 
@@ -252,41 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training program on this rank and return its exit code."""
     try:
         with contextlib.ExitStack() as screen:  # closes the progress line before an error is printed
-            set_environment()
-            with _reported_to_other_hosts():
-                options = parse(arguments)
-                world_size = int(os.environ["WORLD_SIZE"])
-                draft, run_dir = checked(options, world_size, launched_hosts(world_size))
-                if int(os.environ["RANK"]) == 0:
-                    check_experiment(draft.spec.logging.experiment, run_dir.parent)
-                    if options.run_dir is None and not options.dry_run:
-                        run_dir = make_run_dir(run_dir)
-                        screen.callback(remove_if_empty, run_dir)
-                    check_output(run_dir, options.resume)
-                    if not options.described:
-                        print(describe_plan(draft, run_dir), flush=True)
-                if options.dry_run:
-                    return 0
-                line = sender = None
-                if os.environ["RANK"] == "0":
-                    line = screen.enter_context(contextlib.closing(ProgressLine(draft.spec.train.images)))
-                    if options.steps is None:
-                        sender = start_child()  # imports MLflow meanwhile
-                        screen.callback(sender.wait)
-                        screen.callback(sender.kill)
-                with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
-                    # These import torch, after everything cheap is checked.
-                    from ddpm_ds.device import choose_device
-                    from ddpm_ds.pipeline import import_deepspeed
-
-                    device = choose_device(options.device, draft.ds.layout.stages)
-                    import_deepspeed()
-                    warning = check_run_memory(options, draft, run_dir, device)
-                    if warning is not None and os.environ["LOCAL_RANK"] == "0":
-                        print(warning, flush=True)
-                    from ddpm_ds.train.start import Asked
-            asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
-            _train(draft, run_dir, device, asked, line, sender)
+            _train(arguments, screen)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
@@ -304,7 +180,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(
+def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> None:
+    set_environment()
+    with _reported_to_other_hosts():
+        options, world_size = parse(arguments), int(os.environ["WORLD_SIZE"])
+        draft, run_dir = checked(options, world_size, launched_hosts(world_size))
+        if int(os.environ["RANK"]) == 0:
+            check_experiment(draft.spec.logging.experiment, run_dir.parent)
+            if options.run_dir is None and not options.dry_run:
+                run_dir = make_run_dir(run_dir)
+                screen.callback(remove_if_empty, run_dir)
+            check_output(run_dir, options.start_from)
+            if not options.described:
+                print(describe_plan(draft, run_dir), flush=True)
+        if options.dry_run:
+            return
+        line = sender = None
+        if os.environ["RANK"] == "0":
+            line = screen.enter_context(contextlib.closing(ProgressLine(draft.spec.train.images)))
+            if options.steps is None:
+                sender = start_child()  # imports MLflow meanwhile
+                screen.callback(sender.wait)
+                screen.callback(sender.kill)
+        with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
+            # These import torch, after everything cheap is checked.
+            from ddpm_ds.device import choose_device
+            from ddpm_ds.pipeline import import_deepspeed
+
+            device = choose_device(options.device, draft.ds.layout.stages)
+            import_deepspeed()
+            warning = check_run_memory(options.overrides, draft, run_dir, device)
+            if warning is not None and os.environ["LOCAL_RANK"] == "0":
+                print(warning, flush=True)
+    _train_with_others(draft, run_dir, device, options, line, sender)
+
+
+def _train_with_others(
     draft: RunDraft,
     run_dir: Path,
     device: torch.device,
@@ -333,7 +244,7 @@ def _train(
                 _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
 
 
-def check_run_memory(options: argparse.Namespace, draft: RunDraft, run_dir: Path, device: torch.device) -> str | None:
+def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, device: torch.device) -> str | None:
     """Return a warning if a run may not fit this host's memory.
 
     Raises:
@@ -343,7 +254,7 @@ def check_run_memory(options: argparse.Namespace, draft: RunDraft, run_dir: Path
     hosts = draft.grid.hosts
 
     def again(changes: Sequence[str], stages: int) -> RunDraft:
-        files = read_run(options.spec, [*options.overrides, *changes], options.deepspeed_config)
+        files = read_run(draft.spec_path, [*overrides, *changes], draft.ds_path)
         return lay_out(files, hosts, len(hosts), stages)
 
     if not hosts:  # unknown until the ranks have met
@@ -355,7 +266,7 @@ def check_run_memory(options: argparse.Namespace, draft: RunDraft, run_dir: Path
 def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:
     """Say where the time of a run that is over and saved went, and how it ended. Every rank calls this.
 
-    A fault of a report is said in a line, and changes nothing for the run.
+    A fault of a report is one line, and changes nothing for the run.
     """
     from ddpm_ds.observe.device_speed import startup_times
     from ddpm_ds.observe.observer import Pauses, read_pauses
@@ -404,17 +315,3 @@ def _reported_to_other_hosts() -> Iterator[None]:
 
             refuse_alone(error)
         raise
-
-
-def _traced(asked: range | None, steps: int) -> range:
-    """Return the steps to trace in a run of ``steps`` steps."""
-    if asked is None:
-        return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
-    _check_steps("--trace-steps", asked, steps)
-    return asked
-
-
-def _check_steps(option: str, asked: range, steps: int) -> None:
-    """Raise SpecError if the run is too short for the steps ``asked`` for."""
-    if asked and asked[-1] > steps:
-        raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")

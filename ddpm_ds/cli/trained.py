@@ -4,32 +4,32 @@ images, ``export`` and ``import`` convert them to and from diffusers.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ddpm_ds.cli.options import SpecOptions, Verb
 from ddpm_ds.cli.sample import (
-    add_drawing_options,
-    add_text_options,
-    add_weights_options,
+    GUIDANCE_HELP,
+    KINDS_HELP,
+    DrawingOptions,
+    SamplerOptions,
+    TextOptions,
+    WeightsOptions,
+    different,
+    guidance,
     load,
+    sampler_kind,
     texts_of,
 )
-from ddpm_ds.command_line import (
-    MOST_COUNT,
-    Verbs,
-    add_overrides,
-    file_path,
-    positive,
-    whole,
-)
+from ddpm_ds.command_line import MOST_COUNT, flag, option, positive, whole
 from ddpm_ds.data.hub import check_upload, is_hub_name, upload
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import OptionError, SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 
@@ -133,66 +133,59 @@ examples
 """
 
 
-def add_evaluate(verbs: Verbs) -> None:
-    """Add the verb ``evaluate``."""
-    what = "score a checkpoint or an export against the real images"
-    parser = verbs.add_parser("evaluate", help=what, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES)
-    count = f"images to draw (default {MANY}), or inputs to draw members for (default all)"
-    parser.add_argument("--count", type=positive, metavar="N", help=count)
-    parser.add_argument(
-        "--members",
-        type=positive,
-        metavar="K",
-        help=f"images to draw for each input (default {USUAL_MEMBERS}; a regression draws one)",
-    )
-    parser.add_argument(
-        "--conditions",
-        type=file_path,
-        metavar="PATH|held-out",
-        help="inputs with their true images, a file or folder (default: the run's held-out images)",
-    )
-    parser.add_argument(
-        "--metrics",
-        type=_metrics,
-        metavar="NAME,...",
-        help=f"scores, some of {','.join(METRICS)}; an error if one can't be computed (default: all that can, of drawn "
-        "images)",
-    )
-    parser.add_argument(
-        "--dataset",
-        type=file_path,
-        metavar="DIR",
-        help="folder of the prepared real images; needed for an export, or if the folder has moved",
-    )
-    parser.add_argument(
-        "--inception-weights", type=file_path, metavar="FILE", help="torch-fidelity's weights, instead of a download"
-    )
-    parser.add_argument(
-        "--out",
-        type=file_path,
-        metavar="DIR",
-        help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)",
-    )
-    parser.add_argument(
-        "--clip-model",
-        type=file_path,
-        metavar="DIR|OWNER/NAME",
-        help="CLIP model that scores how well images fit their prompts: a folder, or a name on the Hugging Face hub",
-    )
-    add_text_options(parser)
-    add_drawing_options(parser, several=True)
-    parser.set_defaults(run=_evaluate)
-
-
 def _metrics(text: str) -> tuple[str, ...]:
     names = text.split(",")
     for name in names:
         if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}")
+            raise OptionError(f"{name!r} is none of {', '.join(METRICS)}")
     return tuple(names)
 
 
-def _evaluate(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class SamplersOptions(SamplerOptions):
+    """Changes of the run's sampler, of which several are evaluated."""
+
+    sampler: tuple[str, ...] = option(KINDS_HELP, "KIND,...", different(sampler_kind), default=())
+    guidance: tuple[float, ...] = option(GUIDANCE_HELP, "W,...", different(guidance), default=())
+
+
+@dataclass(frozen=True)
+class EvaluatedOptions(DrawingOptions):
+    sampling: SamplersOptions = SamplersOptions()
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    count: int | None = option(
+        f"images to draw (default {MANY}), or inputs to draw members for (default all)", "N", positive
+    )
+    members: int | None = option(
+        f"images to draw for each input (default {USUAL_MEMBERS}; a regression draws one)", "K", positive
+    )
+    conditions: Path | None = option(
+        "inputs with their true images, a file or folder (default: the run's held-out images)", "PATH|held-out"
+    )
+    metrics: tuple[str, ...] | None = option(
+        f"scores, some of {','.join(METRICS)}; an error if one can't be computed (default: all that can, of drawn "
+        "images)",
+        "NAME,...",
+        _metrics,
+    )
+    dataset: Path | None = option(
+        "folder of the prepared real images; needed for an export, or if the folder has moved", "DIR"
+    )
+    inception_weights: Path | None = option("torch-fidelity's weights, instead of a download", "FILE")
+    out: Path | None = option("folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)", "DIR")
+    clip_model: Path | None = option(
+        "CLIP model that scores how well images fit their prompts: a folder, or a name on the Hugging Face hub",
+        "DIR|OWNER/NAME",
+    )
+    text: TextOptions = TextOptions()
+    drawing: EvaluatedOptions = EvaluatedOptions()
+
+
+@Verb("score a checkpoint or an export against the real images", EVALUATE_DESCRIPTION, EVALUATE_EXAMPLES)
+def evaluate(options: EvaluateOptions) -> None:
     set_environment()
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
@@ -200,15 +193,13 @@ def _evaluate(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.sampling import Setup
     from ddpm_ds.evaluate.scores import evaluate_losses, loss_table, table
 
-    measures = "loss" in (options.metrics or ())
-    if measures:
-        options.metrics = tuple(name for name in options.metrics if name != "loss")
+    measures, drawing = "loss" in (options.metrics or ()), options.drawing
+    if options.metrics is not None:
+        options = replace(options, metrics=tuple(name for name in options.metrics if name != "loss"))
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
-    kinds, guidances = options.sampler or (None,), options.guidance or (None,)
-    changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
-    trained, samplers, guide = load(options, changes)
+    trained, samplers, guide = load(drawing)
     check_recordable(trained)
     if measures:
         held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
@@ -216,7 +207,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
     tables = []
     if measures:
-        losses = evaluate_losses(trained, held_out, options.out, options.batch_images)
+        losses = evaluate_losses(trained, held_out, options.out, drawing.batch_images)
         tables.append(loss_table(trained.weights, losses))
     if draws:
         found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
@@ -224,15 +215,15 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(*(f"\n{text}" for text in tables), sep="\n")
 
 
-def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Raise SpecError, which says ``why``, if one of the options is given."""
+def _refuse(options: EvaluateOptions, names: Sequence[str], why: str) -> None:
+    """Raise SpecError, which tells ``why``, if one of the options is given."""
     for name in names:
-        if (value := getattr(options, name)) is not None:
-            said = ",".join(value) if isinstance(value, list | tuple) else value
-            raise SpecError(f"--{name.replace('_', '-')} {said}{why}; leave it out")
+        if (value := getattr(options if hasattr(options, name) else options.text, name)) is not None:
+            given = ",".join(value) if isinstance(value, tuple) else value
+            raise SpecError(f"--{name.replace('_', '-')} {given}{why}; leave it out")
 
 
-def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[[Setup], tuple[Request, list[Score]]]:
+def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, list[Score]]]:
     """Return a function that evaluates a setup without conditions."""
     from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
@@ -250,12 +241,12 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[[Setup
     clip = None if options.clip_model is None else Clip(options.clip_model)
     reference = None if options.metrics == ("clip",) else open_reference(trained, options.dataset)
     scorer = Scorer(options.metrics, reference, options.inception_weights, clip)
-    numbers = {"seed": options.seed, "count": count, "batch_images": options.batch_images}
-    texts = texts_of(options, trained)
-    return lambda setup: evaluate(setup.with_prompts(texts, options.negative), scorer, options.out, **numbers)
+    numbers = {"seed": options.drawing.seed, "count": count, "batch_images": options.drawing.batch_images}
+    texts, negative = texts_of(options.text, trained), options.text.negative
+    return lambda setup: evaluate(setup.with_prompts(texts, negative), scorer, options.out, **numbers)
 
 
-def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
+def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
     """Return a function that evaluates a setup with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
@@ -266,65 +257,9 @@ def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[[Se
         inputs = Inputs.held_out(trained, options.dataset)
     else:
         inputs = Inputs.open(options.conditions, trained)
-    numbers = {name: getattr(options, name) for name in ("count", "members", "seed", "batch_images")}
-    return lambda setup: evaluate_ensembles(replace(setup, inputs=inputs), options.out, **numbers)
-
-
-def add_export(verbs: Verbs) -> None:
-    """Add the verb ``export``."""
-    what = "write trained weights as a pipeline of diffusers"
-    parser = verbs.add_parser("export", help=what, description=EXPORT_DESCRIPTION, epilog=EXPORT_EXAMPLES)
-    add_weights_options(parser)
-    parser.add_argument("out", type=file_path, metavar="DIR", help="folder to write; must be empty or not exist")
-    of_file = "data type of the file (default fp32)"
-    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help=of_file)
-    parser.add_argument(
-        "--label", type=_label, metavar="none|K", help="fold this label into the weights of a class-conditional U-Net"
-    )
-    parser.add_argument(
-        "--samples",
-        type=_samples,
-        default=MOST_SAMPLES,
-        metavar="N",
-        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; of a run "
-        "with a condition or text it is the run's last picture)",
-    )
-    parser.add_argument(
-        "--single-file",
-        action="store_true",
-        help="write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline",
-    )
-    hub = parser.add_argument_group("Hugging Face hub")
-    hub.add_argument("--push-to-hub", type=_hub_name, metavar="OWNER/NAME", help="upload the export to this repository")
-    hub.add_argument("--public", action="store_true", help="a repository that everybody can read (default: private)")
-    hub.add_argument("--overwrite", action="store_true", help="replace the files of a repository that exists")
-    parser.set_defaults(run=_export)
-
-
-def add_import(verbs: Verbs) -> None:
-    """Add the verb ``import``."""
-    what = "take a model of diffusers as the start of a run"
-    parser = verbs.add_parser("import", help=what, description=IMPORT_DESCRIPTION, epilog=IMPORT_EXAMPLES)
-    parser.add_argument(
-        "path",
-        type=file_path,
-        metavar="PATH|OWNER/NAME",
-        help="folder of a pipeline or of a U-Net, a .safetensors, or a name on the Hugging Face hub",
-    )
-    parser.add_argument(
-        "--spec", type=file_path, required=True, metavar="BASE", help="spec of the run: data, length, batch"
-    )
-    add_overrides(parser)
-    parser.add_argument(
-        "--out", type=file_path, required=True, metavar="OUT", help="folder to write; must be empty or not exist"
-    )
-    parser.add_argument(
-        "--last-label",
-        choices=("none", "class"),
-        default="none",
-        help="what the last of num_class_embeds is: no label, as in our exports (default), or a class like the others",
-    )
-    parser.set_defaults(run=_import)
+    numbers = {"seed": options.drawing.seed, "batch_images": options.drawing.batch_images}
+    asked = partial(evaluate_ensembles, out=options.out, count=options.count, members=options.members, **numbers)
+    return lambda setup: asked(replace(setup, inputs=inputs))
 
 
 def _label(text: str) -> str:
@@ -335,15 +270,50 @@ def _label(text: str) -> str:
 
 def _hub_name(text: str) -> str:
     if not is_hub_name(text):
-        raise argparse.ArgumentTypeError(f"{text!r} should be OWNER/NAME")
+        raise OptionError(f"{text!r} should be OWNER/NAME")
     return text
 
 
-def _samples(text: str) -> int:
-    return whole(text, 0, MOST_SAMPLES, f"a number from 0 to {MOST_SAMPLES}")
+HUB = ("Hugging Face hub",)
 
 
-def _export(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class ExportOptions(WeightsOptions):
+    out: Path = option("folder to write; must be empty or not exist", "DIR", names=("out",))
+    dtype: Literal["fp32", "fp16"] = option("data type of the file (default fp32)", default="fp32")
+    label: str | None = option("fold this label into the weights of a class-conditional U-Net", "none|K", _label)
+    samples: int = option(
+        "images in samples.png, drawn by the run's sampler (default %(default)s, 0 draws none; of a run with a "
+        "condition or text it is the run's last picture)",
+        "N",
+        partial(whole, lowest=0, highest=MOST_SAMPLES, what=f"a number from 0 to {MOST_SAMPLES}"),
+        default=MOST_SAMPLES,
+    )
+    single_file: bool = flag(
+        "write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline"
+    )
+    push_to_hub: str | None = option("upload the export to this repository", "OWNER/NAME", _hub_name, group=HUB)
+    public: bool = flag("a repository that everybody can read (default: private)", group=HUB)
+    overwrite: bool = flag("replace the files of a repository that exists", group=HUB)
+
+
+@dataclass(frozen=True)
+class ImportOptions(SpecOptions):
+    path: Path = option(
+        "folder of a pipeline or of a U-Net, a .safetensors, or a name on the Hugging Face hub",
+        "PATH|OWNER/NAME",
+        names=("path",),
+    )
+    spec: Path = option("spec of the run: data, length, batch", "BASE", required=True)
+    out: Path = option("folder to write; must be empty or not exist", "OUT", required=True)
+    last_label: Literal["none", "class"] = option(
+        "what the last of num_class_embeds is: no label, as in our exports (default), or a class like the others",
+        default="none",
+    )
+
+
+@Verb("write trained weights as a pipeline of diffusers", EXPORT_DESCRIPTION, EXPORT_EXAMPLES)
+def export(options: ExportOptions) -> None:
     set_environment()
     import torch
 
@@ -385,8 +355,9 @@ def _export(options: argparse.Namespace) -> None:
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
-        written = {"precision": options.dtype, "label": options.label, "picture": picture, "single_file": single}
-        card = model_card(trained, **written, hub_name=name)
+        card = model_card(
+            trained, precision=options.dtype, label=options.label, picture=picture, single_file=single, hub_name=name
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     weights, origin = f"{trained.weights} weights of", Path(trained.origin)
@@ -410,7 +381,8 @@ def _row(label: str | None, classes: int | None) -> int | None:
     return int(label)
 
 
-def _import(options: argparse.Namespace) -> None:
+@Verb("take a model of diffusers as the start of a run", IMPORT_DESCRIPTION, IMPORT_EXAMPLES)
+def import_(options: ImportOptions) -> None:
     from ddpm_ds.evaluate.diffusers.importing import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"

@@ -9,7 +9,6 @@
         output.log                                 output of all its processes
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpm_ds.command_line import processes as number_of_processes
+from ddpm_ds.command_line import process_count
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import UserError, explanation
@@ -128,10 +127,10 @@ def make_trials(
         paths = (folder.with_name(f"{folder.name}.{short}{number}") for number in again)
         run_dir = next(path for path in paths if path not in made)
         try:
-            count, config = number_of_processes(values.get(PROCESSES, str(processes))), values.get(CONFIG, ds_config)
+            count, config = process_count(values.get(PROCESSES, str(processes))), values.get(CONFIG, ds_config)
             files, hosts = read_run(spec, _overrides(values, overrides), Path(config)), ("localhost",) * count
             draft = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device))
-        except (UserError, argparse.ArgumentTypeError) as error:
+        except UserError as error:
             raise ExperimentError(*(f"trial {label}: {fault}" for fault in error.args)) from None
         made[run_dir] = Trial(values, run_dir, draft)
     return list(made.values())

@@ -2,7 +2,6 @@
 ``ddpm-ds run``, since it may still fail as it exits. Does not import torch.
 """
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_ds.command_line import MOST_PROCESSES, whole
-from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
+from ddpm_ds.errors import EXIT_PREEMPTED, OptionError, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import find_environment, user_name
 from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, ignore
 
@@ -86,7 +85,7 @@ def _check_environment(given: Collection[str]) -> None:
         lowest, highest = ranges[name]
         try:
             numbers[name] = whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
-        except argparse.ArgumentTypeError as error:
+        except OptionError as error:
             raise SpecError(f"{name} in the environment: {error}; unset it, or start with a launcher") from None
     for small, large, least in (
         ("RANK", "WORLD_SIZE", 1),
@@ -218,7 +217,7 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
         code = main()
         ignore(STOP_SIGNALS if stoppable else ())
         return record_exit(code)
-    except SystemExit as leaving:  # raised by argparse after --help
+    except SystemExit as leaving:  # after --help
         if leaving.code is None or isinstance(leaving.code, int):
             record_exit(leaving.code or 0)
         raise

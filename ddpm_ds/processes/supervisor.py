@@ -6,7 +6,6 @@ others that train notice it by themselves. DeepSpeed's launcher alone would kill
 exit with 0 if part of it is killed, and never restarts.
 """
 
-import argparse
 import contextlib
 import ctypes
 import math
@@ -20,11 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import psutil
 
-from ddpm_ds.command_line import without
+from ddpm_ds.command_line import split_option
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
 from ddpm_ds.files import expanded
 from ddpm_ds.processes import hosts
@@ -162,7 +161,7 @@ def supervise(
     its hosts uses another port, so that no straggler can join. Runs in the main thread, as the last work of a process:
     afterwards stop signals are ignored. Raises SpecError without a --run-dir, and as :meth:`Place.check`.
     """
-    if not (run_dir := _option(program, "--run-dir")):
+    if not (run_dir := split_option(program, "--run-dir")[0]):
         raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
     latest = expanded(run_dir) / "checkpoints" / "latest"
     restarts = starts = 0
@@ -178,8 +177,9 @@ def supervise(
             starts += 1
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
-            if saved or _option(program, "--resume") == "never":  # the folder is the run's own now
-                program = without(program, lambda parser: parser.add_argument("--resume", nargs="?"))
+            resume, others = split_option(program, "--resume")
+            if saved or resume == "never":  # the folder is the run's own now
+                program = others
             why = f"exit code {ended.code} ({MEANINGS.get(ended.code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
@@ -209,12 +209,6 @@ def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool)
     if 0 < first < 128:  # others record that they lost it
         return first
     return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
-
-
-def _option(command: Sequence[str], name: str) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(name, nargs="?", dest="value")
-    return cast(str | None, parser.parse_known_args(command)[0].value)
 
 
 def _written(path: Path) -> int:

@@ -21,7 +21,6 @@ write, will do. MLflow's own monitor needs the server on every host and stops at
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -45,7 +44,7 @@ from filelock import FileLock
 from PIL import Image, UnidentifiedImageError  # here, since threads that import it at once may see it half-imported
 
 from ddpm_ds.command_line import limited_seconds
-from ddpm_ds.errors import SpecError, UserError, print_to_stderr
+from ddpm_ds.errors import OptionError, SpecError, UserError, print_to_stderr
 from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
 from ddpm_ds.tracking.address import (
     DATABASES,
@@ -140,7 +139,7 @@ def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, lo
                     found |= monitor.aggregate_metrics()
                     monitor.clear_metrics()
                 file.append({"metrics": {prefix + name: value for name, value in found.items()}})
-    except argparse.ArgumentTypeError as error:
+    except OptionError as error:
         log(SYSTEM_METRICS, f"no system metrics of {host} are read ({INTERVAL}: {error}); training continues")
     except Exception as error:  # whatever it is, training must not see it
         log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")

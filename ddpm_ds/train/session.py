@@ -53,11 +53,12 @@ from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_reported
 from ddpm_ds.tracking.sender import system_metrics
 from ddpm_ds.tracking.tracker import RunStart
+from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.train.start import Asked, Prepared
+from ddpm_ds.train.start import Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of
 from ddpm_ds.unet.shards import whole_layers
 
@@ -358,7 +359,7 @@ def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorde
     return Observers(
         [
             FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.trace_steps, run_dir / "trace", recorder, precision, plan.macs, replan),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs, replan),
             KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
             PauseClock(run_dir if dist.get_rank() == 0 else None),
         ]

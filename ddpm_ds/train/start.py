@@ -36,6 +36,7 @@ from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import disk_errors_reported, flatten
+from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.resume import (
     Claim,
     InitialWeights,
@@ -57,32 +58,6 @@ SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that lets ranks share a GPU, experimentally, in NCCL 2.30 and later."""
 MOST_NAMED = 3
 """Maximum number of differences that a message names."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of a run beside its plan, by the options of ``launch/train.py``."""
-
-    resume: str
-    """``auto``, ``never``, or the path of a checkpoint or of a run's folder."""
-    steps: int | None
-    """Timed steps of a rehearsal; None trains."""
-    trace_steps: range
-    """Optimizer steps whose timeline is recorded."""
-    profile_kernels: range
-    """Optimizer steps that PyTorch's profiler records."""
-    note: str | None
-    parent_run: str | None
-    """Id of the MLflow run of which this one is a child."""
-    verbose: bool
-    """Whether DeepSpeed's own log is shown."""
-    start_seconds: float
-    """Time for all ranks to meet."""
-    hang_seconds: float
-    dead_seconds: float
-    """Time without a step, and without a sign of life, after which a rank is lost."""
-    memory_budget: int | None
-    """Most bytes that PyTorch may take of a GPU; None is all of it."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +144,7 @@ def _prepared(
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
         verify=None if first_on_host else False,
-        learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
+        learned=next(filter(None, gather(images_learned(run_dir, asked.start_from) if first_on_host else None)), None),
         group=plan.spec.bucket_group or 1,
     )
     check_store(store, plan.spec, held_out)
@@ -178,7 +153,7 @@ def _prepared(
     _check(rendezvous, "prepared images: ", rendezvous.agree("images", checksums), remedy)
     log: Callable[[str], None] = line.log if line is not None else lambda text: None
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
-    checkpoint = agreed(partial(find_checkpoint, claim.run_dir, asked.resume, log), rank, gather)
+    checkpoint = agreed(partial(find_checkpoint, claim.run_dir, asked.start_from, log), rank, gather)
     changed, initial = list[str](), None
     if checkpoint is not None:
         changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), checksums, claim.run_dir)

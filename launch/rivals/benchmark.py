@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -29,6 +28,7 @@ from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.version import __version__
 from rivals import measure, rows
 from rivals.choice import PACKAGES, TORCH_SCHEDULES
+from rivals.command import BenchmarkOptions
 from rivals.deepspeed_rows import OurPipeline, StockPipeline
 from rivals.measure import HostCost, Spread
 from rivals.pipelining import TorchPipeline
@@ -59,7 +59,7 @@ def build_row(name: str, setting: Setting) -> Row:
 
 
 def run(
-    draft: RunDraft, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: argparse.Namespace
+    draft: RunDraft, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: BenchmarkOptions
 ) -> None:
     """Compare the losses of all rows, time them in turn, and publish the report; every process calls this.
 
@@ -80,7 +80,7 @@ def run(
             file.write((json.dumps({**facts, "rows": found}, indent=2, default=asdict) + "\n").encode())
 
 
-def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespace) -> list[Facts]:
+def _measured(setting: Setting, names: Sequence[str], options: BenchmarkOptions) -> list[Facts]:
     device, images, steps = setting.device, setting.plan.ds.layout.batch_images, options.steps_per_round
     built: list[Row] = []
     losses, peaks = [], []
@@ -126,7 +126,7 @@ def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespac
     return found
 
 
-def about(setting: Setting, packages: Sequence[str], options: argparse.Namespace, not_run: Mapping[str, str]) -> Facts:
+def about(setting: Setting, packages: Sequence[str], options: BenchmarkOptions, not_run: Mapping[str, str]) -> Facts:
     """Return the facts that a reader needs to judge and repeat the numbers."""
     plan, layout = setting.plan, setting.plan.ds.layout
     words = [word for word in sys.argv if not word.startswith(("--local_rank", "--local-rank"))]

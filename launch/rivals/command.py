@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from ddpm_ds.cli.train import add_run_options
-from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive, take_files
+from ddpm_ds.cli.options import OVERWRITE, OneLineParser, add_options, read, take_files
+from ddpm_ds.cli.train import RankOptions
+from ddpm_ds.command_line import check_outputs, flag, option, positive
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, SpecError, UserError
 from ddpm_ds.planning import choose as choose_layout
@@ -41,38 +43,28 @@ exit codes
 """
 
 
-NUMBERS = (
-    ("--rounds", 15, "turns of each row"),
-    ("--steps-per-round", 20, "steps of each row in a round"),
-    ("--compared-steps", 50, "first steps, whose losses are compared"),
-)
+@dataclass(frozen=True)
+class BenchmarkOptions(RankOptions):
+    verbose: bool = flag("show DeepSpeed's own log")
+    rows: str | None = option("which rows (default: all that can run)", "ROW,...")
+    rounds: int = option("turns of each row (%(default)s)", "N", positive, default=15)
+    steps_per_round: int = option("steps of each row in a round (%(default)s)", "N", positive, default=20)
+    compared_steps: int = option("first steps, whose losses are compared (%(default)s)", "N", positive, default=50)
+    host: bool = flag("also count operators, launches, Python calls and waits")
+    json: Path | None = option("write every number here", "FILE")
+    overwrite: bool = flag(OVERWRITE)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a benchmark.
-
-    Raises:
-        SpecError: an option is unknown or has a wrong value.
-    """
+def parse(arguments: Sequence[str] | None) -> BenchmarkOptions:
+    """Return the options of a benchmark; raises SpecError if one is unknown or has a wrong value."""
     meanings = "".join(f"  {name:18}{what}\n" for name, what in ROWS.items())
     parser = OneLineParser(
         prog="deepspeed [launcher options] launch/bench.py",
         description=DESCRIPTION,
         epilog=f"rows\n{meanings}{EXAMPLES}",
     )
-    add_run_options(parser)
-    parser.add_argument("--rows", metavar="ROW,...", help="which rows (default: all that can run)")
-    for option, default, explanation in NUMBERS:
-        parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{explanation} ({default})")
-    parser.add_argument("--host", action="store_true", help="also count operators, launches, Python calls and waits")
-    parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
-    add_overwrite(parser)
-    options = parser.parse_args(arguments)
-    take_files(options, DEFAULT_SPEC, quiet=os.environ.get("RANK", "0") != "0")
-    options.rows = [name.strip() for name in options.rows.split(",")] if options.rows else []
-    if unknown := [name for name in options.rows if name not in ROWS]:
-        raise SpecError(f"argument --rows: {unknown[0]!r} is no row; rows are {', '.join(ROWS)}")
-    return options
+    add_options(parser, BenchmarkOptions)
+    return read(BenchmarkOptions, parser.parse_args(arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,22 +72,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         set_environment()
         options = parse(arguments)
-        check_outputs(options, "json")
-        hosts = ("0",) * int(os.environ["WORLD_SIZE"])
-        files = read_run(options.spec, options.overrides, options.deepspeed_config)
-        chosen = choose_layout(files, hosts, len(hosts), options.pipeline_stages, options.device)
-        draft = lay_out(files, hosts, len(hosts), options.pipeline_stages, chosen)
-        asked = options.rows or [name for name in ROWS if name not in NAMED]
-        names, not_run = choose([name for name in ROWS if name in asked], draft)
-        from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
-        from ddpm_ds.pipeline import import_deepspeed
-
-        device = choose_device(options.device, draft.ds.layout.stages)
-        import_deepspeed()
-        from rivals.benchmark import run
-
-        run(draft, device, names, not_run, options)
+        check_outputs(overwrite=options.overwrite, json=options.json)
+        _benchmark(options)
     except (UserError, BadNumbersError) as error:
         print_once(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
+
+
+def _benchmark(options: BenchmarkOptions) -> None:
+    found = take_files(options, DEFAULT_SPEC, quiet=os.environ.get("RANK", "0") != "0")
+    asked = [name.strip() for name in options.rows.split(",")] if options.rows else [*ROWS.keys() - NAMED]
+    if unknown := [name for name in asked if name not in ROWS]:
+        raise SpecError(f"argument --rows: {unknown[0]!r} is no row; rows are {', '.join(ROWS)}")
+    hosts = ("0",) * int(os.environ["WORLD_SIZE"])
+    files = read_run(found.spec, found.overrides, found.deepspeed_config)
+    chosen = choose_layout(files, hosts, len(hosts), options.pipeline_stages, options.device)
+    draft = lay_out(files, hosts, len(hosts), options.pipeline_stages, chosen)
+    names, not_run = choose([name for name in ROWS if name in asked], draft)
+    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+    from ddpm_ds.pipeline import import_deepspeed
+
+    device = choose_device(options.device, draft.ds.layout.stages)
+    import_deepspeed()
+    from rivals.benchmark import run
+
+    run(draft, device, names, not_run, options)

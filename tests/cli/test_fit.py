@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.cli.fit import add_fit
-from ddpm_ds.command_line import OneLineParser
+from ddpm_ds.cli.main import make_parser
 from ddpm_ds.errors import UserError
 from ddpm_ds.fit import Task, TriedSize
 from tests.launching import REPOSITORY, drafted, place_digits, write_json
@@ -20,10 +19,8 @@ ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 
 def fit(*options: str, config: Path = ZERO) -> int:
     """Run the verb."""
-    parser = OneLineParser(prog="ddpm-ds")
-    add_fit(parser.add_subparsers())
-    chosen = parser.parse_args(["fit", "--deepspeed_config", str(config), "--device", "cpu", *options])
-    return int(chosen.run(chosen))
+    given = make_parser().parse_args(["fit", "--deepspeed_config", str(config), "--device", "cpu", *options])
+    return int(given.verb.start(given))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from ddpm_ds.cli import launch, train
-from ddpm_ds.cli.launch import _outcome, _place
-from ddpm_ds.cli.main import main, make_parser
+from ddpm_ds.cli.launch import LaunchOptions, _outcome, _place
+from ddpm_ds.cli.main import main
 from ddpm_ds.command_line import gib
 from ddpm_ds.device import host_memory
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
@@ -151,8 +151,7 @@ def test_a_hostfile_counts_processes_and_hosts(spec: Path, tmp_path: Path, capsy
 def test_without_a_number_there_is_a_process_for_each_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus", lambda: 4)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    words = ["train", "--deepspeed_config", str(CONFIG)]
-    options = make_parser().parse_args(words)
+    options = LaunchOptions()
     assert [_place(options, asked).processes for asked in ("auto", "cuda", "cpu")] == [4, 4, 1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert [_place(options, asked).processes for asked in ("auto", "cuda", "cpu")] == [1, 4, 1]

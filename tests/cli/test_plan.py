@@ -12,8 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from ddpm_ds.cli.plan import add_plan
-from ddpm_ds.command_line import OneLineParser
+from ddpm_ds.cli.main import make_parser
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
 from tests.ds_json import laid_out
@@ -28,10 +27,8 @@ def plan(folder: Path, *options: str, config: dict[str, Any] | None = None) -> N
     spec = folder / "spec.yaml"
     spec.write_text(yaml.safe_dump(json.loads(SPEC.model_dump_json(exclude_defaults=True))))
     path = write_json(folder / "ds.json", config or {"optimizer": ADAMW, "zero_optimization": {"stage": 2}})
-    parser = OneLineParser(prog="ddpm-ds")
-    add_plan(parser.add_subparsers())
-    chosen = parser.parse_args(["plan", "--spec", str(spec), "--deepspeed_config", str(path), *options])
-    chosen.run(chosen)
+    given = make_parser().parse_args(["plan", "--spec", str(spec), "--deepspeed_config", str(path), *options])
+    given.verb.start(given)
 
 
 def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

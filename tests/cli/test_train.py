@@ -323,7 +323,7 @@ def test_a_run_that_is_larger_than_the_memory_is_refused_with_advice_that_fits(
     def check(*typed: str) -> str | None:
         options = command.parse([*words, "-p", "1", *typed])
         plan, run_dir = command.checked(options, processes, ("0",) * processes)
-        return command.check_run_memory(options, plan, run_dir, device)
+        return command.check_run_memory(options.overrides, plan, run_dir, device)
 
     monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 2**50)
     monkeypatch.setattr("ddpm_ds.device.memory_bytes", lambda *_: 2**50)

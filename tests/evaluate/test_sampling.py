@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.cli.sample import add_drawing_options, sampler_from
+from ddpm_ds.cli.options import add_options, read
+from ddpm_ds.cli.sample import SamplerOptions, samplers_from
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.errors import EvaluationError, SpecError
 from ddpm_ds.evaluate import outputs
@@ -83,8 +84,10 @@ def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
 
 def made_of(run: SamplerSpec, *arguments: str, classes: int | None = 10) -> SamplerSpec:
     parser = argparse.ArgumentParser()
-    add_drawing_options(parser)
-    return sampler_from(parser.parse_args(["PATH", *arguments]), run, DiffusionSpec(), classes=classes)
+    add_options(parser, SamplerOptions)
+    options = read(SamplerOptions, parser.parse_args(arguments))
+    (sampler,) = samplers_from(options, run, DiffusionSpec(), classes=classes)
+    return sampler
 
 
 def test_options_change_the_runs_own_sampler() -> None:

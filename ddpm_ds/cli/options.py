@@ -1,0 +1,177 @@
+"""Options of a verb as a frozen dataclass, from which its parser is made; groups of options that verbs share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+
+from ddpm_ds.command_line import HIDDEN, file_path, option
+from ddpm_ds.errors import OptionError, SpecError
+from ddpm_ds.files import DS_CONFIG, SPEC
+
+Options = TypeVar("Options")
+Verbs: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+"""Verbs of a parser, to which one may be added."""
+Device = Literal["auto", "cpu", "cuda"]
+OVERWRITE = "replace files that exist"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Parser that raises a SpecError where argparse would exit, as its subparsers do; descriptions stay as written."""
+
+    def __init__(self, **options: Any) -> None:
+        written = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**{**written, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(f"{message}; {self.prog} --help explains")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and "--" in arg_strings:  # of --option=--; argparse removes it and fails without
+            raise argparse.ArgumentError(action, "-- is no value")
+        try:
+            return super()._get_values(action, arg_strings)
+        except OptionError as error:
+            raise argparse.ArgumentError(action, error.args[0]) from None
+
+
+@dataclass
+class Verb:
+    """Decorator of a function of ``options`` as a verb of ``ddpm-ds``; it returns an exit code, None for 0."""
+
+    about: str
+    description: str | None = None
+    epilog: str | None = None
+
+    def __call__(self, run: Callable[[Any], int | None]) -> Verb:
+        self.run, self.options = run, get_type_hints(run)["options"]
+        return self
+
+    def add(self, verbs: Verbs) -> OneLineParser:
+        """Add the verb, which has the function's name, and return its parser."""
+        name = self.run.__name__.strip("_")
+        parser = verbs.add_parser(name, help=self.about, description=self.description, epilog=self.epilog)
+        add_options(parser, self.options)
+        parser.set_defaults(verb=self)
+        return parser
+
+    def start(self, given: argparse.Namespace) -> int:
+        """Run the verb with the options that a parser was given, and return the exit code."""
+        return self.run(read(self.options, given)) or 0
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
+    """Add an option for each field that :func:`option` made, also of dataclasses inside."""
+    hints, exclusive = get_type_hints(options), dict[str, Any]()
+    for field in fields(options):
+        hint = hints[field.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            add_options(parser, hint)
+        if not field.metadata:
+            continue
+        default = None if isinstance(field.default, tuple) else field.default
+        values = {"default": default, **_of_type(hint), **field.metadata}
+        if values["help"] == HIDDEN:
+            values["help"] = argparse.SUPPRESS
+        place: argparse._ActionsContainer = parser
+        names = values.pop("names", (f"--{field.name.replace('_', '-')}",))
+        if group := values.pop("group", getattr(options, "group", None)):
+            known = [each for each in parser._action_groups if each.title == group[0]]
+            place = known[0] if known else parser.add_argument_group(*group)
+        if either := values.pop("either", None):
+            if either not in exclusive:
+                exclusive[either] = place.add_mutually_exclusive_group()
+            place = exclusive[either]
+        place.add_argument(*names, **(values if names[0][0] != "-" else {"dest": field.name, **values}))
+
+
+def _of_type(hint: object) -> dict[str, Any]:
+    """Return arguments of ``add_argument`` that follow from a field's type."""
+    if get_origin(hint) is UnionType:
+        hint = next(each for each in get_args(hint) if each is not NoneType)
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    return {"type": file_path} if hint is Path else {}
+
+
+def read(options: type[Options], given: argparse.Namespace) -> Options:
+    """Return the options that a parser was given; those that it was not have the defaults of their fields."""
+    values = dict[str, Any]()
+    for name, hint in get_type_hints(options).items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            values[name] = read(hint, given)
+        elif (value := getattr(given, name, None)) is not None:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return options(**values)
+
+
+def without(words: Sequence[str], options: type[Any]) -> list[str]:
+    """Return the words of a command line without these options and their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_options(parser, options)
+    return parser.parse_known_args(words)[1]
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """Options of every program and verb that takes a run spec; :func:`take_files` finds one that is not given."""
+
+    spec: Path | None = option(f"run spec, see launch/specs (default: the run's own, {SPEC} of this folder)", "YAML")
+    overrides: tuple[str, ...] = option(
+        "change one value of the spec, or with ds.KEY=VALUE of the DeepSpeed JSON; may be repeated",
+        "SECTION.KEY=VALUE",
+        names=("--set",),
+        action="append",
+        default=(),
+    )
+
+
+@dataclass(frozen=True)
+class ConfigOption:
+    """Option of every program and verb that takes a DeepSpeed JSON; :func:`take_files` finds one that is not given."""
+
+    deepspeed_config: Path | None = option(
+        f"DeepSpeed JSON, see ds_configs (default: the run's own, {DS_CONFIG} of this folder)",
+        "JSON",
+        names=("--deepspeed_config",),
+    )
+
+
+@dataclass(frozen=True)
+class Files:
+    """Spec and JSON of a run, given or found, and changes of their values."""
+
+    spec: Path
+    overrides: tuple[str, ...]
+    deepspeed_config: Path
+
+
+def take_files(options: SpecOptions, usual: Path | None = None, *, needed: bool = True, quiet: bool = False) -> Files:
+    """Find the spec and the JSON that are not given: those of the run in ``--run-dir``, unless it begins
+    anew, else those of the current folder, else the ``usual`` spec. A line names the files.
+
+    Raises:
+        SpecError: there is no JSON, and it is ``needed``.
+    """
+    run_dir = getattr(options, "run_dir", None)
+    folders = [Path()] if run_dir is None or getattr(options, "resume", "") == "never" else [run_dir, Path()]
+    taken, paths = list[str](), dict[str, Any]()
+    for name, file, such, default in (
+        ("spec", SPEC, "digits", usual),
+        ("deepspeed_config", DS_CONFIG, "zero2_fp16", None),
+    ):
+        paths[name] = getattr(options, name, "")
+        if paths[name] is not None:
+            continue
+        found = next((folder / file for folder in folders if (folder / file).is_file()), None)
+        if found is None and default is None and needed:
+            raise SpecError(f"--{name} is missing, and this folder has no {file}; type --{name} {such}")
+        paths[name] = found or default
+        taken += [f"--{name} {found}"] if found else []
+    if taken and not quiet:
+        print(f"taken        {' '.join(taken)}", flush=True)
+    return Files(overrides=options.overrides, **paths)

@@ -1,0 +1,87 @@
+"""Options that a run obeys beside its plan; imports nothing slow, since options are read before PyTorch is imported."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpm_ds.command_line import (
+    HIDDEN,
+    flag,
+    limited_seconds,
+    memory_size,
+    option,
+    positive,
+    seconds,
+    step_range,
+    valid_text,
+)
+from ddpm_ds.files import REHEARSAL, expanded
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
+from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
+
+TRACED_STEPS = range(20, 23)
+"""Optimizer steps that are traced by default."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of ``launch/train.py`` that a run's start and loop obey."""
+
+    verbose: bool = flag("show DeepSpeed's own log")
+    run_dir: Path | None = option(
+        "folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
+        f"(default {OUTPUT_ROOT}/DATE-NAME)",
+        "DIR",
+    )
+    resume: str = option(
+        "auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run, or its "
+        "newest good one",
+        "auto|never|CHECKPOINT|RUN_DIR",
+        lambda text: str(expanded(text)),
+        default="auto",
+    )
+    start_seconds: float = option(
+        "how long the first ranks wait for the last one to be started (%(default)g)",
+        "S",
+        limited_seconds,
+        default=300.0,
+    )
+    dead_seconds: float = option(
+        "silence after which a rank is given up (%(default)g)", "S", seconds, default=DEAD_SECONDS
+    )
+    hang_seconds: float = option(
+        "seconds without a step after which all ranks stop (%(default)g)", "S", seconds, default=HANG_SECONDS
+    )
+    trace_steps: range | None = option(
+        "optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
+        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
+        "FIRST-LAST",
+        step_range,
+    )
+    profile_kernels: range = option(
+        "optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
+        "FIRST-LAST",
+        step_range,
+        default=range(0),
+    )
+    steps: int | None = option(
+        "only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, without "
+        f"MLflow and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
+        "N",
+        positive,
+    )
+    memory_budget: int | None = option(HIDDEN, kind=memory_size)
+    """Most bytes that PyTorch may take of a GPU, for ``ddpm-ds fit``; None is all of it."""
+    note: str | None = option("why this run is made; kept with it in MLflow", "TEXT", valid_text)
+    parent_run: str | None = option(HIDDEN)
+    """Identity of the MLflow run of which this one is a child, for ``ddpm-ds sweep``."""
+
+    @property
+    def start_from(self) -> str:
+        """``auto``, ``never``, as in a rehearsal, or the path of a checkpoint or of a run's folder."""
+        return self.resume if self.steps is None else "never"
+
+    def traced(self, steps: int) -> range:
+        """Return the steps to trace in a run of ``steps`` steps."""
+        if self.trace_steps is None:
+            return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
+        return self.trace_steps
