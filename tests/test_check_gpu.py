@@ -114,7 +114,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert output.err.startswith("check_gpu: error: ") and said in output.err
 
 
-def test_a_row_of_tests_counts_them_and_names_those_that_fail(tmp_path: Path) -> None:
+def test_a_row_of_tests_counts_them_and_names_failures(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(
         "import pytest\npytestmark = pytest.mark.gpu\n"
         "def test_passes(): ...\ndef test_fails(): assert False\ndef test_is_skipped(): pytest.skip()\n"

@@ -77,7 +77,7 @@ def test_a_choice_of_each_kind_that_was_only_registered_trains_and_draws_and_is_
 
 
 @pytest.mark.parametrize("key", REGISTRIES)
-def test_the_spec_takes_what_is_registered_and_lists_it_where_a_name_is_unknown(registered: None, key: str) -> None:
+def test_the_spec_takes_registered_names_and_lists_them_for_an_unknown_one(registered: None, key: str) -> None:
     assert choices_of(key) == list(REGISTRIES[key]) and NEW[key] in choices_of(key)
     path = ["data.path=a.npz"] if key == "data.source" else []
     section, field = key.split(".")
@@ -95,7 +95,7 @@ def test_every_name_has_something_behind_it(key: str) -> None:
     assert list(REGISTRIES[key]) == list(behind)
 
 
-def test_sources_of_pictures_and_of_named_arrays_are_those_that_can_be_opened_as_such() -> None:
+def test_sources_can_be_opened_as_the_pictures_or_arrays_that_they_claim() -> None:
     assert list(OPENERS) == [name for name, source in SOURCES.items() if source.pictures]
     assert list(FIELD_OPENERS) == [name for name, source in SOURCES.items() if source.arrays]
 

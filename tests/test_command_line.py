@@ -27,7 +27,7 @@ from tests.ds_json import laid_out
 from tests.forking import REPOSITORY
 
 
-def test_what_is_understood() -> None:
+def test_units_and_spellings_that_are_understood() -> None:
     sizes = {"80GiB": 80 * 2**30, "24GB": 24 * 10**9, "1.5 TiB": 3 * 2**39, "512MiB": 2**29}
     assert {text: memory_size(text) for text in sizes} == sizes
     speeds = {"300GB/s": 300e9, "400Gbit/s": 50e9, ".5MiB/s": 2**19}
@@ -45,7 +45,7 @@ def test_what_is_understood() -> None:
         (teraflops, "fast", "'fast' is not a number of TFLOP/s such as 120"),
     ],
 )
-def test_what_is_not_understood_is_said_in_a_line(parse: Callable[[str], float], text: str, message: str) -> None:
+def test_other_spellings_are_refused_in_a_line(parse: Callable[[str], float], text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message) as raised:
         parse(text)
     assert "\n" not in str(raised.value)

@@ -98,7 +98,7 @@ def test_memory_is_the_hosts_or_what_control_groups_leave_of_it(
         ("0::/\n", {}, 64),
     ],
 )
-def test_processors_are_those_that_a_process_may_use(
+def test_only_processors_that_a_process_may_use_count(
     groups: str, limits: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place_limits(groups, limits, tmp_path, monkeypatch)

@@ -126,7 +126,7 @@ def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> No
         assert read_points(tmp_path / METRICS) == []
 
 
-def test_what_is_made_of_a_file_is_kept_until_it_changes(tmp_path: Path) -> None:
+def test_results_from_a_file_are_kept_until_it_changes(tmp_path: Path) -> None:
     file, done = tmp_path / "weights", list[Path]()
 
     @until_changed

@@ -270,7 +270,7 @@ def test_an_error_is_a_line_of_few_characters_whatever_it_holds() -> None:
         assert line.startswith("file: ") and line.endswith("; fix")
 
 
-def test_what_is_no_file_is_refused_wherever_a_file_is_named(folder: Path) -> None:
+def test_special_files_are_refused_wherever_a_file_is_named(folder: Path) -> None:
     for path in no_files(folder):
         assert attack(dry_run(path), folder)
         assert attack(dry_run(DIGITS, path), folder)

@@ -218,7 +218,9 @@ def test_a_guide_of_another_data_type_is_refused(trained: Trained) -> None:
         sample(trained, 1, sampler=FAST_SAMPLER.model_copy(update={"guidance": 2.0}), guide=guide)
 
 
-def test_a_plan_leaves_the_environment_to_what_is_started_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_leaves_the_environment_unchanged_for_later_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     before = dict(os.environ)
     json_path = write_json(tmp_path / "ds.json", {"optimizer": {"type": "AdamW", "params": {}}})

@@ -258,8 +258,10 @@ def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup
     else:
         inputs = Inputs.open(options.conditions, trained)
     numbers = {"seed": options.drawing.seed, "batch_images": options.drawing.batch_images}
-    asked = partial(evaluate_ensembles, out=options.out, count=options.count, members=options.members, **numbers)
-    return lambda setup: asked(replace(setup, inputs=inputs))
+    count, members = options.count, options.members
+    return lambda setup: evaluate_ensembles(
+        replace(setup, inputs=inputs), options.out, count=count, members=members, **numbers
+    )
 
 
 def _label(text: str) -> str:

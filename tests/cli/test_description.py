@@ -40,7 +40,7 @@ def met(draft: RunDraft, hosts: Sequence[str]) -> RunPlan:
     return make_plan(draft, hosts, machine_like("cpu", 2**34, half=True, devices=len(hosts), nodes=1))
 
 
-def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
+def test_a_plan_is_described_in_words_that_fit_its_numbers() -> None:
     changes = ["evaluation.every_images=null", "train.accumulation=1", "train.batch_images=1", "train.images=1"]
     changes += ["optimizer.warmup_images=0"]
     one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
@@ -76,7 +76,7 @@ STABLE_DIFFUSION_2 = ["unet.text.context_channels=1024", "unet.text.heads=[5,10,
         ("sd15", STABLE_DIFFUSION_2, 865_910_724, 7_704_320, 19_081_984, "40.4%"),
     ],
 )
-def test_elements_between_four_stages_are_said_beside_those_of_a_relay_of_skips_and_text(
+def test_elements_between_four_stages_are_printed_beside_a_relays(
     spec: str, changes: list[str], parameters: int, sent: int, relayed: int, share: str
 ) -> None:
     file, config = REPOSITORY / "launch" / "specs" / f"{spec}.yaml", REPOSITORY / "ds_configs" / "zero2_bf16.json"
@@ -105,7 +105,7 @@ def test_one_host_has_no_word_of_hosts() -> None:
     assert "host" not in stage_table(one) and "\nhosts " not in describe_plan(one, Path("runs/x"))
 
 
-def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
+def test_the_bytes_between_hosts_are_printed_with_the_alternative() -> None:
     """ZeRO-2 would reduce the gradients of 701,345 weights after each of 8 micro-batches: 8 x 2 x 2 x 1/2 bytes each
     over 2 edges, and 2 x 1/2 to gather them."""
     two = plan(TWO_BY_TWO)

@@ -41,7 +41,7 @@ def fit(*options: str, config: Path = ZERO) -> int:
         ("--json .", "--json . can't be written"),
     ],
 )
-def test_what_is_wrong_is_one_line_before_anything_is_started(
+def test_bad_input_is_one_line_before_anything_is_started(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpm_ds.fit.run_ranks", lambda *told: pytest.fail("was started"))

@@ -197,7 +197,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     ]
 
 
-def test_the_last_line_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
+def test_the_last_line_names_the_save_and_the_next_command(tmp_path: Path) -> None:
     given = ["--spec", "my spec.yaml", "--resume", "never", "--run-dir", str(tmp_path)]
     again = f"ddpm-ds train --spec 'my spec.yaml' --run-dir {tmp_path}"
     assert _outcome(Outcome(75), tmp_path, given) == f"nothing was saved; start again with: {again}"

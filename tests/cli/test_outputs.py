@@ -66,7 +66,7 @@ def test_no_verb_that_writes_is_left_out() -> None:
 
 @pytest.mark.parametrize("there", REFUSALS)
 @pytest.mark.parametrize("name", [*VERBS, *SCRIPTS])
-def test_what_is_there_is_refused_before_anything_is_done(
+def test_existing_outputs_are_refused_before_anything_is_done(
     name: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

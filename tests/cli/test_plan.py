@@ -101,7 +101,7 @@ def test_memory_that_ends_while_layers_are_timed_is_one_line(tmp_path: Path, mon
         ("--processes 2 --device-kind l4 --bandwidth 1MB/s --timeline /dev/full", "/dev/full can't be written"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path: Path, options: str, message: str) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, options: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         plan(tmp_path, *options.split())
     assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -95,7 +95,7 @@ def test_a_picture_has_a_row_for_each_input(planted: Planted, tmp_path: Path, sa
     assert first.shape[1] == 2 + 7 * (12 * factor + 2)
 
 
-def test_what_is_interrupted_continues(
+def test_an_interrupted_run_continues(
     planted: Planted, tmp_path: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, words = tmp_path / "x.npy", ("--conditions", "held-out", "--members", 3, "--batch-images", 4)

@@ -207,7 +207,7 @@ def test_another_experiment_and_a_deleted_one_are_refused(
 
 
 @pytest.mark.parametrize("resume", ["digits-1", "nowhere/digits-1", "a\0b", "x" * 5000, "file", "empty"])
-def test_what_is_no_checkpoint_is_no_place_to_resume_from(
+def test_resuming_from_no_checkpoint_is_refused(
     resume: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()

@@ -220,7 +220,9 @@ OFF_OR_ON += [
 
 
 @pytest.mark.parametrize(("given", "meant"), OFF_OR_ON, ids=[json.dumps(given) for given, _ in OFF_OR_ON])
-def test_what_was_off_stays_off_and_what_was_on_stays_on(given: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_a_switch_that_was_off_stays_off_and_one_that_was_on_stays_on(
+    given: dict[str, Any], meant: dict[str, Any]
+) -> None:
     config = copy.deepcopy(OPTIMIZER)
     for dotted, value in given.items():
         block, name = block_of(config, dotted)

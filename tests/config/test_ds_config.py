@@ -268,7 +268,7 @@ def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 
-def test_what_is_offloaded_is_stepped_by_pytorchs_fused_adam() -> None:
+def test_offloaded_optimizers_are_pytorchs_fused_adam() -> None:
     found = filled(config(zero_optimization__offload_optimizer={"device": "cpu"}, optimizer__params=REMOVED))
     params = found.for_deepspeed()["optimizer"]["params"]
     assert params["torch_adam"] is params["fused"] is True

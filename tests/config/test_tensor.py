@@ -117,7 +117,7 @@ def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
         ({"siz": 2}, "pipeline.tensor.siz is unknown; did you mean pipeline.tensor.size?"),
     ],
 )
-def test_a_wrong_value_of_a_key_is_said_in_a_line(tensor: Any, said: str) -> None:
+def test_a_wrong_value_of_a_key_is_one_line(tensor: Any, said: str) -> None:
     with pytest.raises(DsConfigError) as found:
         with_tensor(tensor)
     (line,) = str(found.value).splitlines()

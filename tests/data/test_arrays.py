@@ -294,7 +294,7 @@ def test_any_change_is_noticed_and_a_copy_is_none(
         prepare(spec)
 
 
-def test_a_large_source_of_other_times_is_said(
+def test_a_large_source_with_other_times_gets_a_line(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fields, "WHOLE_BYTES", 0)

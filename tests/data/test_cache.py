@@ -41,7 +41,7 @@ def refused(path: Path, verify: bool = True) -> str:
     return message
 
 
-def test_the_digits_are_those_that_scikit_learn_returns() -> None:
+def test_the_digits_equal_scikit_learns() -> None:
     found, expected = open_digits(DataSpec(source="digits", image_size=8, channels=1), False), load_digits()
     assert np.array_equal(found.images, np.rint(expected.images * 255 / 16)) and found.images.dtype == np.uint8
     assert np.array_equal(found.labels, expected.target) and found.classes == tuple("0123456789")

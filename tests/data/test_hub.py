@@ -46,7 +46,7 @@ def test_weights_in_fp16_are_downloaded_only_where_there_are_no_others(hub: Mode
         opened("owner/none")
 
 
-def test_what_is_in_the_cache_will_do_unless_the_newest_is_asked_for(hub: ModelHub) -> None:
+def test_the_hubs_cache_will_do_unless_the_newest_is_asked_for(hub: ModelHub) -> None:
     opened("owner/full")
     assert hub.calls == 1
     opened("owner/full")

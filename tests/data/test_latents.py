@@ -102,7 +102,7 @@ def test_drawn_latents_become_what_diffusers_decodes_some_at_a_time(
     assert (found - expected.clamp(0, 255)).abs().max() <= 0.51
 
 
-def test_what_is_not_finite_in_half_precision_is_done_again_in_single(
+def test_a_step_that_is_not_finite_in_half_precision_is_repeated_in_single(
     spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     autoencoder = autoencoder_of(spec_of())
@@ -247,7 +247,7 @@ def test_a_bad_autoencoder_is_one_line(
     assert not list(spec.store_root.glob("[!.]*latents*")) and not list(spec.store_root.glob(".*preparing*"))
 
 
-def test_numbers_that_do_not_fit_are_one_line_with_those_that_do(spec_of: SpecOf) -> None:
+def test_numbers_that_do_not_fit_are_one_line_with_fitting_ones(spec_of: SpecOf) -> None:
     with pytest.raises(DataError, match=r"data.channels = 3, .* have 4; --set data.channels=4"):
         autoencoder_of(spec_of(channels=3))
     with pytest.raises(DataError, match=r"data.image_size = 8000 .* made of 2x2 pixels .* use 4096 or less"):

@@ -254,9 +254,7 @@ def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:
     assert images.numel() <= most < 1.1 * images.numel()
 
 
-def test_reads_take_memory_that_nobody_holds_any_more_and_leave_alone_what_is_held(
-    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_reuse_freed_memory_alone(digits: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory is cleared by the system first, which takes as long as the copy."""
     empty, made = np.empty, list[Any]()
 

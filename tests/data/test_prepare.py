@@ -181,7 +181,7 @@ def test_store_root_that_can_not_be_written_is_one_line(
             prepare(spec_of(store_root=root))
 
 
-def test_full_disk_is_one_line_before_and_while_it_is_written_and_what_is_done_is_kept(
+def test_full_disk_is_one_line_before_and_while_writing_and_finished_files_are_kept(
     folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(source="folder", path=folder)
@@ -226,7 +226,7 @@ def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
     assert not temporaries(spec)
 
 
-def test_killed_prepare_leaves_no_store_and_the_next_one_goes_on_with_what_is_finished(
+def test_killed_prepare_leaves_no_cache_and_the_next_one_keeps_finished_files(
     folder: Path, spec_of: SpecOf, tmp_path: Path
 ) -> None:
     spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
@@ -247,7 +247,7 @@ def test_killed_prepare_leaves_no_store_and_the_next_one_goes_on_with_what_is_fi
     assert not list(store.path.glob(".*")), "what the killed process had begun"
 
 
-def test_what_is_finished_of_other_images_is_not_used(
+def test_finished_files_of_other_images_are_not_used(
     folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(source="folder", path=folder)
@@ -339,7 +339,7 @@ def sorted_anew(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, grown, sorted_anew])
-def test_a_source_that_was_replaced_is_said_and_a_resumed_run_goes_on_with_its_own(
+def test_a_replaced_source_gets_a_line_and_a_resumed_run_keeps_its_own(
     change: Callable[[Path], None], folder: Path, spec_of: SpecOf
 ) -> None:
     spec = spec_of(source="folder", path=folder)

@@ -91,7 +91,7 @@ def test_the_cache_has_fields_minus_predictions_with_their_statistics_and_all_el
     assert prepare(spec, verify=True).meta == store.meta, "it is opened without the regression, and its checksums hold"
 
 
-def test_what_is_masked_stays_out_of_the_statistics(spec_of: SpecOf, tmp_path: Path) -> None:
+def test_masked_values_stay_out_of_the_statistics(spec_of: SpecOf, tmp_path: Path) -> None:
     path = tmp_path / "fields.npz"
     arrays = dict(np.load(path))
     arrays["images"][:, :, 0] = np.nan

@@ -139,7 +139,7 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         ({"image": [], "label": []}, {}, "can't be loaded ("),
     ],
 )
-def test_columns_that_do_not_say_what_is_learned_are_one_line(
+def test_ambiguous_columns_are_one_line(
     columns: dict[str, Any], features: dict[str, Any], message: str, tmp_path: Path, spec_of: SpecOf
 ) -> None:
     saved(columns, features).save_to_disk(str(tmp_path / "a"))
@@ -171,7 +171,7 @@ def test_forged_offsets_of_texts_are_one_line(column: str, tmp_path: Path, spec_
     assert "can't be read (" in line_of(spec_of(source="huggingface", path=tmp_path / "a"))
 
 
-def test_what_is_missing_broken_or_of_another_split_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+def test_missing_broken_or_other_splits_are_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
     def message(**keys: Any) -> str:
         return line_of(spec_of(source="huggingface", **keys))
 

@@ -125,7 +125,7 @@ def test_files_of_each_split_are_read_as_they_are_stored(downloads: Path, spec_o
         ("MovingMNIST", None, "can't be downloaded ("),
     ],
 )
-def test_what_is_not_there_is_one_line(
+def test_a_missing_file_is_one_line(
     name: str, split: str | None, message: str, downloads: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = line_of(spec_of(source="torchvision", name=name, split=split))

@@ -130,7 +130,7 @@ def test_a_forged_size_in_a_header_is_an_error_of_a_line(
         open_source(spec_of(source="webdataset", path=path))
 
 
-def test_what_is_no_shard_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+def test_a_file_that_is_no_shard_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
     def message(path: Path) -> str:
         return line_of(spec_of(source="webdataset", path=path))
 

@@ -110,7 +110,7 @@ def test_a_finer_condition_is_smoothed_as_it_is_made_smaller() -> None:
     torch.testing.assert_close(condition[:, :, 2:-2, 2:-2], torch.full((COUNT, 1, 4, 12), 0.5), rtol=0, atol=0.02)
 
 
-def test_reduced_is_the_mean_of_blocks_enlarged_and_noised_to_a_level_that_is_told() -> None:
+def test_reduced_is_the_mean_of_blocks_enlarged_and_noised_to_a_level_that_the_unet_reads() -> None:
     plain = {"kind": "reduced", "factor": 4, "resize": "nearest"}
     batch = batch_of(spec_of(plain, fields=False))
     prepared, condition, others = inputs_of(spec_of(plain, fields=False), batch)

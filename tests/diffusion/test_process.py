@@ -145,7 +145,7 @@ def test_noise_levels_are_as_exact_as_float32_allows() -> None:
 
 
 @pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
-def test_masked_elements_do_not_count_and_channels_weigh_what_is_asked(loss: str) -> None:
+def test_masked_elements_do_not_count_and_channels_have_their_weights(loss: str) -> None:
     """By hand, image by image: weights multiply errors, and the mean is over the elements that count."""
     generator = torch.Generator().manual_seed(2)
     prediction, x0, eps = (torch.randn(4, 3, 5, 6, generator=generator) for _ in range(3))

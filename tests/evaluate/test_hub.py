@@ -73,7 +73,7 @@ def test_an_export_is_one_commit_to_a_private_repository_that_is_drawn_from(
         load_trained("me/digits", weights="raw")
 
 
-def test_a_repository_is_replaced_only_where_that_is_said_and_by_one_commit(
+def test_a_repository_is_replaced_only_if_asked_and_by_one_commit(
     hub: HubServer, tmp_path: Path, export: Export
 ) -> None:
     found = hub.repositories["me/digits"] = Repository(private=True)

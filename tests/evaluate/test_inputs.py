@@ -293,9 +293,7 @@ def test_conditions_of_another_kind_are_refused_in_a_line(
         given(trained, tmp_path / "nothing")
 
 
-def test_what_is_no_file_of_arrays_is_refused_and_a_zarr_folder_needs_no_suffix(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_files_without_arrays_are_refused_and_a_zarr_folder_needs_no_suffix(trained: Trained, tmp_path: Path) -> None:
     for suffix in ("", ".npy", ".npz", ".h5", ".nc", ".zarr"):
         os.mkfifo(pipe := tmp_path / f"pipe{suffix}")
         with pytest.raises(DataError, match=r"it is a named pipe, not a file"):
@@ -359,7 +357,7 @@ def test_grey_pictures_are_coloured_and_coloured_ones_greyed_first(tmp_path: Pat
     assert found.truth([0]) is not None
 
 
-def test_a_given_mask_is_what_is_cut_out(tmp_path: Path) -> None:
+def test_a_given_mask_decides_the_cut_out(tmp_path: Path) -> None:
     trained = picture_run("cut_out")
     images = np.random.default_rng(4).integers(0, 256, (3, 3, 8, 8), np.uint8)
     mask = np.random.default_rng(5).integers(0, 2, (3, 8, 8))

@@ -145,7 +145,7 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
     assert Image.open(tmp_path / "pngs" / "grid.png").size[0] > 500
 
 
-def test_without_a_prompt_what_is_drawn_instead_is_said(
+def test_without_a_prompt_a_line_names_the_text_that_is_drawn(
     verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path
 ) -> None:
     printed = verb("--count", 2, "--out", tmp_path / "empty.npz")
@@ -165,7 +165,7 @@ def test_without_a_prompt_what_is_drawn_instead_is_said(
     assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
 
 
-def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_cut_with_a_line(verb: Sample, tmp_path: Path) -> None:
     long = "a red circle a blue square a red circle"  # 9 words and two ends, of 9 tokens
     printed = verb("--prompt", long, "--out", tmp_path / "long.npz")
     assert f'the prompt "{long}" is longer than 9 tokens: its last 2 are not read' in printed
@@ -282,7 +282,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_a_name_on_the_hub_is_as_good_as_a_
         ("text model", "it is no CLIP model"),
     ],
 )
-def test_what_is_no_clip_model_is_one_line(
+def test_a_folder_without_a_clip_model_is_one_line(
     model: Path, encoders: Path, tmp_path: Path, harm: str, message: str
 ) -> None:
     folder = tmp_path / "copy"

@@ -279,7 +279,7 @@ def test_the_grid_is_logged_where_that_is_asked_for(
 
 
 @pytest.mark.parametrize("name", ["x.npz", "pngs"])
-def test_what_was_interrupted_goes_on_where_it_was(
+def test_interrupted_drawing_continues_where_it_stopped(
     name: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:
     arguments = ("--count", 10, "--batch-images", 3, "--labels", "0,1")
@@ -311,7 +311,7 @@ def test_a_request_is_another_if_its_pixels_are(trained: Trained) -> None:
     assert key(worse, FAST_SAMPLER) == key(None, FAST_SAMPLER), "which guides nothing"
 
 
-def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
+def test_a_full_disk_and_a_full_device_are_one_line_and_drawn_images_are_kept(
     tmp_path: Path, sample: Sample, watch_drawing: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--count", 6, "--batch-images", 2, "--out", tmp_path / "x.npz")

@@ -325,9 +325,7 @@ def test_a_key_of_a_pipeline_that_is_missing_means_what_it_means_to_diffusers(
     assert typed.data.text is not None and typed.data.text.drop_to == "empty", "what was typed counts"
 
 
-def test_a_message_names_only_what_was_typed(
-    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_message_names_only_typed_options(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"))
     words = ["import", str(pipeline), "--spec", str(base), "--out", str(tmp_path / "out")]
     assert main([*words, "--set", "sampler.clip=static"]) == 2

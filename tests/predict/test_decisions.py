@@ -116,7 +116,7 @@ def test_a_job_without_a_layout_is_refused_with_the_reason(
         search(small_predictor(devices, small_job(tiny_spec(train=train), **config)), top=1)
 
 
-def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
+def test_both_axes_are_simulated_and_the_better_one_is_named() -> None:
     """On a slow network, ZeRO-2 keeps replicas in a node and a large batch of one reduction whole pipelines."""
     rates = {"nodes": 2, "link_bandwidth": 1e9, "network_bandwidth": 1e6}
     for zero_stage, batch, kept in ((2, 16, "stages"), (0, 2048, "replicas")):

@@ -49,7 +49,7 @@ TEXT = {"context_channels": 8, "blocks": [0, 1, 4, 4], "heads": [1, 1, 2, 2], "p
     ],
     ids=["pixels", "text"],
 )
-def test_launches_of_layers_are_those_that_are_counted(
+def test_predicted_launches_of_layers_equal_counted_ones(
     spec: RunSpec, ranks: int, by_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a tenth: what PyTorch copies to make contiguous depends on the shapes. Groups sum nothing here."""
@@ -91,7 +91,7 @@ def test_launches_of_layers_are_those_that_are_counted(
         ("cifar10", "rtx4090", False, 128, False, 749),  # TorchCFM
     ],
 )
-def test_speeds_of_gpus_are_those_that_were_measured(
+def test_speeds_of_gpus_are_near_measured_ones(
     spec: str, kind: str, half: bool, images: int, graphs: bool, measured: float
 ) -> None:
     """A graph costs the host no launches."""

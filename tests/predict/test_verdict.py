@@ -77,7 +77,7 @@ def edit(found: Verdict) -> str:
 
 
 @pytest.mark.parametrize(("fault", "bench"), PLANTED, ids=NAMES)
-def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_what_was_predicted(
+def test_the_fault_is_named_with_an_accepted_change_that_saves_as_predicted(
     fault: str, bench: Bench, tmp_path: Path
 ) -> None:
     """The same machine, simulated with the change, takes so much less."""
@@ -193,7 +193,7 @@ def with_memory(facts: FinishedRun, size: int) -> FinishedRun:
     return replace(facts, machine=replace(facts.machine, memory_bytes=size))
 
 
-def test_what_is_not_to_be_recomputed_fits_by_the_planners_memory() -> None:
+def test_activations_that_are_kept_fit_by_the_planners_memory() -> None:
     facts = FAULTS["recomputation"].traced()
     kept = replace(facts.layout, checkpoint_interval=0)
     needed = max(memory.total for memory in pipeline_memory(facts.job, kept, facts.bounds))

@@ -18,7 +18,7 @@ from ddpm_ds.processes.hosts import ENVIRONMENT_FILE, find_environment, read_env
 from tests.launching import REPOSITORY
 
 
-def test_hosts_and_slots_are_those_that_deepspeed_reads(tmp_path: Path) -> None:
+def test_hosts_and_slots_equal_deepspeeds_reading(tmp_path: Path) -> None:
     file = tmp_path / "hostfile"
     file.write_text("# two racks\n\nworker-2 slots=4\n  me@10.0.0.1   slots=2 # the old one\n")
     assert list(read_hostfile(file).items()) == [("worker-2", 4), ("me@10.0.0.1", 2)]

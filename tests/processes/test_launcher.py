@@ -63,7 +63,7 @@ def test_ranks_of_this_host_have_the_variables_that_deepspeeds_launcher_sets(mon
     assert ours == [{**call.args[0], **own} for call in popen.call_args_list] and len(ours) == 2
 
 
-def test_the_gpus_of_this_host_are_those_that_cuda_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_this_host_are_counted_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def driver(starts: int, count: int) -> SimpleNamespace:
         def cu_device_get_count(pointer: object) -> int:
             ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = count  # type: ignore[arg-type]

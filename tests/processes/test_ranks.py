@@ -256,7 +256,7 @@ def test_numbers_of_a_launcher_that_are_none_out_of_range_or_contradict_each_oth
     assert message in error and all(name in error for name in given) and error.isprintable()
 
 
-def test_what_is_made_for_good_is_never_looked_through_again_even_if_making_it_fails() -> None:
+def test_permanent_objects_are_never_collected_again_even_if_making_them_fails() -> None:
     with pytest.raises(KeyError), for_good():
         assert not gc.isenabled()
         kept = [[number] for number in range(1000)]

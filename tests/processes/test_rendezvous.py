@@ -132,7 +132,7 @@ def agree(together: Rendezvous) -> object:
     return together.agree("start", {})
 
 
-def test_all_hear_what_each_has_said_and_on_which_host() -> None:
+def test_all_ranks_receive_the_facts_and_the_host_of_each() -> None:
     def says(together: Rendezvous) -> object:
         return together.agree("start", {"rank": together.rank}), together.hosts, together.name(2, 1)
 
@@ -154,7 +154,7 @@ def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:
     assert str(ended[0]) == str(ended[1]) == "rank 2 (host worker-2): data.path = photos is no folder"
 
 
-def test_ranks_with_different_secrets_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_secrets_end_with_a_line_about_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_rank_2(together: Rendezvous) -> object:
         assert isinstance(together._store, SealedStore)
         together._store._secret = b"another"
@@ -164,7 +164,7 @@ def test_ranks_with_different_secrets_are_told_so(monkeypatch: pytest.MonkeyPatc
     assert all(isinstance(error, HostError) and "values of DDPM_DS_RUN_SECRET" in str(error) for error in ended)
 
 
-def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_before_a_rank_has_met_the_others_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     came = threading.Semaphore(0)
 
     def waits(together: Rendezvous) -> object:

@@ -301,9 +301,7 @@ def test_a_new_checkpoint_gives_the_restarts_back(run_dir: Path) -> None:
         ("76 0", "--resume never", ["never", "auto"]),  # the folder is that of the start before
     ],
 )
-def test_a_restart_goes_on_from_what_was_saved_and_not_from_before(
-    parts: str, option: str, resumed: list[str], run_dir: Path
-) -> None:
+def test_a_restart_resumes_from_the_newest_save(parts: str, option: str, resumed: list[str], run_dir: Path) -> None:
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "latest").write_text("images-000000001")  # which the second start writes again
     assert supervised([*playing(run_dir, *parts.split()), *option.split()], ONE, max_restarts=2)[0] == 0
@@ -422,7 +420,7 @@ def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(
         ("training:2", 2, False, []),
     ],
 )
-def test_when_a_rank_fails_only_those_that_do_not_train_are_asked_to_stop(
+def test_when_a_rank_fails_only_ranks_before_training_are_asked_to_stop(
     part: str, expected: int, saved: bool, said: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "LOSING_SECONDS", PATIENCE_SECONDS if saved else 0.5)

@@ -81,9 +81,7 @@ def take(events: Events, count: int) -> set[tuple[int, object]]:
     return {events.get(timeout=PATIENCE_SECONDS) for _ in range(count)}
 
 
-def test_every_rank_names_one_that_fell_silent_and_leaves_even_if_its_line_can_not_be_said(
-    watch: Watched, events: Events
-) -> None:
+def test_every_rank_names_a_silent_one_and_leaves_even_if_printing_blocks(watch: Watched, events: Events) -> None:
     watch(0, 3, dead_seconds=1.5)
     watch(1, 3, dead_seconds=1.5, log=lambda line: time.sleep(PATIENCE_SECONDS))
     line = f"{NAMES[2]} has not answered for 1.5 s: ending {NAMES[0]}; the run can be resumed"

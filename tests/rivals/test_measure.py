@@ -73,7 +73,7 @@ def test_a_rank_of_a_ring_of_four_sends() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_process_alone_sends_nothing_and_what_is_not_known_is_not_counted_as_nothing() -> None:
+def test_a_process_alone_sends_nothing_and_unknown_bytes_do_not_count_as_zero() -> None:
     with SentBytes() as traffic:
         dist.all_reduce(torch.ones(3))
         dist.all_gather([torch.ones(3)], torch.ones(3))

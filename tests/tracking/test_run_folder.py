@@ -62,7 +62,7 @@ def found(run_dir: Path, resume: str, log: Callable[[str], None] = pytest.fail) 
     return checkpoint.path if checkpoint else None
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_newest_checkpoint_by_default(tmp_path: Path) -> None:
     assert found(tmp_path, "auto") is None
     assert [path.name for path in tmp_path.iterdir()] == [LOCK], "looking leaves nothing that makes it a run's folder"
     old, new = save(tmp_path, 8), save(tmp_path, 16)

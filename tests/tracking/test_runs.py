@@ -64,7 +64,7 @@ def test_a_run_is_found_by_its_folder_in_the_store_that_the_environment_names_or
     ],
 )
 @pytest.mark.parametrize("words", ["note run", *WRITERS])
-def test_a_driver_that_is_missing_is_said_by_every_program_with_what_installs_it(
+def test_a_missing_driver_is_named_with_its_install_command_by_every_program(
     words: str,
     uri: str,
     package: str,
@@ -98,7 +98,7 @@ def test_a_driver_that_is_missing_is_said_by_every_program_with_what_installs_it
     ],
 )
 @pytest.mark.parametrize("secret", ["hush'hu sh", "hush%0Ahu%40sh", 'hush"hu\nsh'])
-def test_nothing_that_is_said_or_written_has_a_secret_of_the_tracking_uri(
+def test_nothing_printed_or_written_has_a_secret_of_the_tracking_uri(
     uri: str,
     secret: str,
     tmp_path: Path,
@@ -118,7 +118,7 @@ def test_nothing_that_is_said_or_written_has_a_secret_of_the_tracking_uri(
     assert "Traceback" not in err and len(err.splitlines()) == 1
 
 
-def test_a_tracking_server_that_is_down_is_said_without_its_password(
+def test_a_tracking_server_that_is_down_is_named_without_its_password(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -147,7 +147,7 @@ def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, mon
     assert read_run(root).info.status == "FINISHED" and len(said) == 2
 
 
-def test_a_deleted_experiment_is_said_once_with_what_restores_it_and_training_goes_on(
+def test_a_deleted_experiment_gets_one_line_with_the_way_to_restore_it_and_training_goes_on(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db?timeout=30&key=hush")
@@ -166,7 +166,7 @@ def test_a_deleted_experiment_is_said_once_with_what_restores_it_and_training_go
     assert link.command == 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
 
 
-def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_later(
+def test_a_tracker_that_hangs_holds_up_nothing_and_unsent_records_can_be_sent_later(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"http://127.0.0.1:{free_port()}"
@@ -255,7 +255,7 @@ def test_two_senders_never_send_together(root: Path, capsys: pytest.CaptureFixtu
     assert history(root, "train/loss") == [(1, 1.0)]
 
 
-def test_a_full_disk_is_said_once_and_events_go_on_when_it_takes_them_again(root: Path) -> None:
+def test_a_full_disk_gets_one_line_and_events_go_on_when_there_is_room(root: Path) -> None:
     said: list[str] = []
     tracker, file = start(root, log=said.append), root / "run" / EVENTS
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -382,7 +382,7 @@ time.sleep(1000)
 """
 
 
-def test_a_trainer_that_dies_leaves_a_failed_run_with_everything_it_said(root: Path) -> None:
+def test_a_trainer_that_dies_leaves_a_failed_run_with_all_its_records(root: Path) -> None:
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(root)],
         stdout=subprocess.PIPE,

@@ -35,7 +35,7 @@ def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -
     return start.check_gpus(together, torch.device("cuda", 0))
 
 
-def test_two_ranks_on_one_gpu_are_named_unless_nccl_is_told_to_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_named_unless_nccl_may_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(start.SHARED_GPU, raising=False)
     others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-a"}]
     said = r"host worker-0 \(rank 0\) and host worker-2 \(rank 2\) share one GPU \(H100 80.00 GiB, GPU-a\)"

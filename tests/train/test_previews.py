@@ -98,7 +98,7 @@ def test_as_many_images_as_asked_for_are_shared_by_the_inputs(
     assert previews.members == 1
 
 
-def test_what_is_shown_beside_is_what_was_given_and_the_truth(tmp_path: Path) -> None:
+def test_pictures_show_the_given_condition_and_the_truth_beside(tmp_path: Path) -> None:
     spec = field_spec(tmp_path, samples={"count": 12})
     store, positions = prepare(spec.data), split(COUNT, HELD_OUT)[1]
     previews = Previews(spec, engine_of(7), WATCHDOG, store, positions)

@@ -159,7 +159,7 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])
-def test_the_held_out_loss_of_fields_is_of_what_is_not_masked_and_of_each_channel(
+def test_the_held_out_loss_of_fields_leaves_masked_pixels_out_and_is_by_channel(
     process: Process,
 ) -> None:
     """Image by image and channel by channel, through a U-Net that is given the condition of each."""

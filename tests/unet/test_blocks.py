@@ -136,7 +136,7 @@ def test_a_micro_batch_in_flight_holds_no_copy_of_the_projections() -> None:
         *(pytest.param(name, {}, id=name, marks=pytest.mark.long) for name in ("classes", "scale_shift", "text_time")),
     ],
 )
-def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
+def test_code_compiled_for_each_layer_alone_fits_the_walk(
     name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Tracing takes a second for some shapes of layers."""
