@@ -17,6 +17,7 @@ from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.unet.layers import (
     BlockLayer,
     DownsampleLayer,
+    EmbedLayer,
     Layer,
     TransformerBlockLayer,
     UpsampleLayer,
@@ -257,10 +258,12 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
             freed = sum(sizes[tensor] for tensor in tensors if tensor >= group.start)  # the backward has been there
             working = max(working, wide * running - stored * freed)
             weights = max(weights, sum(layer.parameters for layer in own))
+    embeds = [layer for layer in whole if isinstance(layer, EmbedLayer)]
+    of_inputs = sum(layer.embedding_channels * sum(layer.embedded) for layer in embeds)  # which need no gradient
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in whole),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
-        copies=copied * sum(layer.parameters for layer in whole),
+        copies=copied * (sum(layer.parameters for layer in whole) - of_inputs),
         skips=stored * skip_elements,
         working=working,
         working_copies=copied * weights,

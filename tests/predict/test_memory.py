@@ -23,7 +23,7 @@ from ddpm_ds.predict.memory import (
     pipeline_memory,
 )
 from ddpm_ds.schema.layout import Layout
-from ddpm_ds.unet.layers import parameter_shapes
+from ddpm_ds.unet.layers import EmbedLayer, parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.predict.small import ADAMW, EIGHT_BIT, FUSED, small_job
 
@@ -143,8 +143,10 @@ def test_auto_recomputes_where_activations_take_more_than_half_of_the_memory() -
 
 def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
     on_gpu, on_cpu = (small_job(fp16={"enabled": True}, on_cpu=is_cpu) for is_cpu in (False, True))
-    parameters, elements = whole(on_gpu)
-    assert memory(on_cpu).activations == 20 * elements * 4 + 4 * parameters
+    (parameters, elements), first = whole(on_gpu), on_gpu.layers[0]
+    assert isinstance(first, EmbedLayer)
+    of_inputs = first.embedding_channels * first.sinusoid_channels
+    assert memory(on_cpu).activations == 20 * elements * 4 + 4 * (parameters - of_inputs)
     assert memory(on_gpu).activations == 20 * elements * 2
 
 
