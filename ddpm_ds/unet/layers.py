@@ -206,7 +206,7 @@ class EmbedLayer(Layer):
         return self.pooled_channels and self.pooled_channels + SIZES * self.size_channels
 
     @property
-    def _embedded(self) -> dict[str, int]:
+    def embedded(self) -> dict[str, int]:
         """Widths of the inputs that two linear layers each embed, by the name of the layers."""
         level = self.sinusoid_channels * self.condition_level
         widths = {"linear": self.sinusoid_channels, "level": level, "text": self.text_channels}
@@ -217,7 +217,7 @@ class EmbedLayer(Layer):
         embedding, rows = self.embedding_channels, 0 if self.classes is None else self.classes + 1
         first, *others = (
             [*_product(f"{name}1", (embedding, width), 1), *_product(f"{name}2", (embedding, embedding), 1)]
-            for name, width in self._embedded.items()
+            for name, width in self.embedded.items()
         )
         labels = Parameter("label_embedding.weight", (rows, embedding))
         vector = Parameter("condition_embedding.weight", (embedding, self.numbers))
@@ -229,7 +229,7 @@ class EmbedLayer(Layer):
 
     @property
     def activation_elements(self) -> int:
-        return sum(width + 2 * self.embedding_channels for width in self._embedded.values()) + self.numbers
+        return sum(width + 2 * self.embedding_channels for width in self.embedded.values()) + self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
