@@ -197,7 +197,7 @@ def test_every_command_in_a_message_or_a_page_has_a_verb_and_options_that_it_tak
 def test_every_key_that_a_message_names_exists() -> None:
     known = {*SPEC.all_keys(), *DS_CONFIG.all_keys(), *SYNONYMS, *REFUSED}
     dotted = re.compile(rf"(?<![\w./…-])(?:{'|'.join(RunSpec.model_fields)})(?:\.[a-z_]+)+(?![\w/(-])")
-    files = (".png", ".dtype")  # of samples, and of a U-Net in Python
+    files = (".png", ".dtype", ".spec")  # of samples, of a U-Net in Python, and of the package
     named = [(where, key) for where, text in STRINGS for key in dotted.findall(text) if not key.endswith(files)]
     assert len(named) > 100 and [each for each in named if each[1] not in known] == []
 

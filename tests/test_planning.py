@@ -50,9 +50,10 @@ def test_graphs_that_are_asked_for_without_a_gpu_are_refused_and_the_advice_is_a
 )
 def test_graphs_of_what_no_graph_can_hold_are_refused_unless_they_are_off(change: str) -> None:
     config = [change, "ds.bf16.enabled=false"]
-    with pytest.raises(DsConfigError, match="set graphs to false"):
+    with pytest.raises(DsConfigError, match=r'graphs = true needs .*; give that, or use "auto"'):
         drafted(DIGITS, [*config, "ds.graphs=true"], ZERO_2, world_size=1, stages=1)
-    assert drafted(DIGITS, [*config, "ds.graphs=false"], ZERO_2, world_size=1, stages=1).ds.config.graphs is False
+    for graphs in ("false", "auto"):
+        drafted(DIGITS, [*config, f"ds.graphs={graphs}"], ZERO_2, world_size=1, stages=1)
 
 
 def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan() -> None:

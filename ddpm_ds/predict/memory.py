@@ -259,7 +259,9 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
             working = max(working, wide * running - stored * freed)
             weights = max(weights, sum(layer.parameters for layer in own))
     embeds = [layer for layer in whole if isinstance(layer, EmbedLayer)]
-    of_inputs = sum(layer.embedding_channels * sum(layer.embedded.values()) for layer in embeds)  # which need no gradient
+    of_inputs = sum(
+        layer.embedding_channels * sum(layer.embedded.values()) for layer in embeds
+    )  # which need no gradient
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in whole),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),

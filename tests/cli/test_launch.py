@@ -182,7 +182,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "new_run_dir", lambda name: Path("runs", f"20261101-120000-{name}"))
     monkeypatch.setattr(launch, "supervise", supervised)
-    monkeypatch.setattr(train, "_train", trained)
+    monkeypatch.setattr(train, "_train_with_others", trained)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("HOME", str(tmp_path))):
         monkeypatch.setenv(name, value)
     words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--device", "cpu"]

@@ -348,7 +348,7 @@ def test_a_run_larger_than_a_container_s_limit_is_refused_before_anything_is_bui
     (tmp_path / "cgroup" / "memory.max").write_text(f"{2**24}\n")
     monkeypatch.setattr("ddpm_ds.files.CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr("ddpm_ds.files.OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(command, "_train", None)
+    monkeypatch.setattr(command, "_train_with_others", None)
     assert "needs about" in refused(capsys, tmp_path)
 
 

@@ -9,6 +9,7 @@ import stat
 import struct
 import sys
 import tarfile
+import threading
 import warnings
 import zipfile
 import zlib
@@ -272,11 +273,14 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
     return dict(sorted(found.items()))
 
 
+ONE_HEADER = threading.Lock()  # CPython 3.11 may fail where two threads parse at once, as numpy does with a header
+
+
 def map_array(path: Path) -> npt.NDArray[Any]:
     """Memory-map a ``.npy`` file, so that a forged header can't allocate more than the file holds; raises OSError."""
     open_regular(path).close()
     try:
-        with np.errstate(over="raise"):  # numpy's own count of bytes
+        with np.errstate(over="raise"), ONE_HEADER:  # numpy's own count of bytes
             return np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
