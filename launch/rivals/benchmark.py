@@ -27,8 +27,7 @@ from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.version import __version__
 from rivals import measure, rows
-from rivals.choice import PACKAGES, TORCH_SCHEDULES
-from rivals.command import BenchmarkOptions
+from rivals.choice import PACKAGES, TORCH_SCHEDULES, BenchmarkOptions
 from rivals.deepspeed_rows import OurPipeline, StockPipeline
 from rivals.measure import HostCost, Spread
 from rivals.pipelining import TorchPipeline

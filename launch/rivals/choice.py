@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
+from ddpm_ds.cli.options import OVERWRITE
+from ddpm_ds.cli.train import RankOptions
+from ddpm_ds.command_line import flag, option, positive
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import PartitionMethod, partition
 from ddpm_ds.planning import RunDraft
@@ -40,6 +45,18 @@ NAMED = (*PACKAGES, "ours-dim64")
 """Rows of one process that run only if ``--rows`` names them, since 16 bits under autocast take minutes on a CPU."""
 READ_TEXT = ("1f1b", "eager", "folded", "planned", "stock")
 """Rows of U-Nets that read text; DeepSpeed's engine relays it, with its gradient, as all that is carried."""
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions(RankOptions):
+    verbose: bool = flag("show DeepSpeed's own log")
+    rows: str | None = option("which rows (default: all that can run)", "ROW,...")
+    rounds: int = option("turns of each row (%(default)s)", "N", positive, default=15)
+    steps_per_round: int = option("steps of each row in a round (%(default)s)", "N", positive, default=20)
+    compared_steps: int = option("first steps, whose losses are compared (%(default)s)", "N", positive, default=50)
+    host: bool = flag("also count operators, launches, Python calls and waits")
+    json: Path | None = option("write every number here", "FILE")
+    overwrite: bool = flag(OVERWRITE)
 
 
 def choose(asked: Sequence[str], plan: RunDraft) -> tuple[list[str], dict[str, str]]:

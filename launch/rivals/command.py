@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from ddpm_ds.cli.options import OVERWRITE, OneLineParser, add_options, read, take_files
-from ddpm_ds.cli.train import RankOptions
-from ddpm_ds.command_line import check_outputs, flag, option, positive
+from ddpm_ds.cli.options import OneLineParser, add_options, read, take_files
+from ddpm_ds.command_line import check_outputs
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, SpecError, UserError
 from ddpm_ds.planning import choose as choose_layout
 from ddpm_ds.planning import lay_out, read_run
 from ddpm_ds.processes.ranks import print_once, set_environment
-from rivals.choice import NAMED, ROWS, choose
+from rivals.choice import NAMED, ROWS, BenchmarkOptions, choose
 
 DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates. First all rows
@@ -41,18 +38,6 @@ examples
 exit codes
   0 done   2 bad input, nothing was started   3 the losses differ   1 a bug
 """
-
-
-@dataclass(frozen=True)
-class BenchmarkOptions(RankOptions):
-    verbose: bool = flag("show DeepSpeed's own log")
-    rows: str | None = option("which rows (default: all that can run)", "ROW,...")
-    rounds: int = option("turns of each row (%(default)s)", "N", positive, default=15)
-    steps_per_round: int = option("steps of each row in a round (%(default)s)", "N", positive, default=20)
-    compared_steps: int = option("first steps, whose losses are compared (%(default)s)", "N", positive, default=50)
-    host: bool = flag("also count operators, launches, Python calls and waits")
-    json: Path | None = option("write every number here", "FILE")
-    overwrite: bool = flag(OVERWRITE)
 
 
 def parse(arguments: Sequence[str] | None) -> BenchmarkOptions:
