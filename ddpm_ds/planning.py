@@ -2,8 +2,8 @@
 
 ::
 
-    read_run ──▶ RunFiles ─┬──────▶ lay_out ──▶ RunDraft ──▶ make_plan ──▶ RunPlan
-                           └▶ choose ──┘        before anything starts     on the machine and hosts that have met
+    read_run ──▶ RunFiles ─┬──────▶ lay_out ──▶ RunDraft ──▶ make_plan ──▶ RunPlan ──▶ with_decisions ──▶ RunPlan
+                           └▶ choose ──┘        before anything starts     on the hosts that have met, by rank 0
 
 PyTorch and DeepSpeed are imported when they are needed.
 """
@@ -160,44 +160,51 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     return RunDraft(spec, files.spec_path, ds, files.ds_path, layers, bounds, *places, chosen)
 
 
-def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine, device: torch.device | None = None) -> RunPlan:
-    """Return the plan for the ``hosts`` of the ranks that have met and the memory of their ``machine``.
-
-    With a ``device`` it is collective: rank 0 decides measured cuts, by times of layers on the device, and the order of
-    a planned schedule, where the JSON asks for them.
+def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
+    """Return the plan for the ``hosts`` of the ranks that have met and the memory of their ``machine``; only
+    :func:`with_decisions` measures.
 
     Raises:
         DsConfigError: graphs are asked for on a CPU.
-        LayoutError: no measured cuts fit.
     """
-    from ddpm_ds.predict.decisions import fitted, measured_cuts
+    from ddpm_ds.predict.decisions import fitted
 
     if draft.ds.config.graphs is True and machine.is_cpu:
         raise DsConfigError("graphs = true needs a GPU; use --set ds.graphs=auto, which takes graphs where they can be")
     if len(set(hosts)) < len(set(draft.grid.hosts)):
         hosts = draft.grid.hosts  # hosts that share a name keep their numbers
-    layers, bounds, programs, passes = draft.layers, draft.bounds, None, None
+    layers, bounds = draft.layers, draft.bounds
     job = workload(draft.spec, draft.ds.config, machine.is_cpu, counted=False)
     across = across_hosts(draft.ds, layers, bounds, hosts)
     layout = replace(fitted(job, draft.ds.layout, bounds, machine.memory_bytes), across_hosts=across)
     ds = replace(draft.ds, layout=layout)
-    if device is not None:
-        from ddpm_ds.observe.device_speed import measured_times
-        from ddpm_ds.pipeline.schedule import Program, weight_passes
-        from ddpm_ds.predict.predictor import Predictor
-        from ddpm_ds.processes.process_group import decided_by_rank_0
+    spec, places = draft.spec, _places(ds, layers, bounds, hosts)
+    return RunPlan(spec, draft.spec_path, ds, draft.ds_path, layers, bounds, *places, draft.chosen, job, machine, None)
 
-        measured = ds.partition == "measured" and layout.stages > 1
-        predictor = Predictor(job, machine, measured_times(device, job.precision) if measured else None)
-        if measured:
-            bounds = decided_by_rank_0(lambda: measured_cuts(predictor, ds), tuple[int, ...])
-        if ds.is_ordered:
-            programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
-            passes = weight_passes(programs, layout.schedule) if programs else None
-    spec, places = draft.spec, _places(ds, layers, bounds, hosts, passes)
-    return RunPlan(
-        spec, draft.spec_path, ds, draft.ds_path, layers, bounds, *places, draft.chosen, job, machine, programs
-    )
+
+def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
+    the JSON asks for them. Collective: rank 0 decides.
+
+    Raises:
+        LayoutError: no measured cuts fit.
+    """
+    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.pipeline.schedule import Program, weight_passes
+    from ddpm_ds.predict.decisions import measured_cuts
+    from ddpm_ds.predict.predictor import Predictor
+    from ddpm_ds.processes.process_group import decided_by_rank_0
+
+    ds, layout, bounds, programs, passes = plan.ds, plan.ds.layout, plan.bounds, None, None
+    measured = ds.partition == "measured" and layout.stages > 1
+    predictor = Predictor(plan.job, plan.machine, measured_times(device, plan.job.precision) if measured else None)
+    if measured:
+        bounds = decided_by_rank_0(lambda: measured_cuts(predictor, ds), tuple[int, ...])
+    if ds.is_ordered:
+        programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
+        passes = weight_passes(programs, layout.schedule) if programs else None
+    stages, grid, exchange = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
+    return replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, programs=programs)
 
 
 def _places(

@@ -33,7 +33,7 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import MACHINE, STAGES, VERDICT
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning import RunDraft, check_memory, choose, lay_out, machine_here, make_plan, read_run
+from ddpm_ds.planning import RunDraft, check_memory, choose, lay_out, machine_here, make_plan, read_run, with_decisions
 from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
 from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
@@ -235,7 +235,7 @@ def _train_with_others(
         plan = make_plan(draft, hosts, machine)
     with started(plan, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
         with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
-            plan = make_plan(plan, hosts, machine, device)
+            plan = with_decisions(plan, device)
         if line is not None and (decisions := decided_since(draft, plan)):
             print(decisions, flush=True)
         files = {STAGES: stage_table(plan), MACHINE: machine_json(machine, {})}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
-from ddpm_ds.planning import make_plan
+from ddpm_ds.planning import with_decisions
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
@@ -43,7 +43,7 @@ class OurPipeline:
         self._replicas = plan.ds.layout.replicas
         plan = replace(plan, ds=plan.ds.with_layout(schedule=schedule), bounds=bounds_of(plan, schedule))
         with layout_of(None):
-            plan = make_plan(plan, plan.grid.hosts, plan.machine, setting.device)
+            plan = with_decisions(plan, setting.device)
             parts, seed = (plan.layers, plan.bounds, plan.ds, setting.objective()), plan.spec.train.seed
             self._engine = build_engine(*parts, seed=seed, programs=plan.programs, verbose=setting.verbose)
         replica = self._engine.grid.get_data_parallel_id()
