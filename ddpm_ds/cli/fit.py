@@ -46,7 +46,7 @@ class FitOptions(ConfigOption, SpecOptions):
     pipeline_stages: int | None = option("as for training", "STAGES", process_count, names=("-p", "--pipeline-stages"))
     accumulation: int | None = option("keep M micro-batches a step, and let the batch grow", "M", batch)
     memory_budget: int | None = option(
-        "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
+        "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of free memory)",
         "SIZE",
         memory_size,
     )

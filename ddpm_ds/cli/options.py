@@ -99,7 +99,7 @@ def _of_type(hint: object) -> dict[str, Any]:
 
 
 def read(options: type[Options], given: argparse.Namespace) -> Options:
-    """Return the options that a parser was given; those that it was not have the defaults of their fields."""
+    """Return the options that a parser was given; others have the defaults of their fields."""
     values = dict[str, Any]()
     for name, hint in get_type_hints(options).items():
         if isinstance(hint, type) and is_dataclass(hint):

@@ -140,7 +140,7 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
 
 
 def _check_together(config: DsConfig, faults: _Faults) -> None:
-    """Find keys that contradict each other, among those that have no fault of their own."""
+    """Find keys that contradict each other; each alone is right."""
     zero, params = config.zero_optimization, config.optimizer.params
     for key, fault, others in unused(config):
         faults.add(key, fault, *others)

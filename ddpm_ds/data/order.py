@@ -8,7 +8,7 @@ import numpy as np
 from ddpm_ds.data.cache import Indices
 
 ROUNDS = 2**32
-"""Number of the permutations of groups, among those that a seed has."""
+"""Number of the stream of permutations that orders groups; a seed has others for images."""
 
 
 @dataclass(frozen=True)

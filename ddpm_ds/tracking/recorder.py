@@ -197,7 +197,7 @@ def recorded(
 
 
 def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that become parameters: those that people vary, and the run's sweep."""
+    """Return the settings that become parameters: keys that people vary, and the run's sweep."""
     keys = (*PARAMETERS, *tags.get(VARIED_TAG, "").split())
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
 
