@@ -8,6 +8,7 @@ The Python interface for scripts; ``docs/python.md`` has examples::
     load_trained  load weights into a plain U-Net
     sample        draw images from them
     SamplerSpec   how images are drawn
+    UserError     what bad input raises
 
 A name is imported when it is first used, so ``import ddpm_ds`` brings no torch.
 """
@@ -15,16 +16,17 @@ A name is imported when it is first used, so ``import ddpm_ds`` brings no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ddpm_ds.version import __version__ as __version__
+from ddpm_ds.ground.version import __version__ as __version__
 
-__all__ = ["SamplerSpec", "load_spec", "load_trained", "open_run", "plan", "sample"]
+__all__ = ["SamplerSpec", "UserError", "load_spec", "load_trained", "open_run", "plan", "sample"]
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.diffusion.spec import SamplerSpec
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
-    from ddpm_ds.planning import plan
+    from ddpm_ds.ground.errors import UserError
+    from ddpm_ds.planning.run_plan import plan
     from ddpm_ds.tracking.runs import open_run
 else:  # hidden from type checkers: seeing __getattr__, they would accept every name
 
@@ -39,10 +41,11 @@ else:  # hidden from type checkers: seeing __getattr__, they would accept every 
 
 _MODULES = {
     "SamplerSpec": "diffusion.spec",
+    "UserError": "ground.errors",
     "load_spec": "config.spec_file",
     "load_trained": "evaluate.trained",
     "open_run": "tracking.runs",
-    "plan": "planning",
+    "plan": "planning.run_plan",
     "sample": "evaluate.sampling",
 }
 

@@ -26,11 +26,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
 from ddpm_ds.cli.options import OVERWRITE, OneLineParser  # noqa: E402
-from ddpm_ds.command_line import check_outputs, file_path, writing  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
-from ddpm_ds.errors import LayoutError, UserError  # noqa: E402
-from ddpm_ds.files import METRICS  # noqa: E402
+from ddpm_ds.ground.errors import LayoutError, UserError  # noqa: E402
+from ddpm_ds.ground.options import file_path  # noqa: E402
+from ddpm_ds.ground.outputs import check_outputs, writing  # noqa: E402
 from ddpm_ds.processes.supervisor import Processes  # noqa: E402
+from ddpm_ds.tracking.run_folder import METRICS  # noqa: E402
 
 CONFIGS, TESTS = REPOSITORY / "ds_configs", REPOSITORY / "tests"
 PACKAGES = ("torch", "deepspeed", "triton", "diffusers", "denoising-diffusion-pytorch")
@@ -127,8 +128,8 @@ def main_job(machine: Machine) -> Iterator[Finding]:
 
 def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequence[str]) -> Iterator[Finding]:
     """Time rows of ``launch/bench.py``, whose losses must be the same, beside the planner's predictions for ours."""
-    from ddpm_ds.device import described
-    from ddpm_ds.planning import lay_out, predictor_here, read_run
+    from ddpm_ds.ground.device import described
+    from ddpm_ds.planning.run_plan import lay_out, predictor_here, read_run
 
     config, file = CONFIGS / "zero2_bf16.json", machine.work / f"{name}.json"
     options = [*options, *settings(train__accumulation=1, optimizer__warmup_images=0, data__workers=0)]
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks and return the exit code."""
     import torch
 
-    from ddpm_ds.device import check_cuda
+    from ddpm_ds.ground.device import check_cuda
 
     parser = OneLineParser(prog="python launch/check_gpu.py", description=DESCRIPTION)
     parser.add_argument("--out", type=file_path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")

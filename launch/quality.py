@@ -31,11 +31,12 @@ from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 
 from ddpm_ds import open_run
-from ddpm_ds.command_line import aligned, file_path, positive
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import OptionError
 from ddpm_ds.evaluate.inception import Array, Pixels, frechet_distance, gaussian
+from ddpm_ds.ground.errors import OptionError
+from ddpm_ds.ground.options import file_path, positive
+from ddpm_ds.ground.units import aligned
 
 LAUNCH = Path(__file__).resolve().parent
 SCORES = ("Fréchet, features", "held-out loss", "recognised", "class balance")

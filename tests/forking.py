@@ -380,8 +380,8 @@ if __name__ == "__main__":
     import ddpm_ds.cli.trained
     import ddpm_ds.evaluate.ensembles
     import ddpm_ds.observe.timeline
-    import ddpm_ds.predict.decisions
-    import ddpm_ds.predict.verdict
+    import ddpm_ds.planning.decisions
+    import ddpm_ds.planning.verdict
     import ddpm_ds.tracking.tracker
     import ddpm_ds.train.session
 

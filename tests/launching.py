@@ -20,7 +20,7 @@ import pytest
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.planning import RunDraft, choose, lay_out, read_run
+from ddpm_ds.planning.run_plan import RunDraft, choose, lay_out, read_run
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import PRINTED_BY_RANK_0, Place
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end

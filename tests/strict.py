@@ -4,7 +4,7 @@
 
 - Every process group executes its operations, messages and collectives, one after another in the order of posting.
 - A send is complete only when its receiver takes it.
-- Waiting for the device (:func:`ddpm_ds.device.wait_for_device`, and DeepSpeed's ``synchronize``) waits for everything
+- Waiting for the device (``device.wait_for_device``, and DeepSpeed's ``synchronize``) waits for everything
   that this rank has posted in any group.
 
 The device counts as one that runs behind its host, so that the engines take the care that they take on CUDA. Gloo
@@ -158,7 +158,7 @@ def install() -> None:
     """Let this process use the transport; before its process group is made."""
 
     import ddpm_ds.train.session  # noqa: F401  # with all in which functions are replaced
-    from ddpm_ds import device
+    from ddpm_ds.ground import device
     from ddpm_ds.pipeline import messages
     from ddpm_ds.pipeline.build import HostAccelerator
 

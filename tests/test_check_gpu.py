@@ -142,7 +142,7 @@ def test_rows_of_the_benchmark_stand_below_the_prediction(tmp_path: Path, monkey
 
 
 def test_a_unet_that_would_not_fit_the_device_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpm_ds.device.memory_bytes", lambda device, sharing: 2**20)
+    monkeypatch.setattr("ddpm_ds.ground.device.memory_bytes", lambda device, sharing: 2**20)
     _, row = check_gpu.unets(check_gpu.Machine(tmp_path, "cpu"))
     assert row == Finding("CIFAR-10, all rows", "would not fit 0 GiB", "skipped")
 

@@ -16,8 +16,8 @@ from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
-from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.choices import SCHEDULES, SOURCES
 from tests import extended
 from tests.extended import DOING, NEW, REGISTRIES

@@ -19,11 +19,11 @@ import yaml
 from ddpm_ds.checkpoint.folder import LATEST
 from ddpm_ds.cli import launch
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED
+from ddpm_ds.ground.version import __version__
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port, on_several_hosts, set_environment
 from ddpm_ds.processes.supervisor import Outcome, Place
 from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.version import __version__
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 from tests.launching import place_digits, place_empty_store
 from tests.train.ranks import TINY

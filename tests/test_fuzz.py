@@ -25,7 +25,7 @@ from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.errors import LONGEST_LINE, MOST_FAULTS, UserError
+from ddpm_ds.ground.errors import LONGEST_LINE, MOST_FAULTS, UserError
 from ddpm_ds.schema.section import Section
 
 pytestmark = pytest.mark.launch

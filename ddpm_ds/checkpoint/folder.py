@@ -44,8 +44,8 @@ from ddpm_ds.checkpoint.manifest import (
     unusable,
     verify,
 )
-from ddpm_ds.errors import CheckpointError, NoCheckpointError, OutputError
-from ddpm_ds.files import sync, write_file
+from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
+from ddpm_ds.ground.files import sync, write_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -24,11 +24,12 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from ddpm_ds.errors import CheckpointError
-from ddpm_ds.files import open_tensors, parse_json, sha256_of
-from ddpm_ds.files import read_bytes as read_file
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.files import read_bytes as read_file
+from ddpm_ds.ground.files import sha256_of
+from ddpm_ds.ground.formats import open_tensors, parse_json
+from ddpm_ds.ground.version import __version__
 from ddpm_ds.unet.shards import Shard
-from ddpm_ds.version import __version__
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"

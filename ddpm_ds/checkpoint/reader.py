@@ -45,9 +45,10 @@ from ddpm_ds.checkpoint.manifest import (
     unusable,
     verify,
 )
-from ddpm_ds.device import DTYPES, Dtype
-from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.files import open_tensors, sync, temporary_beside
+from ddpm_ds.ground.device import DTYPES, Dtype
+from ddpm_ds.ground.errors import CheckpointError, OutputError
+from ddpm_ds.ground.files import sync, temporary_beside
+from ddpm_ds.ground.formats import open_tensors
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 

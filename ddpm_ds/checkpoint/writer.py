@@ -35,7 +35,7 @@ from ddpm_ds.checkpoint.folder import (
 )
 from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of
 from ddpm_ds.checkpoint.reader import Header, write_tensors
-from ddpm_ds.files import replace_file, write_file
+from ddpm_ds.ground.files import replace_file, write_file
 from ddpm_ds.unet.shards import Shard
 
 

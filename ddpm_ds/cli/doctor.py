@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_ds.cli.options import SpecOptions, Verb, take_files
-from ddpm_ds.cluster import Cell, Fleet, examined
-from ddpm_ds.command_line import aligned, counted, flag, option, port, positive
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, SpecError
+from ddpm_ds.ground.options import flag, option, port, positive
+from ddpm_ds.ground.secret import is_secret
+from ddpm_ds.ground.units import aligned, counted
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, OF_DEEPSPEED, find_environment, read_hostfile, this_host
+from ddpm_ds.processes.preflight import Cell, Fleet, examined
 from ddpm_ds.processes.supervisor import DEFAULT_PORT
-from ddpm_ds.secret import is_secret
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.unet.layers import unet_layers
 

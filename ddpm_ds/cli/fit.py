@@ -11,12 +11,14 @@ from pathlib import Path
 import psutil
 
 from ddpm_ds.cli.options import OVERWRITE, ConfigOption, Device, SpecOptions, Verb, take_files
-from ddpm_ds.command_line import batch, check_outputs, flag, gib, memory_size, option, positive, process_count, writing
 from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, spec_overrides
-from ddpm_ds.errors import LayoutError
-from ddpm_ds.fit import Task, search, try_size
-from ddpm_ds.planning import choose, lay_out, read_run
+from ddpm_ds.experiments.fit import Task, search, try_size
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.ground.options import batch, flag, memory_size, option, positive, process_count
+from ddpm_ds.ground.outputs import check_outputs, writing
+from ddpm_ds.ground.units import gib
+from ddpm_ds.planning.run_plan import choose, lay_out, read_run
 from ddpm_ds.processes.ranks import set_environment
 
 USABLE = 0.9

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from ddpm_ds.cli.options import SpecOptions, Verb, Verbs, take_files
-from ddpm_ds.command_line import flag, option
 from ddpm_ds.config.ds_config import DS_CONFIGS
-from ddpm_ds.config.spec_file import SPECS, load_spec
-from ddpm_ds.errors import OutputError, SpecError
-from ddpm_ds.files import DS_CONFIG, SPEC, preset, presets, read_bytes, write_file
+from ddpm_ds.config.spec_file import SPECS, load_spec, preset, presets
+from ddpm_ds.ground.errors import OutputError, SpecError
+from ddpm_ds.ground.files import read_bytes, write_file
+from ddpm_ds.ground.options import flag, option
 from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC
 
 DESCRIPTION = """\
 Write a folder to begin in: a run spec with comments, a DeepSpeed JSON, and a README.md with the three commands to go on
@@ -208,8 +209,8 @@ def prepare(options: PrepareOptions) -> None:
         )
     if options.encode or residual:
         set_environment()
-        from ddpm_ds.device import choose_device
         from ddpm_ds.evaluate.inputs import TrainedRegression
+        from ddpm_ds.ground.device import choose_device
 
         device = choose_device("auto")
         encode_on = device if options.encode else None

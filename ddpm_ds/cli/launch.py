@@ -14,13 +14,14 @@ from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.options import OneLineParser, Verb, add_options, read, without
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.cli.train import TrainOptions, checked
-from ddpm_ds.command_line import gib, grace_seconds, natural, option, port, process_count, split_option
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError, print_to_stderr
-from ddpm_ds.files import REHEARSAL
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError, print_to_stderr
+from ddpm_ds.ground.options import grace_seconds, natural, option, port, process_count, split_option
+from ddpm_ds.ground.units import gib
 from ddpm_ds.processes.supervisor import Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
+from ddpm_ds.tracking.run_folder import REHEARSAL
 
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start the processes, stay with them, and say at the end what was saved and
@@ -170,7 +171,7 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
     if saved is not None:
         what, how = f"saved after {saved:,} images in {run_dir}", "go on"
     if ended.killed:
-        from ddpm_ds.device import host_memory  # imports torch
+        from ddpm_ds.ground.device import host_memory  # imports torch
 
         return (
             f"{what}; a process was killed, probably for memory, of which this machine has {gib(host_memory())}: "

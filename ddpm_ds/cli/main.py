@@ -13,9 +13,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, UserError
+from ddpm_ds.ground.errors import EXIT_PREEMPTED, SpecError, UserError
+from ddpm_ds.ground.version import __version__
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
-from ddpm_ds.version import __version__
 
 EPILOG = """\
 training

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-from ddpm_ds.command_line import HIDDEN, file_path, option
-from ddpm_ds.errors import OptionError, SpecError
-from ddpm_ds.files import DS_CONFIG, SPEC
+from ddpm_ds.ground.errors import OptionError, SpecError
+from ddpm_ds.ground.options import HIDDEN, file_path, option
+from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC
 
 Options = TypeVar("Options")
 Verbs: TypeAlias = "argparse._SubParsersAction[OneLineParser]"

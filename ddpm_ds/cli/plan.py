@@ -17,40 +17,28 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from ddpm_ds import planning
 from ddpm_ds.cli.options import OVERWRITE, ConfigOption, SpecOptions, Verb, take_files
-from ddpm_ds.command_line import (
-    GIB,
-    aligned,
-    check_outputs,
-    counted,
-    flag,
-    gib,
-    link_speed,
-    memory_size,
-    option,
-    positive,
-    process_count,
-    teraflops,
-    writing,
-)
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import LayoutError, is_out_of_memory
+from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
+from ddpm_ds.ground.options import flag, link_speed, memory_size, option, positive, process_count, teraflops
+from ddpm_ds.ground.outputs import check_outputs, writing
+from ddpm_ds.ground.secret import public_address
+from ddpm_ds.ground.units import GIB, aligned, counted, gib
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
-from ddpm_ds.planning import RunDraft
-from ddpm_ds.predict.layouts import KINDS, Machine, Workload
+from ddpm_ds.planning import run_plan
+from ddpm_ds.planning.layouts import KINDS, Machine, Workload
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts
-from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 from ddpm_ds.unet.shards import is_asked
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
-    from ddpm_ds.predict.decisions import Plan
-    from ddpm_ds.predict.predictor import Prediction
+    from ddpm_ds.planning.decisions import Plan
+    from ddpm_ds.planning.predictor import Prediction
 
 DESCRIPTION = """\
 Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
@@ -99,7 +87,7 @@ def plan(options: PlanOptions) -> None:
     set_environment()
     hidden = None if options.measure else True
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=hidden) as bar:
-        found = planning.plan(
+        found = run_plan.plan(
             spec,
             files.deepspeed_config,
             files.overrides,
@@ -149,7 +137,7 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
     """Return the times of layers on this machine; ``bar`` counts those that are timed."""
     import torch
 
-    from ddpm_ds.device import choose_device
+    from ddpm_ds.ground.device import choose_device
     from ddpm_ds.observe.device_speed import LayerSeconds, measured_times
 
     device = choose_device("cpu" if devices.is_cpu else "cuda")

@@ -7,7 +7,7 @@ import signal
 import sys
 from importlib import import_module
 
-from ddpm_ds.errors import EXIT_PREEMPTED
+from ddpm_ds.ground.errors import EXIT_PREEMPTED
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, STOP_SIGNALS, leave_on, raise_on_interrupt
 
 

@@ -12,12 +12,14 @@ import yaml
 from ddpm_ds.checkpoint.folder import checkpoint_at, names
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest, verify
 from ddpm_ds.cli.options import OVERWRITE, Verb, Verbs
-from ddpm_ds.command_line import aligned, check_output, file_path, flag, option
-from ddpm_ds.errors import CheckpointError, OptionError, UserError, print_to_stderr
 from ddpm_ds.experiments.compare import find_compared, terminal
-from ddpm_ds.files import VERDICT, replace_file
+from ddpm_ds.ground.errors import CheckpointError, OptionError, UserError, print_to_stderr
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.options import file_path, flag, option
+from ddpm_ds.ground.outputs import check_output
+from ddpm_ds.ground.units import aligned
 from ddpm_ds.schema.layout import Precision
-from ddpm_ds.tracking.run_folder import checkpoints_of
+from ddpm_ds.tracking.run_folder import VERDICT, checkpoints_of
 from ddpm_ds.tracking.runs import ExperimentError, find_run, open_run
 
 COMPARE_DESCRIPTION = """\
@@ -129,8 +131,8 @@ def note(options: NoteOptions) -> None:
 def diagnose(options: RunOptions) -> None:
     folder = open_run(options.run_dir).folder
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
-    from ddpm_ds.predict.finished_run import facts_of
-    from ddpm_ds.predict.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
+    from ddpm_ds.planning.finished_run import facts_of
+    from ddpm_ds.planning.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
 
     found = verdict(facts_of(folder))
     print(text(found, folder), end="")

@@ -18,22 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from pydantic import ValidationError
 
 from ddpm_ds.cli.options import OVERWRITE, Device, Verb
-from ddpm_ds.command_line import (
-    MOST_MEMBERS,
-    batch,
-    check_output,
-    flag,
-    image_number,
-    number,
-    option,
-    positive,
-    seed,
-    whole,
-)
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.errors import OptionError, SpecError
 from ddpm_ds.evaluate import USUAL_MEMBERS
-from ddpm_ds.files import MOST_DIGITS, read_bytes
+from ddpm_ds.ground.errors import OptionError, SpecError
+from ddpm_ds.ground.files import read_bytes
+from ddpm_ds.ground.formats import MOST_DIGITS
+from ddpm_ds.ground.options import batch, flag, image_number, number, option, positive, seed, whole
+from ddpm_ds.ground.outputs import check_output
+from ddpm_ds.ground.units import MOST_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.choices import SAMPLERS, samplers_with
 from ddpm_ds.schema.layout import Precision
@@ -220,9 +212,9 @@ def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained |
         CheckpointError: there are no such weights.
         SpecError: an option asks for something that the weights or the sampler don't have.
     """
-    from ddpm_ds.device import DTYPES, choose_device
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
+    from ddpm_ds.ground.device import DTYPES, choose_device
 
     device, (_, dtype), asked = choose_device(options.device), DTYPES[options.precision], options.sampling
     load_weights = partial(load_trained, autoencoder=options.autoencoder, device=device, dtype=dtype)

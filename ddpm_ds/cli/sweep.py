@@ -12,13 +12,14 @@ from pathlib import Path
 
 from ddpm_ds.cli.options import ConfigOption, SpecOptions, Verb, take_files
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import counted, flag, option, process_count, valid_text
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_PREEMPTED, UserError, print_to_stderr
 from ddpm_ds.experiments.compare import of_folder, terminal
 from ddpm_ds.experiments.sweep import LOG, OPTIONS, Trial, make_trials, parse_variables, run_command
-from ddpm_ds.files import replace_file
+from ddpm_ds.ground.errors import EXIT_PREEMPTED, UserError, print_to_stderr
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.options import flag, option, process_count, valid_text
+from ddpm_ds.ground.units import counted
 from ddpm_ds.processes.signals import received_signals
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment

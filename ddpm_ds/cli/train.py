@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.cli.options import ConfigOption, Device, OneLineParser, SpecOptions, add_options, read, take_files
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
-from ddpm_ds.command_line import HIDDEN, flag, option, process_count
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
-from ddpm_ds.errors import (
+from ddpm_ds.ground.errors import (
     ERROR,
     RAN_OUT,
     BadNumbersError,
@@ -31,16 +30,28 @@ from ddpm_ds.errors import (
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.files import MACHINE, STAGES, VERDICT
+from ddpm_ds.ground.options import HIDDEN, flag, option, process_count
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning import RunDraft, check_memory, choose, lay_out, machine_here, make_plan, read_run, with_decisions
+from ddpm_ds.planning.run_plan import (
+    RunDraft,
+    check_memory,
+    choose,
+    lay_out,
+    machine_here,
+    make_plan,
+    read_run,
+    with_decisions,
+)
 from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
 from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
+    MACHINE,
     OUTPUT_ROOT,
+    STAGES,
+    VERDICT,
     check_output,
     checkpoints_of,
     make_run_dir,
@@ -204,7 +215,7 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
                 screen.callback(sender.kill)
         with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
             # These import torch, after everything cheap is checked.
-            from ddpm_ds.device import choose_device
+            from ddpm_ds.ground.device import choose_device
             from ddpm_ds.pipeline import import_deepspeed
 
             device = choose_device(options.device, draft.ds.layout.stages)
@@ -224,7 +235,7 @@ def _train_with_others(
     sender: Popen[bytes] | None,
 ) -> None:
     """Meet the other ranks, make the plan with them, and train as planned."""
-    from ddpm_ds.predict.finished_run import machine_json
+    from ddpm_ds.planning.finished_run import machine_json
     from ddpm_ds.train.session import run_training
     from ddpm_ds.train.start import meet, started
 
@@ -270,7 +281,7 @@ def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_d
     """
     from ddpm_ds.observe.device_speed import startup_times
     from ddpm_ds.observe.observer import Pauses, read_pauses
-    from ddpm_ds.predict import verdict
+    from ddpm_ds.planning import verdict
     from ddpm_ds.tracking.progress import summary
 
     engine, recorder = ended.engine, ended.recorder

@@ -27,10 +27,11 @@ from ddpm_ds.cli.sample import (
     sampler_kind,
     texts_of,
 )
-from ddpm_ds.command_line import MOST_COUNT, flag, option, positive, whole
 from ddpm_ds.data.hub import check_upload, is_hub_name, upload
-from ddpm_ds.errors import OptionError, SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
+from ddpm_ds.ground.errors import OptionError, SpecError
+from ddpm_ds.ground.options import flag, option, positive, whole
+from ddpm_ds.ground.units import MOST_COUNT
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
@@ -319,7 +320,6 @@ def export(options: ExportOptions) -> None:
     set_environment()
     import torch
 
-    from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
     from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
     from ddpm_ds.evaluate.diffusers.read_back import check_in_diffusers
@@ -327,6 +327,7 @@ def export(options: ExportOptions) -> None:
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
+    from ddpm_ds.ground.device import choose_device
     from ddpm_ds.tracking.pictures import write_png
 
     device, name = choose_device(options.device), options.push_to_hub

@@ -12,12 +12,13 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, counted
 from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, given_at
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import JSON_PREFIX
-from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
-from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
+from ddpm_ds.config.spec_file import JSON_PREFIX, preset, presets
+from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
+from ddpm_ds.ground.files import MOST_CONFIG_BYTES
+from ddpm_ds.ground.formats import DEEPEST, parse_json, read_json
+from ddpm_ds.ground.units import MOST_BATCH, MOST_PROCESSES, counted
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Precision, Schedule, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED, shown, unused, value_at
 
@@ -239,7 +240,7 @@ def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
 class ResolvedDsConfig:
     """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
 
-    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.make_plan`),
+    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.run_plan.make_plan`),
     kernels when the engine is built.
     """
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from ddpm_ds.command_line import MOST_IMAGES, MOST_PROCESSES
+from ddpm_ds.ground.units import MOST_IMAGES, MOST_PROCESSES
 from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.section import (
     REMOVED,

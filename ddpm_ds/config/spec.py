@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ddpm_ds.command_line import MOST_IMAGES
 from ddpm_ds.data.spec import DataSpec, check_buckets, check_condition, check_flips, check_images, check_source
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_process, check_sampler
+from ddpm_ds.ground.units import MOST_IMAGES
 from ddpm_ds.schema.section import Section, needs, only_with, unused
 from ddpm_ds.schema.types import MOST_LEARNING_RATE, Batch, Factor, FilePath, Fraction, Images, Small, Title
 from ddpm_ds.unet.spec import UnetSpec, check_cross_attention, check_levels, check_widths

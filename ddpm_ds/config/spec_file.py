@@ -3,18 +3,44 @@
 import copy
 import difflib
 import functools
+import os
 import re
 from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.errors import MOST_FAULTS, SpecError
-from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, preset, presets, read_text
+from ddpm_ds.ground.errors import MOST_FAULTS, SpecError
+from ddpm_ds.ground.files import MOST_CONFIG_BYTES, expanded, read_text
+from ddpm_ds.ground.formats import DEEPEST, check_digits
 from ddpm_ds.schema.section import Format, shown
 from ddpm_ds.schema.types import GivenPath
+
+
+def presets(folder: str) -> Path:
+    """Return a folder of presets, such as ``launch/specs``, of the clone, or its copy in an installed package."""
+    package = Path(str(resources.files("ddpm_ds"))).resolve()
+    clone = package.parent / folder
+    return clone if clone.is_dir() else package / "presets" / Path(folder).name
+
+
+def preset(path: Path | str, folder: Path) -> Path:
+    """Return a path that a user gave, or the preset in ``folder`` that it means if there is no such file.
+
+    ``digits``, ``digits.yaml`` and ``launch/specs/digits.yaml`` mean the preset, wherever the program is started.
+    Raises SpecError if the package was installed without its presets.
+    """
+    given = expanded(path)
+    if os.path.exists(given) or given.parent.name not in ("", folder.name):
+        return given
+    if not folder.is_dir():
+        raise SpecError(f"{folder} is missing: ddpm_ds was installed without its data; reinstall it from a whole wheel")
+    return next((found for found in folder.glob("*.*") if given.name in (found.name, found.stem)), given)
+
 
 JSON_PREFIX = "ds."
 """Prefix of overrides that change the DeepSpeed JSON instead of the spec."""

@@ -25,8 +25,8 @@ from ddpm_ds.data.decoding import Size, upright_size
 from ddpm_ds.data.latents import autoencoder_of
 from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import read_bytes
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import read_bytes
 from ddpm_ds.schema.types import written
 
 AREAS = 0.06

@@ -42,8 +42,8 @@ from tqdm import tqdm
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Kept, Numbers, Statistics
 from ddpm_ds.data.text import Encoded, widened
-from ddpm_ds.errors import DataError, one_line
-from ddpm_ds.files import open_regular, read_bytes, sha256_of
+from ddpm_ds.ground.errors import DataError, one_line
+from ddpm_ds.ground.files import open_regular, read_bytes, sha256_of
 
 FORMAT: Final = 1
 LABELS, META, SKIPPED = "labels.npy", "meta.json", "skipped.txt"

@@ -41,8 +41,8 @@ from ddpm_ds.data.sources.base import Captions, Source, captions_of
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.data.writing import Chunk
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import open_regular
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ from PIL import ExifTags, Image
 from ddpm_ds.data.cache import CAPTIONS, SIZES
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
 from ddpm_ds.data.writing import Chunk, Chunks
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 Size = tuple[int, int]
 """Height and width in pixels."""

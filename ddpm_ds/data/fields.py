@@ -52,8 +52,8 @@ from ddpm_ds.data.sources.variables import (
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.statistics import Moments, merged, moments_of, rounding_of
 from ddpm_ds.data.writing import Chunk
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import sha256_of
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import sha256_of
 
 CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 Values = Literal["uint8", "float16", "float32"]

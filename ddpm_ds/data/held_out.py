@@ -21,7 +21,7 @@ from ddpm_ds.data.decoding import Size
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import buckets_of, prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.ground.errors import DataError, SpecError
 
 HELD_OUT = "held-out/"
 """Prefix of a held-out source's files in the checksums of a run's images."""

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ddpm_ds.errors import DataError, OutputError, UserError
-from ddpm_ds.secret import public_address, without_secrets
+from ddpm_ds.ground.errors import DataError, OutputError, UserError
+from ddpm_ds.ground.secret import public_address, without_secrets
 
 Opened = TypeVar("Opened")
 OTHER_FORMATS = ("*.bin", "*.msgpack", "*.onnx*", "*.xml", "*.h5", "*.non_ema*")

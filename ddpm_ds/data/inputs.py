@@ -26,7 +26,7 @@ from ddpm_ds.data.sources.variables import (
     open_at,
 )
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
-from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.ground.errors import DataError, SpecError
 
 OPTION = "--conditions"
 HOLE = "hole"

@@ -30,8 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddpm_ds.data.cache import BUCKETS, TEXTS, DatasetCache
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_tensors, parse_json, read_bytes, sha256_of, until_changed
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import read_bytes, sha256_of, until_changed
+from ddpm_ds.ground.formats import open_tensors, parse_json
 from ddpm_ds.schema.section import shown
 from ddpm_ds.schema.types import MOST_LEVELS, MOST_SIDE, Blocks, Channels, LatentChannels, written
 

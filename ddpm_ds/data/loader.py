@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddpm_ds import keyed
-from ddpm_ds.command_line import gib
 from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices
 from ddpm_ds.data.order import BucketOrder, Order
-from ddpm_ds.errors import HostError, SpecError
-from ddpm_ds.keyed import Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.errors import HostError, SpecError
+from ddpm_ds.ground.keyed import Stream
+from ddpm_ds.ground.units import gib
 from ddpm_ds.schema.types import HeldOut
 
 MOST_RANGES = 10

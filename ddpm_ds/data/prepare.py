@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ddpm_ds.command_line import gib
 from ddpm_ds.data import buckets, cache, captions
 from ddpm_ds.data.decoding import Decoding, Size, by_processes
 from ddpm_ds.data.fields import (
@@ -44,8 +43,10 @@ from ddpm_ds.data.sources.base import Source, captions_of, files_below, printabl
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, write_cache
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import processors, replace_file
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.host import processors
+from ddpm_ds.ground.units import gib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ddpm_ds.files import expanded
+from ddpm_ds.ground.files import expanded
 from ddpm_ds.schema import types
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import Section, needs, only_with, plain, refuse

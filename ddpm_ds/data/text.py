@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
 from ddpm_ds.data.spec import TextSpec
-from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of, until_changed
+from ddpm_ds.ground.errors import DataError, SpecError
+from ddpm_ds.ground.files import expanded, read_bytes, sha256_of, until_changed
+from ddpm_ds.ground.formats import parse_json
 from ddpm_ds.schema.types import Width
 from ddpm_ds.unet.spec import CrossAttentionSpec
 

@@ -27,12 +27,12 @@ import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
-from ddpm_ds.command_line import gib
 from ddpm_ds.data import cache
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of, shares_of_spread
-from ddpm_ds.errors import DataError, one_line
-from ddpm_ds.files import read_bytes, sha256_of, sync
+from ddpm_ds.ground.errors import DataError, one_line
+from ddpm_ds.ground.files import read_bytes, sha256_of, sync
+from ddpm_ds.ground.units import gib
 
 MOST_RECORD_BYTES = 2**27
 

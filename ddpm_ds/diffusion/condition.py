@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, widened
-from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.types import Normalise
 from ddpm_ds.unet.spec import CrossAttentionSpec
 

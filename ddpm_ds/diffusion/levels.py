@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, ContinuousSchedule, NoiseLevel
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.errors import SpecError
-from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.choices import MOST_SIGMA, OBJECTIVES
 from ddpm_ds.schema.types import ALL_SIGMAS
 

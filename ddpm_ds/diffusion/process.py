@@ -18,19 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.diffusion.choices import STEPS, TARGETS, Coefficients
 from ddpm_ds.diffusion.condition import Condition, Moves, Scale
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.choices import OBJECTIVES
 
 
 class Diffusion:
     """Forward process and loss of a run; its only state is the tables of :attr:`levels` on `device`.
 
-    All its arguments are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`, `draws` are those
+    All its arguments are on `device`. `index` is the (N,) int64 image index of ``ground/keyed.py``, `draws` are those
     of :meth:`draws`. Nothing waits for the device. Images and noise are (N, C, H, W) tensors in channels-last memory
     format.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.choices import OBJECTIVES, SAMPLERS, SCHEDULES
 from ddpm_ds.schema.section import Format, Section, needs, only_with, refuse, unused
 from ddpm_ds.schema.types import (

@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpm_ds.command_line import aligned
-from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.outputs import Request, titled_grid
 from ddpm_ds.evaluate.sampling import Setup, request_for
 from ddpm_ds.evaluate.scores import drawn_for_scores, four_digits, guidance_in_words, report
+from ddpm_ds.ground.errors import EvaluationError
+from ddpm_ds.ground.units import aligned
 from ddpm_ds.tracking.pictures import write_png
 
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}

@@ -28,8 +28,9 @@ from torch.utils.data import Dataset
 from ddpm_ds.data.cache import Indices, StoredImages
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import network_limit, one_line
-from ddpm_ds.errors import DataError, EvaluationError
-from ddpm_ds.files import read_json, sha256_of
+from ddpm_ds.ground.errors import DataError, EvaluationError
+from ddpm_ds.ground.files import sha256_of
+from ddpm_ds.ground.formats import read_json
 
 Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]

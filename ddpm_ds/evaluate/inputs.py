@@ -27,8 +27,8 @@ from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.diffusion.condition import Condition, Moves
 from ddpm_ds.diffusion.process import Drawing, Sampler
-from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.schema.types import written
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.diffusion.spec import SamplerSpec
-from ddpm_ds.errors import OutputError, print_to_stderr
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import sync, temporary_beside, write_file
+from ddpm_ds.ground.errors import OutputError, print_to_stderr
+from ddpm_ds.ground.files import sync, temporary_beside, write_file
+from ddpm_ds.ground.version import __version__
 from ddpm_ds.tracking.address import check_tracking_uri
 from ddpm_ds.tracking.pictures import MOST_ROWS, Drawn, grid_title, picture
 from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.tracker import RunStart, Tracker
-from ddpm_ds.version import __version__
 
 GRID = "grid.png"
 """Name of the grid in a folder of PNG files."""

@@ -15,7 +15,6 @@ from pydantic import Field, InstanceOf
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.text import TextEncoders, misfit
@@ -23,11 +22,12 @@ from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec, check_sampler
-from ddpm_ds.errors import EvaluationError, LayoutError, SpecError, is_out_of_memory, print_to_stderr
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.ground.errors import EvaluationError, LayoutError, SpecError, is_out_of_memory, print_to_stderr
+from ddpm_ds.ground.units import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.schema.types import Batch, GivenPath
 

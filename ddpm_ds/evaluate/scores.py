@@ -16,13 +16,11 @@ import torch
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Subset, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.prepare import buckets_of, prepare_images
-from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
     Clip,
@@ -38,11 +36,15 @@ from ddpm_ds.evaluate.inception import (
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
 from ddpm_ds.evaluate.sampling import Setup, draw_missing, fitting
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import read_json, write_file
+from ddpm_ds.ground.errors import DataError, EvaluationError, OutputError, print_to_stderr
+from ddpm_ds.ground.files import write_file
+from ddpm_ds.ground.formats import read_json
+from ddpm_ds.ground.outputs import cache_folder
+from ddpm_ds.ground.units import aligned
+from ddpm_ds.ground.version import __version__
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.pictures import write_png
 from ddpm_ds.train.objective import HeldOutLoss, encoders_of
-from ddpm_ds.version import __version__
 
 GRID_IMAGES = 64
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")

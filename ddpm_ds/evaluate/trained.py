@@ -33,12 +33,12 @@ from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import parts_of
-from ddpm_ds.device import DTYPES, usable_device
 from ddpm_ds.diffusion.condition import Conditions, Prompts, Scale, no_text
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
-from ddpm_ds.files import expanded
+from ddpm_ds.ground.device import DTYPES, usable_device
+from ddpm_ds.ground.errors import CheckpointError, SpecError, print_to_stderr
+from ddpm_ds.ground.files import expanded
 from ddpm_ds.schema.types import FilePath, GivenPath
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.unet.layers import Layer, parameter_shapes, unet_layers

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ddpm_ds.command_line import aligned
-from ddpm_ds.errors import SpecError
-from ddpm_ds.files import SPEC
-from ddpm_ds.tracking.run_folder import DERIVED, IDENTITY, RunFolder, mean_of_points
+from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.ground.units import aligned
+from ddpm_ds.tracking.run_folder import DERIVED, IDENTITY, SPEC, RunFolder, mean_of_points
 from ddpm_ds.tracking.runs import ExperimentError, open_run
 
 DEFAULT = (

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import yaml
 
-from ddpm_ds.command_line import process_count
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX
-from ddpm_ds.errors import UserError, explanation
-from ddpm_ds.files import SPEC, open_regular, replace_file
-from ddpm_ds.planning import RunDraft, choose, lay_out, read_run
-from ddpm_ds.tracking.run_folder import EVENTS, ending, write_labels
+from ddpm_ds.ground.errors import UserError, explanation
+from ddpm_ds.ground.files import open_regular, replace_file
+from ddpm_ds.ground.options import process_count
+from ddpm_ds.planning.run_plan import RunDraft, choose, lay_out, read_run
+from ddpm_ds.tracking.run_folder import EVENTS, SPEC, ending, write_labels
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
 
 PROCESSES, CONFIG = "processes", "deepspeed_config"

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
 
-from ddpm_ds.command_line import cache_folder
-from ddpm_ds.device import DTYPES, Dtype, wait_for_device
-from ddpm_ds.files import read_json, replace_file
+from ddpm_ds.ground.device import DTYPES, Dtype, wait_for_device
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.formats import read_json
+from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.blocks import set_context, transformer_blocks

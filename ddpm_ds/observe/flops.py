@@ -23,10 +23,10 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.profiling.flops_profiler.profiler import get_module_duration
 from torch import nn
 
-from ddpm_ds.command_line import aligned
 from ddpm_ds.config import ds_model
-from ddpm_ds.errors import faults_logged
-from ddpm_ds.files import replace_file
+from ddpm_ds.ground.errors import faults_logged
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.units import aligned
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine

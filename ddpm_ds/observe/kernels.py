@@ -21,10 +21,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from ddpm_ds.command_line import aligned
-from ddpm_ds.device import wait_for_device
-from ddpm_ds.errors import faults_logged
-from ddpm_ds.files import replace_file
+from ddpm_ds.ground.device import wait_for_device
+from ddpm_ds.ground.errors import faults_logged
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.units import aligned
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import gather_objects

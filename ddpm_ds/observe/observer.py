@@ -29,8 +29,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.device import wait_for_device
-from ddpm_ds.files import read_json, replace_file
+from ddpm_ds.ground.device import wait_for_device
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.formats import read_json
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import Channel

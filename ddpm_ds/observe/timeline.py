@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
-from ddpm_ds.device import Dtype
-from ddpm_ds.errors import faults_logged
-from ddpm_ds.files import replace_file
+from ddpm_ds.ground.device import Dtype
+from ddpm_ds.ground.errors import faults_logged
+from ddpm_ds.ground.files import replace_file
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine

@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.ds_config import ResolvedDsConfig
+from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.cuts import folds

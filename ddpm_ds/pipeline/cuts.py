@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.layers import Layer, boundary_shapes, context_elements, first_cut, has_residual
 

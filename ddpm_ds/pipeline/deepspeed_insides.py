@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.file_baton import FileBaton
 
-from ddpm_ds.errors import HostError
+from ddpm_ds.ground.errors import HostError
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of

@@ -5,7 +5,7 @@ that is a function of tensors: micro-batches are copied into the captured ones, 
 the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Reductions among replicas and sums of tensor groups are in
 the graph too. Messages between stages are not: in a graph the driver would choose when each starts, and no order would
 be proved not to lock (:mod:`ddpm_ds.pipeline.messages`). So a step of a pipeline is several graphs, between which the
-host sends and receives (:class:`ddpm_ds.cuda_graphs.Graphs`)::
+host sends and receives (:class:`ddpm_ds.ground.cuda_graphs.Graphs`)::
 
     step   1  2     3                    4       5       ...  a step that is watched   next
            eager    trial, capture,      replay  replay       eager, without a graph   capture, replay
@@ -29,9 +29,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ddpm_ds.cuda_graphs import Graphs
-from ddpm_ds.device import wait_for_device
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.ground.cuda_graphs import Graphs
+from ddpm_ds.ground.device import wait_for_device
+from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.pipeline.gradients import FlatGradients, Gradients
 from ddpm_ds.pipeline.messages import Start, Work, all_gather_objects, at_once
 from ddpm_ds.pipeline.module import UnetPipelineModule

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import psutil
 
-from ddpm_ds.command_line import MOST_PROCESSES
-from ddpm_ds.errors import SpecError
-from ddpm_ds.files import MOST_CONFIG_BYTES, read_text
-from ddpm_ds.secret import shown
-from ddpm_ds.version import __version__
+from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.ground.files import MOST_CONFIG_BYTES, read_text
+from ddpm_ds.ground.secret import shown
+from ddpm_ds.ground.units import MOST_PROCESSES
+from ddpm_ds.ground.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
 """Variables with ssh options for pdsh: one replaces its usual ones, the other precedes them."""

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 import deepspeed
 import torch.distributed as dist
 
-from ddpm_ds import errors
-from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, HostError, UserError
+from ddpm_ds.ground import errors
+from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_ds.command_line import MOST_PROCESSES, whole
-from ddpm_ds.errors import EXIT_PREEMPTED, OptionError, SpecError, print_to_stderr
+from ddpm_ds.ground.errors import EXIT_PREEMPTED, OptionError, SpecError, print_to_stderr
+from ddpm_ds.ground.options import whole
+from ddpm_ds.ground.units import MOST_PROCESSES
 from ddpm_ds.processes.hosts import find_environment, user_name
 from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, ignore
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
+from ddpm_ds.ground.errors import HostError, LayoutError, PeerLostError, UserError
 from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048

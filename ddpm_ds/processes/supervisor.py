@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ddpm_ds.command_line import split_option
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.files import expanded
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
+from ddpm_ds.ground.files import expanded
+from ddpm_ds.ground.options import split_option
+from ddpm_ds.ground.secret import is_secret, write_private
 from ddpm_ds.processes import hosts
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
 from ddpm_ds.processes.signals import received_signals
-from ddpm_ds.secret import is_secret, write_private
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"

@@ -37,7 +37,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory, print_to_stderr
+from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory, print_to_stderr
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 from ddpm_ds.processes.rendezvous import SealedStore, connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpm_ds.command_line import counted
+from ddpm_ds.ground.units import counted
 from ddpm_ds.schema.section import REMOVED
 
 Precision = Literal["fp32", "fp16", "bf16"]

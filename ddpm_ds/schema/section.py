@@ -22,8 +22,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 from pydantic_core.core_schema import CallableSchema, IsInstanceSchema
 
-from ddpm_ds.command_line import limit
-from ddpm_ds.errors import MOST_FAULTS, SpecError
+from ddpm_ds.ground.errors import MOST_FAULTS, SpecError
+from ddpm_ds.ground.units import limit
 
 MOST_EXACT = 2**53
 """Largest number up to which floats represent every whole number."""
@@ -513,3 +513,18 @@ class _Words(GenerateJsonSchema):
 
     def callable_schema(self, schema: CallableSchema) -> JsonSchemaValue:
         return {"type": "a function"}
+
+
+TEXT_CHARACTERS = 6000  # MLflow's limit for the value of a param
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Return nested mappings as dotted names (``unet.channels``) and text, with values cut to MLflow's limit."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[f"{prefix}{name}"] = text[:TEXT_CHARACTERS]
+    return flat

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticKnownError
 
-from ddpm_ds.command_line import MOST_BATCH, MOST_IMAGES
-from ddpm_ds.files import expanded, path_fault
+from ddpm_ds.ground.files import expanded, path_fault
+from ddpm_ds.ground.units import MOST_BATCH, MOST_IMAGES
 from ddpm_ds.schema.choices import MOST_SIGMA, OBJECTIVES, SCHEDULES, SOURCES, Choice
 from ddpm_ds.schema.section import broken_rule
 

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ddpm_ds.errors import SpecError, shortened
-from ddpm_ds.secret import public_address, without_secrets
+from ddpm_ds.ground.errors import SpecError, shortened
+from ddpm_ds.ground.secret import public_address, without_secrets
 
 SQLITE = "sqlite:///"
 LOCAL_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens

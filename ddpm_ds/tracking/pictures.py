@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.files import temporary_beside
+from ddpm_ds.ground.files import temporary_beside
 
 GUTTER_PIXELS = 2
 GREY = 208

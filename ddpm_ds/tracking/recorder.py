@@ -10,14 +10,26 @@ from pathlib import Path
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import class_names
-from ddpm_ds.errors import Preempted, faults_logged
-from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
+from ddpm_ds.ground.errors import Preempted, faults_logged
+from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.version import __version__
+from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import ANIMATION, DERIVED, POINTS, RATE, SAMPLES_KEY, RunFolder, flatten, labels
+from ddpm_ds.tracking.run_folder import (
+    ANIMATION,
+    DERIVED,
+    EVALUATIONS,
+    METRICS,
+    OBSERVATIONS,
+    POINTS,
+    RATE,
+    SAMPLES_KEY,
+    RunFolder,
+    labels,
+)
 from ddpm_ds.tracking.runs import VARIED_TAG
 from ddpm_ds.tracking.tracker import RunLink, RunStart, Status, Tracker
-from ddpm_ds.version import __version__
 
 PARAMETERS = (
     *("data.image_size", "unet.channels", "optimizer.learning_rate"),

@@ -35,13 +35,23 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from ddpm_ds import files
 from ddpm_ds.checkpoint.folder import PROBE, checkpoint_name, images_of, names
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
-from ddpm_ds.errors import OutputError
-from ddpm_ds.secret import public_address
+from ddpm_ds.ground import files
+from ddpm_ds.ground.errors import OutputError
+from ddpm_ds.ground.files import CHUNK_BYTES, open_regular
+from ddpm_ds.ground.formats import parse_json, read_json
+from ddpm_ds.ground.secret import public_address
+from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.address import resolve_uri
+
+SPEC, DS_CONFIG, STAGES, MACHINE = "spec.yaml", "ds_config.json", "stages.txt", "machine.json"
+"""Files in a run's folder: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
+METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
+"""Files in a run's folder with log points, held-out losses and observers' measurements."""
+VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
+"""Files in a run's folder: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
 
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
@@ -72,14 +82,13 @@ RATE = "perf/images_per_second"
 """Metric of a log point's speed over the steps since the previous point, without pauses."""
 DERIVED = "derived."
 """Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
-TEXT_CHARACTERS = 6000  # MLflow's limit for the value of a param
 NOTE_TAG = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""
 Record = dict[str, Any]
 
 EVENTS = "events.jsonl"
 """File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
-POINTS = (files.METRICS, files.EVALUATIONS, files.OBSERVATIONS)
+POINTS = (METRICS, EVALUATIONS, OBSERVATIONS)
 """Files of a run's points."""
 SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
@@ -122,11 +131,11 @@ def check_output(run_dir: Path, resume: str) -> None:
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     # as a start leaves it that is killed before it has written its spec
-    begun_ones = (LOCK, files.REHEARSAL, f".{files.REHEARSAL}.tmp", f".{files.SPEC}.tmp")
+    begun_ones = (LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp")
     others = [path for path in run_dir.glob("*") if path.name not in (*begun_ones, checkpoints_of(run_dir).name)]
     others += [path for path in checkpoints_of(run_dir).glob("*") if not path.name.startswith(PROBE)]
     if others:
-        if not (run_dir / files.SPEC).exists():
+        if not (run_dir / SPEC).exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
             raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
@@ -207,7 +216,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     """
     given = run_dir / LABELS
     try:
-        found = files.read_json(given) if given.exists() else {}
+        found = read_json(given) if given.exists() else {}
         tags = TypeAdapter(dict[str, str]).validate_python(found, strict=True)
     except (OSError, ValueError):
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
@@ -217,18 +226,6 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     elif note is not None:
         log(f'this run is resumed and keeps its note; add to it: ddpm-ds note {run_dir} "..."')
     return tags
-
-
-def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return nested mappings as dotted names (``unet.channels``) and text, with values cut to MLflow's limit."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            flat[f"{prefix}{name}"] = text[:TEXT_CHARACTERS]
-    return flat
 
 
 def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
@@ -252,12 +249,12 @@ class RunFolder:
     @property
     def spec(self) -> RunSpec:
         """Run spec; raises SpecError if it can't be read."""
-        return load_spec(self.folder / files.SPEC)
+        return load_spec(self.folder / SPEC)
 
     @property
     def ds_config(self) -> dict[str, Any]:
         """DeepSpeed JSON that the run trains with, every ``auto`` resolved."""
-        config: dict[str, Any] = files.read_json(self.folder / files.DS_CONFIG)
+        config: dict[str, Any] = read_json(self.folder / DS_CONFIG)
         return config
 
     @property
@@ -266,8 +263,8 @@ class RunFolder:
 
         SpecError, ValueError or AttributeError is raised for a damaged file.
         """
-        spec, config = self.folder / files.SPEC, self.folder / files.DS_CONFIG
-        found = flatten(parse_yaml(files.read_text(spec), files.SPEC))
+        spec, config = self.folder / SPEC, self.folder / DS_CONFIG
+        found = flatten(parse_yaml(files.read_text(spec), SPEC))
         found |= flatten({"ds_config": self.ds_config}) if config.exists() else {}
         if last := begun(self.folder / EVENTS):
             start = last[0]["start"]
@@ -283,13 +280,13 @@ class RunFolder:
     @property
     def bounds(self) -> tuple[int, ...]:
         """First layer of each stage and, last, the number of layers: the cuts of the last start, measured or not."""
-        table = files.read_text(self.folder / files.STAGES)
+        table = files.read_text(self.folder / STAGES)
         rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", table, re.MULTILINE)
         return tuple(itertools.accumulate(map(int, rows), initial=0))
 
     def points(self, name: str) -> list[dict[str, float]]:
         """Return the points of one of :data:`POINTS`, as they were written."""
-        return files.read_points(self.folder / name)
+        return read_points(self.folder / name)
 
     def columns(self, name: str) -> dict[str, list[float]]:
         """Return :meth:`points` by metric and ``step``, in the order of their steps, all of one length.
@@ -307,12 +304,12 @@ class RunFolder:
     @property
     def metrics(self) -> dict[str, list[float]]:
         """Columns of the log points, by the metrics' names in MLflow."""
-        return self.columns(files.METRICS)
+        return self.columns(METRICS)
 
     @property
     def evaluations(self) -> dict[str, list[float]]:
         """Columns of the held-out losses."""
-        return self.columns(files.EVALUATIONS)
+        return self.columns(EVALUATIONS)
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
         """Return every metric's points (step, value), of all files."""
@@ -339,7 +336,7 @@ class RunFolder:
     @property
     def verdict(self) -> str | None:
         """Text of the verdict; None before the end, or if no step was traced."""
-        file = self.folder / files.VERDICT
+        file = self.folder / VERDICT
         return file.read_text() if file.is_file() else None
 
     def identity(self) -> str:
@@ -463,7 +460,7 @@ class Cursor:
         self.path = events.with_suffix(".sent.json")
         self._sent: dict[str, int] = {}
         with suppress(OSError, ValueError):
-            self._sent = _POSITIONS.validate_python(files.read_json(self.path), strict=True)
+            self._sent = _POSITIONS.validate_python(read_json(self.path), strict=True)
 
     def sent(self, file: Path) -> int:
         """Return the bytes of a file that MLflow has; 0 if the file is now shorter."""
@@ -524,3 +521,23 @@ def discard(events: Path) -> None:
         with suppress(OSError):
             events.unlink()
             Cursor(events).path.unlink(missing_ok=True)
+
+
+def read_points(path: Path) -> list[dict[str, float]]:
+    """Return the points of a JSON-lines file in order, each a ``step`` and numbers; empty if there is no file.
+
+    Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
+    """
+    found = []
+    if path.is_file():
+        with open_regular(path) as file:
+            while line := file.readline(CHUNK_BYTES):
+                try:
+                    point = parse_json(line)
+                except ValueError:
+                    continue
+                if isinstance(point, dict) and all(type(value) in (int, float) for value in point.values()):
+                    step = point.get("step", math.nan)
+                    if 0 <= step < math.inf and step == int(step):
+                        found.append(point)
+    return found

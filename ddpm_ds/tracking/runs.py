@@ -11,12 +11,12 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.errors import UserError
-from ddpm_ds.files import SPEC, expanded
+from ddpm_ds.ground.errors import UserError
+from ddpm_ds.ground.files import expanded
+from ddpm_ds.ground.secret import public_address
 from ddpm_ds.schema.types import GivenPath
-from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, reason, resolve_uri, sqlite_file, uri_fault
-from ddpm_ds.tracking.run_folder import IDENTITY, NOTE_TAG, START_TAG, RunFolder, identity_of
+from ddpm_ds.tracking.run_folder import IDENTITY, NOTE_TAG, SPEC, START_TAG, RunFolder, identity_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

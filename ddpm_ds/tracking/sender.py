@@ -43,8 +43,8 @@ import psutil
 from filelock import FileLock
 from PIL import Image, UnidentifiedImageError  # here, since threads that import it at once may see it half-imported
 
-from ddpm_ds.command_line import limited_seconds
-from ddpm_ds.errors import OptionError, SpecError, UserError, print_to_stderr
+from ddpm_ds.ground.errors import OptionError, SpecError, UserError, print_to_stderr
+from ddpm_ds.ground.options import limited_seconds
 from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
 from ddpm_ds.tracking.address import (
     DATABASES,

@@ -28,9 +28,10 @@ from typing import Literal
 
 import psutil
 
-from ddpm_ds.errors import print_to_stderr
+from ddpm_ds.ground.errors import print_to_stderr
+from ddpm_ds.ground.secret import public_address
 from ddpm_ds.processes.hosts import user_name
-from ddpm_ds.secret import public_address
+from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
 from ddpm_ds.tracking.run_folder import (
     EVENTS,
@@ -39,7 +40,6 @@ from ddpm_ds.tracking.run_folder import (
     Record,
     discard,
     end_killed,
-    flatten,
     now_ms,
     send_command,
     unsent,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpm_ds.command_line import (
+from ddpm_ds.ground.files import expanded
+from ddpm_ds.ground.options import (
     HIDDEN,
     flag,
     limited_seconds,
@@ -14,9 +15,8 @@ from ddpm_ds.command_line import (
     step_range,
     valid_text,
 )
-from ddpm_ds.files import REHEARSAL, expanded
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
-from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
+from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, REHEARSAL
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
@@ -32,7 +31,8 @@ from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import Diffusion, mean_error
-from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.unet.blocks import Carry

@@ -26,11 +26,13 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.data.held_out import training_and_held_out
-from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
-from ddpm_ds.predict.finished_run import SUMMARY
+from ddpm_ds.ground.errors import CheckpointError, OutputError, SpecError
+from ddpm_ds.ground.files import path_fault, read_text
+from ddpm_ds.ground.formats import open_tensors, parse_json
+from ddpm_ds.planning.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder, flatten
+from ddpm_ds.schema.section import flatten
+from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 

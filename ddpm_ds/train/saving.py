@@ -21,7 +21,7 @@ from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec import CheckpointSpec, RunSpec
 from ddpm_ds.data.cache import FieldFacts
-from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
+from ddpm_ds.ground.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine

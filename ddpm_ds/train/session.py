@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
@@ -27,9 +26,10 @@ from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.loader import MicroBatch, worker_failures
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
-from ddpm_ds.device import wait_for_device
-from ddpm_ds.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
-from ddpm_ds.files import DS_CONFIG, REHEARSAL, SPEC, write_file
+from ddpm_ds.ground.device import wait_for_device
+from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
+from ddpm_ds.ground.files import write_file
+from ddpm_ds.ground.units import gib
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.observe.observer import Observer, Observers, PauseClock
@@ -39,10 +39,10 @@ from ddpm_ds.pipeline.deepspeed_insides import named_builds
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
-from ddpm_ds.planning import RunPlan
-from ddpm_ds.predict.decisions import planned_again
-from ddpm_ds.predict.layouts import encoding_ranks, layers_for
-from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.planning.decisions import planned_again
+from ddpm_ds.planning.layouts import encoding_ranks, layers_for
+from ddpm_ds.planning.predictor import Predictor
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
@@ -50,7 +50,7 @@ from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
-from ddpm_ds.tracking.run_folder import disk_errors_reported
+from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_reported
 from ddpm_ds.tracking.sender import system_metrics
 from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.asked import Asked

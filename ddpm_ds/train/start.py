@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
@@ -25,17 +24,19 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import Subset, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.text import check_text
-from ddpm_ds.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
-from ddpm_ds.errors import HostError, SpecError, one_line
+from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
+from ddpm_ds.ground.errors import HostError, SpecError, one_line
+from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.planning import RunDraft, RunPlan
+from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
 from ddpm_ds.schema.choices import SOURCES
+from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import disk_errors_reported, flatten
+from ddpm_ds.tracking.run_folder import disk_errors_reported
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.resume import (
     Claim,

@@ -22,7 +22,7 @@ from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
 from ddpm_ds.diffusion.process import Drawing, Sampler
-from ddpm_ds.keyed import SAMPLE_SEED
+from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline

@@ -1,5 +1,5 @@
 """Dropout masks of several layers in one Triton kernel, instead of the dozen passes over memory of
-:func:`ddpm_ds.keyed.keep_mask` for each.
+:func:`ddpm_ds.ground.keyed.keep_mask` for each.
 
 The bits are the same. The module is imported only where Triton is installed: PyTorch for CPUs comes without it.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ddpm_ds.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
+from ddpm_ds.ground.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
 
 WORDS = 1024  # hashes per program, each of which decides two neighbouring elements
 ALIGNED = 16  # elements that a thread stores at once if the numbers of elements of all masks are multiples of it
@@ -41,7 +41,7 @@ class Mask(NamedTuple):
 def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
     """Return the masks, (N, C, H, W) bool each and channels-last, in one launch.
 
-    An image's elements are those of :func:`ddpm_ds.keyed.keep_mask` in the order of memory. `images` (N,) must be on
+    An image's elements are those of ``keyed.keep_mask`` in the order of memory. `images` (N,) must be on
     the current CUDA device. The masks share their memory.
 
     Raises:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddpm_ds.device import runs_triton
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.ground.device import runs_triton
+from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import BlockLayer, Layer

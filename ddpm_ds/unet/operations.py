@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from ddpm_ds.keyed import Stream, keep_mask
+from ddpm_ds.ground.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 from ddpm_ds.unet.weight_gradients import Weighted
 

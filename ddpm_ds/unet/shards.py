@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_ds.command_line import counted
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.ground.errors import DsConfigError
+from ddpm_ds.ground.units import counted
 from ddpm_ds.schema.layout import Layout, TensorSplit, divisors
 from ddpm_ds.schema.section import shown
 from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Split

@@ -13,7 +13,7 @@ import ray.util
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS
 from ddpm_ds.processes.ranks import free_port
 
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)

@@ -17,15 +17,16 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.command_line import aligned, writing
-from ddpm_ds.device import described
+from ddpm_ds.ground.device import described
+from ddpm_ds.ground.outputs import writing
+from ddpm_ds.ground.units import aligned
+from ddpm_ds.ground.version import __version__
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
-from ddpm_ds.planning import RunDraft
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.train.meters import peak_memory_bytes
-from ddpm_ds.version import __version__
 from rivals import measure, rows
 from rivals.choice import PACKAGES, TORCH_SCHEDULES, BenchmarkOptions
 from rivals.deepspeed_rows import OurPipeline, StockPipeline

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ddpm_ds.cli.options import OVERWRITE
 from ddpm_ds.cli.train import RankOptions
-from ddpm_ds.command_line import flag, option, positive
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.ground.options import flag, option, positive
 from ddpm_ds.pipeline.cuts import PartitionMethod, partition
-from ddpm_ds.planning import RunDraft
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.schema.layout import Schedule
 

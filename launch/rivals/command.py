@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 
 from ddpm_ds.cli.options import OneLineParser, add_options, read, take_files
-from ddpm_ds.command_line import check_outputs
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
-from ddpm_ds.errors import BadNumbersError, SpecError, UserError
-from ddpm_ds.planning import choose as choose_layout
-from ddpm_ds.planning import lay_out, read_run
+from ddpm_ds.ground.errors import BadNumbersError, SpecError, UserError
+from ddpm_ds.ground.outputs import check_outputs
+from ddpm_ds.planning.run_plan import choose as choose_layout
+from ddpm_ds.planning.run_plan import lay_out, read_run
 from ddpm_ds.processes.ranks import print_once, set_environment
 from rivals.choice import NAMED, ROWS, BenchmarkOptions, choose
 
@@ -75,7 +75,7 @@ def _benchmark(options: BenchmarkOptions) -> None:
     chosen = choose_layout(files, hosts, len(hosts), options.pipeline_stages, options.device)
     draft = lay_out(files, hosts, len(hosts), options.pipeline_stages, chosen)
     names, not_run = choose([name for name in ROWS if name in asked], draft)
-    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+    from ddpm_ds.ground.device import choose_device  # torch, now that everything cheap is checked
     from ddpm_ds.pipeline import import_deepspeed
 
     device = choose_device(options.device, draft.ds.layout.stages)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddpm_ds.device import wait_for_device
-from ddpm_ds.errors import BadNumbersError
+from ddpm_ds.ground.device import wait_for_device
+from ddpm_ds.ground.errors import BadNumbersError
 from rivals.rows import Row
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
 
-from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.device import DTYPES, share_threads
-from ddpm_ds.errors import LayoutError
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
+from ddpm_ds.ground.device import DTYPES, share_threads
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
-from ddpm_ds.planning import RunDraft, RunPlan, machine_here, make_plan
+from ddpm_ds.planning.run_plan import RunDraft, RunPlan, machine_here, make_plan
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.start import check_store
 from ddpm_ds.unet.layers import unet_layers

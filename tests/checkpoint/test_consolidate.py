@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.device import DTYPES, Dtype
-from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.ground.device import DTYPES, Dtype
+from ddpm_ds.ground.errors import CheckpointError, OutputError
 from tests.checkpoint.saving import SHAPES, describe, save, scalars, values_of
 
 

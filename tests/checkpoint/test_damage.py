@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ddpm_ds.checkpoint import manifest as manifest_module
 from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.ground.errors import CheckpointError
 from tests.checkpoint.saving import KINDS, SHAPES, check, newest_good, values_of
 
 FILES = ("manifest.json", "state.json", "rank0.safetensors", "rank1.safetensors")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint.folder import agreed, check_shared, checkpoint_name, clean, names, newest, to_delete
-from ddpm_ds.errors import CheckpointError, NoCheckpointError, OutputError
+from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
 from tests.checkpoint.saving import check, newest_good, save
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.ground.errors import CheckpointError
 from tests.checkpoint.saving import SHAPES, check, newest_good, scalars
 
 PART = "rank0.safetensors"

@@ -20,8 +20,8 @@ from torch.distributed import HashStore
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Span, check_coverage
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.errors import CheckpointError
-from ddpm_ds.files import open_tensors
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.formats import open_tensors
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import part_of
 from tests.checkpoint.saving import KINDS, SHAPES, check, describe, newest_good, save, scalars, values_of

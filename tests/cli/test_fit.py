@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddpm_ds.cli.main import make_parser
-from ddpm_ds.errors import UserError
-from ddpm_ds.fit import Task, TriedSize
+from ddpm_ds.experiments.fit import Task, TriedSize
+from ddpm_ds.ground.errors import UserError
 from tests.launching import REPOSITORY, drafted, place_digits, write_json
 
 ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
@@ -44,7 +44,7 @@ def fit(*options: str, config: Path = ZERO) -> int:
 def test_bad_input_is_one_line_before_anything_is_started(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpm_ds.fit.run_ranks", lambda *told: pytest.fail("was started"))
+    monkeypatch.setattr("ddpm_ds.experiments.fit.run_ranks", lambda *told: pytest.fail("was started"))
     with pytest.raises(UserError) as raised:
         fit(*options.split())
     assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -17,7 +17,7 @@ from ddpm_ds.cli.init import KINDS
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import DS_CONFIGS, read_ds_config
 from ddpm_ds.config.spec_file import SPECS, load_spec
-from ddpm_ds.errors import EXIT_BAD_INPUT
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT
 from tests.forking import REPOSITORY
 from tests.terminal import Terminal
 

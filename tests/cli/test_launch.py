@@ -17,9 +17,9 @@ import yaml
 from ddpm_ds.cli import launch, train
 from ddpm_ds.cli.launch import LaunchOptions, _outcome, _place
 from ddpm_ds.cli.main import main
-from ddpm_ds.command_line import gib
-from ddpm_ds.device import host_memory
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
+from ddpm_ds.ground.device import host_memory
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
+from ddpm_ds.ground.units import gib
 from ddpm_ds.processes.supervisor import Outcome, Place
 from ddpm_ds.tracking.run_folder import EVENTS, EventFile, ending
 from tests.forking import REPOSITORY

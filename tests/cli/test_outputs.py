@@ -16,8 +16,8 @@ import pytest
 from rivals.command import main as bench
 
 from ddpm_ds.cli.main import main, make_parser
-from ddpm_ds.command_line import writing
-from ddpm_ds.errors import OutputError
+from ddpm_ds.ground.errors import OutputError
+from ddpm_ds.ground.outputs import writing
 from tests.evaluate.planted import FAST, plant
 
 PLAN = ["plan", "--spec", "SPEC", "--deepspeed_config", "JSON", "--processes", "1"]
@@ -114,7 +114,7 @@ def test_what_appears_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_a_pipe_and_a_device_are_written_to(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
-from ddpm_ds.command_line import writing
+from ddpm_ds.ground.outputs import writing
 print("before", flush=True)
 for path in ("/dev/stdout", "/dev/null"):
     with writing(Path(path), overwrite=path == "/dev/null") as content:

@@ -14,10 +14,10 @@ from PIL import Image
 
 from ddpm_ds.cli.main import make_parser
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.errors import UserError
+from ddpm_ds.ground.errors import UserError
 from tests.ds_json import laid_out
 from tests.launching import tiny_spec, write_json
-from tests.predict.small import ADAMW
+from tests.planning.small import ADAMW
 
 SPEC = tiny_spec()
 

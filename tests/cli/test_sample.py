@@ -13,12 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import sampling
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.sampling import Setup, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.ground.errors import SpecError
 from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, draw_ensembles, field_spec, plant_fields, plant_on
 from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb
 

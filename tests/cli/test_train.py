@@ -17,13 +17,13 @@ import torch
 from mlflow import MlflowClient
 from PIL import Image
 
-from ddpm_ds import planning
 from ddpm_ds.cli import train as command
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.device import choose_device
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.ground.device import choose_device
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.planning import run_plan
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -222,7 +222,7 @@ def test_cuda_asked_for_by_the_environment_and_absent_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("ddpm_ds.device._gpus", lambda: 0)
+    monkeypatch.setattr("ddpm_ds.ground.device._gpus", lambda: 0)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
@@ -325,11 +325,11 @@ def test_a_run_that_is_larger_than_the_memory_is_refused_with_advice_that_fits(
         plan, run_dir = command.checked(options, processes, ("0",) * processes)
         return command.check_run_memory(options.overrides, plan, run_dir, device)
 
-    monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 2**50)
-    monkeypatch.setattr("ddpm_ds.device.memory_bytes", lambda *_: 2**50)
+    monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: 2**50)
+    monkeypatch.setattr("ddpm_ds.ground.device.memory_bytes", lambda *_: 2**50)
     plan, _ = command.checked(command.parse([*words, "-p", "1"]), processes, ("0",) * processes)
-    need = planning.memory_need(plan, device, 0).size
-    limited = "ddpm_ds.device.host_memory" if kind == "cpu" else "ddpm_ds.device.memory_bytes"
+    need = run_plan.memory_need(plan, device, 0).size
+    limited = "ddpm_ds.ground.device.host_memory" if kind == "cpu" else "ddpm_ds.ground.device.memory_bytes"
     for part, found in ((1.2, None), (1.0, "warning")):
         monkeypatch.setattr(limited, lambda *_, part=part: int(need * part))
         assert (check() or "")[:7] == (found or "")
@@ -346,8 +346,8 @@ def test_a_run_larger_than_a_container_s_limit_is_refused_before_anything_is_bui
     (tmp_path / "cgroup").mkdir()
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "cgroup" / "memory.max").write_text(f"{2**24}\n")
-    monkeypatch.setattr("ddpm_ds.files.CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr("ddpm_ds.files.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("ddpm_ds.ground.host.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("ddpm_ds.ground.host.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(command, "_train_with_others", None)
     assert "needs about" in refused(capsys, tmp_path)
 

@@ -21,7 +21,7 @@ from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, RENAMED
 from ddpm_ds.config.ds_model import SYNONYMS as JSON_SYNONYMS
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SYNONYMS, load_spec
-from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError, SpecError
+from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError, SpecError
 from tests.ds_json import laid_out
 from tests.evaluate.planted import UNLABELLED, plant
 

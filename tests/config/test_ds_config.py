@@ -17,7 +17,7 @@ from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, Off
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPECS, load_spec, spec_overrides
-from ddpm_ds.errors import DsConfigError, LayoutError, SpecError
+from ddpm_ds.ground.errors import DsConfigError, LayoutError, SpecError
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS
 from ddpm_ds.schema.section import Section
 from tests.ds_json import laid_out

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPEC, load_spec
 from ddpm_ds.data.spec import ConditionSpec
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.section import Format, Section, unused
 from tests.launching import REPOSITORY
 

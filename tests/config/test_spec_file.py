@@ -10,7 +10,7 @@ import yaml
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC, SPECS, load_spec
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.section import Section
 from tests.launching import REPOSITORY
 

@@ -12,8 +12,8 @@ import pytest
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import ResolvedDsConfig, leaves_layout_open, leaves_stages_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.planning import RunDraft
+from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.schema.layout import TensorSplit
 from ddpm_ds.unet.shards import whole_layers
 from tests.ds_json import config_of, laid_out

@@ -19,7 +19,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Pixels, Source
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 PICTURES = np.random.default_rng(3).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
 """Twelve colour pictures of 8x8 pixels."""

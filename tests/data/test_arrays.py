@@ -20,7 +20,7 @@ from ddpm_ds.data import fields
 from ddpm_ds.data.fields import open_fields
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 from tests.data.reading import refusal
 
 SpecOf = Callable[..., DataSpec]

@@ -37,8 +37,8 @@ from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.prepare import bucket_shares, buckets_of, cache_path, class_names, prepare, prepare_images
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
-from ddpm_ds.errors import DataError
 from ddpm_ds.evaluate import inputs
+from ddpm_ds.ground.errors import DataError
 from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
 

@@ -19,7 +19,7 @@ from ddpm_ds.data import cache, prepare
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.sources.arrays import open_digits
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from make_text import write_encoders
 from PIL import ExifTags, Image
 
-from ddpm_ds import keyed
 from ddpm_ds.data import captions
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import DatasetCache
@@ -29,8 +28,9 @@ from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
-from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.keyed import Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.errors import DataError, SpecError
+from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.train.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder

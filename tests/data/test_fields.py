@@ -22,7 +22,7 @@ from ddpm_ds.data.cache import StoredImages
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 from tests.data.reading import refusal
 
 SpecOf = Callable[..., DataSpec]

@@ -20,7 +20,7 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.ground.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
 
 SpecOf = Callable[..., DataSpec]

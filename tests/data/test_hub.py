@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpm_ds.data.hub import from_hub
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 from tests.model_hub import ModelHub
 
 WEIGHTS = ("a.safetensors", "a.fp16.safetensors")

@@ -23,7 +23,7 @@ from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec
-from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.ground.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
 from tests.launching import REPOSITORY
 from tests.model_hub import ModelHub

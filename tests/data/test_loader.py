@@ -30,7 +30,7 @@ from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.loader import MicroBatch, _Reads, micro_batches, split, worker_failures
 from ddpm_ds.data.order import Order
-from ddpm_ds.errors import HostError, SpecError
+from ddpm_ds.ground.errors import HostError, SpecError
 from tests.launching import PATIENCE_SECONDS
 
 counts = st.integers(1, 50)

@@ -25,7 +25,7 @@ from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, prepare
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
 
 SpecOf = Callable[..., DataSpec]

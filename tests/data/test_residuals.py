@@ -15,7 +15,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 COUNT = 11
 SpecOf = Callable[..., DataSpec]

@@ -24,7 +24,7 @@ from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
 from ddpm_ds.data.sources.base import Opener, UnreadableImage
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 from ddpm_ds.schema.choices import SOURCES, SourceChoice
 from tests.data.reading import at, encoded, line_of
 

@@ -13,7 +13,7 @@ import pytest
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import UnreadableImage
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 from tests.data.reading import PICTURES, at, encoded, line_of, shard
 
 SpecOf = Callable[..., DataSpec]

@@ -16,7 +16,7 @@ from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import LEVEL_SCALE, Scale, Text
-from ddpm_ds.keyed import Stream, normal, uniform
+from ddpm_ds.ground.keyed import Stream, normal, uniform
 from ddpm_ds.train.objective import Denoising, Noised, fields_read
 from tests.launching import tiny_spec
 

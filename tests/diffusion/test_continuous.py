@@ -22,8 +22,8 @@ from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import Continuous
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.errors import SpecError
-from ddpm_ds.keyed import Stream
+from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.ground.keyed import Stream
 from tests.diffusion import sampling
 from tests.diffusion.sampling import FLOW, best_prediction, sample, sampler_of
 from tests.launching import drafted, tiny_spec

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec
-from ddpm_ds.keyed import Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.keyed import Stream
 from tests.diffusion.sampling import EDM, FLOW, sample, sampler_of
 
 SHAPE = (3, 6, 5)

@@ -14,7 +14,7 @@ from ddpm_ds.diffusion.choices import MAX_BETA, TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, weights
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 
 
 @pytest.mark.parametrize("schedule", timestep_schedules())

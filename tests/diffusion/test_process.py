@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds import keyed
 from ddpm_ds.diffusion.levels import alpha_bars
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler, mean_error
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.keyed import Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.schema.choices import SAMPLERS
 
 

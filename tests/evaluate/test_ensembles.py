@@ -13,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.command_line import aligned
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.spec import SamplerSpec
-from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import ensembles
 from ddpm_ds.evaluate.ensembles import crps, power_spectrum, rings
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.ground.errors import EvaluationError
+from ddpm_ds.ground.units import aligned
 from tests import gaussian_fields
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
 from tests.evaluate.planted import evaluate_verb, report

@@ -24,12 +24,12 @@ from ddpm_ds.data.cache import BUCKETS, DatasetCache, StoredImages
 from ddpm_ds.data.held_out import HELD_OUT, checksums_of, prepare_all
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.outputs import record_child
 from ddpm_ds.evaluate.sampling import Setup
 from ddpm_ds.evaluate.scores import Score, Scorer, cache_beside, labels_like, open_reference
 from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.ground.errors import DataError, OutputError
 from ddpm_ds.tracking.run_folder import START_TAG, RunFolder
 from ddpm_ds.tracking.tracker import Tracker
 from tests.evaluate.conditioned import plant_fields

@@ -26,12 +26,12 @@ from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export, read_back
 from ddpm_ds.evaluate.diffusers.card import model_card
 from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
 from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE, diffusers_config
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.ground.errors import CheckpointError
 from tests.evaluate.conftest import FakeTracker
 from tests.evaluate.planted import UNLABELLED, plant, same_weights
 from tests.hub_server import HubServer, Repository

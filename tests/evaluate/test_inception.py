@@ -13,7 +13,6 @@ import torch
 import torch_fidelity
 from scipy.linalg import sqrtm
 
-from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import inception
 from ddpm_ds.evaluate.inception import (
     Array,
@@ -26,6 +25,7 @@ from ddpm_ds.evaluate.inception import (
     inception_scores,
     pixel_gaussian,
 )
+from ddpm_ds.ground.errors import EvaluationError
 
 
 def generator(seed: int = 1) -> np.random.Generator:

@@ -17,7 +17,6 @@ import zarr
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.fields import REGRESSION, fields_of
@@ -26,11 +25,12 @@ from ddpm_ds.data.loader import MicroBatch, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.process import Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
-from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
 from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from ddpm_ds.keyed import Stream
+from ddpm_ds.ground import keyed
+from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
+from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.train.objective import Denoising
 from tests.evaluate.conditioned import (
     CONDITION,

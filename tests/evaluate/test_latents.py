@@ -19,10 +19,10 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.process import Drawing, Sampler
-from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.train.start import check_store
 from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import UNLABELLED, plant, report

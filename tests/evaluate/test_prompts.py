@@ -20,10 +20,10 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.process import Drawing, Sampler
-from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.inception import Clip
 from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.ground.errors import DataError, SpecError
 from tests.evaluate.conftest import FakeTracker
 from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, plant, sample_verb, trained_of
 from tests.launching import tiny_spec

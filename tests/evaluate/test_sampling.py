@@ -21,11 +21,11 @@ from torch import Tensor
 from ddpm_ds.cli.options import add_options, read
 from ddpm_ds.cli.sample import SamplerOptions, samplers_from
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.errors import EvaluationError, SpecError
 from ddpm_ds.evaluate import outputs
 from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.ground.errors import EvaluationError, SpecError
 from ddpm_ds.tracking.pictures import grid
 from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
 from tests.launching import tiny_spec

@@ -23,11 +23,11 @@ from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.spec import SamplerSpec
-from ddpm_ds.errors import UserError
 from ddpm_ds.evaluate.diffusers.unet import original_names, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.evaluate.sampling import sample
 from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.ground.errors import UserError
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import plant

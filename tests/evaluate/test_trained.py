@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.diffusion.spec import SamplerSpec
-from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.export import write_pipeline
 from ddpm_ds.evaluate.trained import find_trained, load_trained
+from ddpm_ds.ground.errors import CheckpointError
 from tests.evaluate.planted import plant, same_weights, trained_of, unet_of
 from tests.launching import tiny_spec, write_json
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.predict.finished_run import facts_of
-from ddpm_ds.predict.layouts import rank_stages
-from ddpm_ds.predict.verdict import SHOWN, verdict
+from ddpm_ds.planning.finished_run import facts_of
+from ddpm_ds.planning.layouts import rank_stages
+from ddpm_ds.planning.verdict import SHOWN, verdict
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
-from tests.predict.planted_facts import Bench, write_run
+from tests.planning.planted_facts import Bench, write_run
 from tests.tracking.stored import Store
 
 PLANTED = {"data wait": (16, 8), "bubble": (64, 1), "communication": (16, 8)}

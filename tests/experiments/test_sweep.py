@@ -19,10 +19,11 @@ from mlflow.entities import Run
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
+from ddpm_ds.ground.errors import UserError
+from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.recorder import parameters
-from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG, flatten
+from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG
 from ddpm_ds.tracking.runs import VARIED_TAG, find_run, open_run
 from ddpm_ds.tracking.tracker import Tracker
 from tests.forking import Forked

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.device import Dtype
+from ddpm_ds.ground.device import Dtype
 from ddpm_ds.observe import device_speed
 from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak, startup_times
 from ddpm_ds.unet import operations

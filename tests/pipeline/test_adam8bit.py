@@ -18,11 +18,11 @@ from ddpm_ds.checkpoint.reader import SMALLEST, Code
 from ddpm_ds.pipeline import adam8bit
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
-from ddpm_ds.predict.costs import EIGHT_BIT_UPDATE
+from ddpm_ds.planning.costs import EIGHT_BIT_UPDATE
 from ddpm_ds.unet.layers import parameter_shapes
 from tests.pipeline.ladder_worker import decoded
-from tests.predict.small import EIGHT_BIT as PLANNED
-from tests.predict.small import small_job
+from tests.planning.small import EIGHT_BIT as PLANNED
+from tests.planning.small import small_job
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 4

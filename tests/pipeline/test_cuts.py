@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.pipeline import cuts as search
 from ddpm_ds.pipeline.cuts import (
     Room,

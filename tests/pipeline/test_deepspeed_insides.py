@@ -36,7 +36,7 @@ from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from ddpm_ds.errors import HostError
+from ddpm_ds.ground.errors import HostError
 from ddpm_ds.pipeline import build
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ddpm_ds import cuda_graphs
 from ddpm_ds.config.spec import EmaSpec, RunSpec
+from ddpm_ds.ground import cuda_graphs
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine

@@ -18,7 +18,7 @@ from torch import Tensor
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.pipeline.staged import ForwardPipeline
-from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
+from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.schema.layout import Schedule
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases, run_cases, spec_of

@@ -17,7 +17,7 @@ from ddpm_ds.pipeline.schedule import (
     written,
     zero_bubble_v,
 )
-from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
+from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.schema.layout import Schedule
 from tests.pipeline.random_programs import random_programs
 

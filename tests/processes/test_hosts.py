@@ -12,7 +12,7 @@ import pytest
 from deepspeed.launcher.multinode_runner import PDSHRunner
 from deepspeed.launcher.runner import fetch_hostfile
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.processes import hosts
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE, find_environment, read_environment, read_hostfile, this_host
 from tests.launching import REPOSITORY

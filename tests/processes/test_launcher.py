@@ -16,7 +16,7 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.launcher import launch, runner
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, SpecError
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.ranks import RUN_SECRET
 from ddpm_ds.processes.supervisor import Place, gpus

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
-from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.ground.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.processes import process_group as process_group_module
 from ddpm_ds.processes.process_group import decided_by_rank_0, group_timeout, process_group

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.command_line import cache_folder
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.processes.hosts import find_environment
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, Launcher, for_good, set_environment
 from ddpm_ds.processes.signals import STOP_SIGNALS

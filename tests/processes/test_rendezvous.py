@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
+from ddpm_ds.ground.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
 from ddpm_ds.processes.rendezvous import Rendezvous, SealedStore, connect, refuse_alone

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.processes import signals as processes_signals
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError
+from ddpm_ds.ground.errors import EXIT_PEER_LOST, PeerLostError
 from ddpm_ds.processes import watchdog
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from ddpm_ds.processes.rendezvous import SealedStore

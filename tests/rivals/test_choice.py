@@ -11,8 +11,8 @@ from rivals import choice
 from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, choose, why_not
 from rivals.deepspeed_rows import TupleLayer, stock_zero_stage
 
-from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning import RunDraft
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import REPOSITORY, drafted, tiny_text_spec

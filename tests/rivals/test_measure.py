@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rivals import measure
 from rivals.measure import RING_SHARE, SentBytes, check_losses
 
-from ddpm_ds.errors import BadNumbersError
+from ddpm_ds.ground.errors import BadNumbersError
 
 
 class Clock:

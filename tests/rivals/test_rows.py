@@ -9,7 +9,7 @@ import torch
 from rivals.rows import Loop, Setting, diffusers_loop, our_loop
 
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.planning import machine_here, make_plan
+from ddpm_ds.planning.run_plan import machine_here, make_plan
 from tests.launching import REPOSITORY, drafted
 
 CPU = torch.device("cpu")

@@ -22,20 +22,21 @@ from PIL import Image, ImageSequence
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.files import METRICS, read_points
+from ddpm_ds.ground.errors import CheckpointError, OutputError
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.pictures import Drawn
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _origin, recorded
 from ddpm_ds.tracking.run_folder import (
     LOCK,
+    METRICS,
     RESUMES,
     RunFolder,
     check_output,
     checkpoints_of,
     claim_folder,
     disk_errors_reported,
+    read_points,
 )
 from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint

@@ -25,19 +25,10 @@ from PIL import Image
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import (
-    EVENTS,
-    LOCK,
-    NOTE_TAG,
-    PARENT_TAG,
-    START_TAG,
-    SYSTEM_METRICS,
-    flatten,
-    lock,
-    read,
-)
+from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
 from ddpm_ds.tracking.sender import MlflowRun
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start

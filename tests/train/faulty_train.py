@@ -27,7 +27,7 @@ from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe import observer, timeline
-from ddpm_ds.predict import verdict
+from ddpm_ds.planning import verdict
 from ddpm_ds.processes import ranks
 from ddpm_ds.processes.signals import STOP_SIGNALS
 from ddpm_ds.tracking import progress, recorder

@@ -27,7 +27,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.planning import RunDraft
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.errors import HostError
+from ddpm_ds.ground.errors import HostError
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.train import start
 

@@ -16,7 +16,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import micro_batches, split
 from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.train.objective import Denoising, HeldOutLoss
 from ddpm_ds.train.resume import check_resume
 from tests.launching import tiny_spec

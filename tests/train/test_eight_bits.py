@@ -12,8 +12,8 @@ from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
 from ddpm_ds.checkpoint.reader import Reader, code_of
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.errors import CheckpointError
-from ddpm_ds.files import open_tensors
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.formats import open_tensors
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from tests.checkpoint.saving import describe, scalars

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpm_ds.errors import EXIT_PEER_LOST
+from ddpm_ds.ground.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for, write_json
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ddpm_ds.checkpoint.reader import consolidate
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.train.resume import InitialWeights
 from tests.train.ranks import BATCH, Ranks, checkpoints, end_of
 

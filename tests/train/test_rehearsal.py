@@ -10,7 +10,7 @@ import pytest
 from ddpm_ds.cli import train as command
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.spec import check_sampler
-from ddpm_ds.errors import SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.choices import SAMPLERS, SCHEDULES
 from tests.launching import REPOSITORY, drafted
 from tests.train.ranks import Ranks

@@ -18,9 +18,8 @@ import yaml
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, images_of
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.errors import CheckpointError
-from ddpm_ds.files import EVALUATIONS, METRICS, read_points
-from ddpm_ds.tracking.run_folder import RunFolder, checkpoints_of, identity_of
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, RunFolder, checkpoints_of, identity_of, read_points
 from ddpm_ds.train.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
 from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, sources_of, train_all

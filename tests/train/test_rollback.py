@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddpm_ds.errors import Preempted
+from ddpm_ds.ground.errors import Preempted
 from ddpm_ds.observe.observer import Observers
 from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog

@@ -27,7 +27,7 @@ from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
-from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
+from ddpm_ds.ground.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import AcrossHosts, Schedule

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds import unet
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.unet import fused_norm, model
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 from ddpm_ds.unet.model import AskedKernels, choose_kernels

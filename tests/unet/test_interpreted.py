@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from ddpm_ds.predict.costs import DRAWS
-from tests import test_keyed_draws
+from ddpm_ds.planning.costs import DRAWS
 from tests.alone import run_alone
 from tests.forking import PYTHON_PATH
+from tests.ground import test_keyed_draws
 from tests.unet import test_keyed_mask
 from tests.unet.test_fused_norm import CASES, report, same_as_eager, tolerance
 

@@ -72,7 +72,7 @@ def build_masks() -> None:
 
 def build_draws() -> None:
     """Build the kernel of the draws for a small seed and a large one."""
-    from ddpm_ds.keyed_draws import BLOCKS, write_draws
+    from ddpm_ds.ground.keyed_draws import BLOCKS, write_draws
 
     *names, constant = write_draws.arg_names
     pointers = {"images": "*i64", "codes": "*i64", "words": "*i64", "normals": "*fp32", constant: "constexpr"}

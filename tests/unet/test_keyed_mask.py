@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.keyed import Stream, keep_mask
+from ddpm_ds.ground.keyed import Stream, keep_mask
 from ddpm_ds.pipeline.module import UnetPipelineModule
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, draw_masks, set_image_index, use_kernels
 from tests.unet.variants import batch, layers_of, random_unet

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.unet.model import UNet, build_layer, check_compiler, compile_layers
 from tests.launching import PATIENCE_SECONDS
 from tests.unet.variants import batch, layers_of, random_unet, rounding

@@ -16,7 +16,7 @@ from ddpm_ds.data.sources.variables import Opener as VariablesOpener
 from ddpm_ds.data.sources.variables import open_stored
 from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 OPENERS: dict[str, Opener] = {
     "digits": open_digits,

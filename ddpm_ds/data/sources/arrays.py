@@ -39,7 +39,7 @@ from ddpm_ds.data.sources.base import (
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.sources.variables import Array, Variable, Variables
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 IMAGES, LABELS = ("images", "arr_0"), ("labels", "arr_1")
 """Names of the images and of the labels in a .npz."""

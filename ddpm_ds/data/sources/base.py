@@ -23,8 +23,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, parse_json
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import open_regular
+from ddpm_ds.ground.formats import parse_json
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Labels: TypeAlias = npt.NDArray[np.int64]

@@ -15,8 +15,9 @@ import numpy as np
 
 from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_bytes
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
+from ddpm_ds.ground.formats import parse_json
 
 LABELS = "dataset.json"
 """File of labels in a folder that EDM's or StyleGAN's tools have written."""

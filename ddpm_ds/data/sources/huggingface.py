@@ -13,7 +13,7 @@ import numpy as np
 
 from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
+from ddpm_ds.ground.errors import DataError
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder written by ``save_to_disk`` is recognised."""

@@ -32,8 +32,9 @@ import numpy.typing as npt
 
 from ddpm_ds.data.sources.base import BROKEN, files_below, one_line
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, parse_json, read_bytes
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import open_regular, read_bytes
+from ddpm_ds.ground.formats import parse_json
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 

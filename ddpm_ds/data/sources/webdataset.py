@@ -36,8 +36,9 @@ from ddpm_ds.data.sources.base import (
     under_other_keys,
 )
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.errors import DataError
-from ddpm_ds.files import CHUNK_BYTES, MOST_RECORD_BYTES, check_digits, open_regular, parse_json
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.files import CHUNK_BYTES, MOST_RECORD_BYTES, open_regular
+from ddpm_ds.ground.formats import check_digits, parse_json
 
 LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""

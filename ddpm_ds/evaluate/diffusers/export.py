@@ -19,8 +19,6 @@ import torch
 from safetensors.torch import save
 
 from ddpm_ds.data.cache import CONSTANTS
-from ddpm_ds.device import DTYPES
-from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.folder import (
     AUTOENCODER_FOLDER,
     CONFIG,
@@ -35,6 +33,8 @@ from ddpm_ds.evaluate.diffusers.text_pipeline import Precision, copied, copy_par
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import class_of, diffusers_config
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.ground.device import DTYPES
+from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.unet.model import UNet
 
 DIFFUSERS_VERSION = "0.42.1"

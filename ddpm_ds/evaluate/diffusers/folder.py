@@ -24,7 +24,6 @@ from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import DOWNLOADED as ENCODERS
 from ddpm_ds.diffusion.spec import DiffusionSpec
-from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.scheduler import Arguments, process_from_scheduler
 from ddpm_ds.evaluate.diffusers.unet import (
     AVERAGED,
@@ -35,7 +34,9 @@ from ddpm_ds.evaluate.diffusers.unet import (
     to_diffusers,
 )
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
-from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.files import open_regular, sha256_of
+from ddpm_ds.ground.formats import open_tensors, read_json
 from ddpm_ds.unet.layers import parameter_shapes, unet_layers
 
 INDEX = ".index.json"

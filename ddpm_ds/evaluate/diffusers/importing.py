@@ -16,9 +16,9 @@ from safetensors.torch import save
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.data.hub import from_hub
-from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
 from ddpm_ds.evaluate.outputs import new_folder
+from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.schema.types import written
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"

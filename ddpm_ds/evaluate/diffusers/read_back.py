@@ -12,10 +12,10 @@ from ddpm_ds.data.latents import Coder
 from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
 from ddpm_ds.diffusion.condition import LEVEL_SCALE
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
-from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.diffusers.folder import PIPELINE
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.ground.errors import OutputError
 from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.unet.layers import SIZES
 

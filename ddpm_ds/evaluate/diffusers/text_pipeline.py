@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ddpm_ds.data.hub import is_hub_name
 from ddpm_ds.data.text import FilesOfEncoder, TextEncoders, parts_of
-from ddpm_ds.device import DTYPES
-from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
 from ddpm_ds.evaluate.diffusers.unet import ZERO_SNR, SingleFile, V, original_names, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import expanded
+from ddpm_ds.ground.device import DTYPES
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.files import expanded
 from ddpm_ds.unet.layers import unet_layers
 
 Precision = Literal["fp32", "fp16"]

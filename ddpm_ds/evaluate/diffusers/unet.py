@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.scheduler import BETAS, refused
 from ddpm_ds.evaluate.diffusers.unet_config import WITH_TEXT
-from ddpm_ds.files import open_tensors
+from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.formats import open_tensors
 from ddpm_ds.unet.layers import (
     AttentionLayer,
     BlockLayer,

@@ -1,0 +1,291 @@
+"""Model of time: seconds of each rank's instructions, and the bytes that they send.
+
+The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.planning.verdict`).
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
+from ddpm_ds.pipeline.placement import Grid, Grouping, Sharing, Traffic, exchange, sharing, traffic
+from ddpm_ds.pipeline.schedule import Program, weight_passes
+from ddpm_ds.planning.layouts import PCIE_BANDWIDTH, Machine, Workload, rank_stages
+from ddpm_ds.planning.simulate import Link, Links, PhaseCosts, RankCosts
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts, Layout
+from ddpm_ds.unet.layers import (
+    PASSES_PER_STEP,
+    AttentionLayer,
+    BlockLayer,
+    DownsampleLayer,
+    EmbedLayer,
+    Layer,
+    OutputLayer,
+    TransformerBlockLayer,
+    TransformerInputLayer,
+    TransformerOutputLayer,
+    UpsampleLayer,
+)
+from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
+
+ADAM_BYTES = 34
+"""Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
+EIGHT_BIT_BYTES = 226
+"""The same for Adam in 8 bits, whose operations each pass over memory."""
+EMA_BYTES = 12
+"""Bytes per parameter that an average of the weights reads and writes."""
+
+DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
+"""Launches that draw a micro-batch's noise, timesteps and flips, those of the optimizer's step with averages, and those
+of Adam in 8 bits for the elements that it steps at a time."""
+
+LAUNCHES: dict[type[Layer], tuple[int, int]] = {
+    AttentionLayer: (5, 11),
+    TransformerBlockLayer: (20, 32),
+    TransformerInputLayer: (2, 5),
+    TransformerOutputLayer: (2, 5),
+    UpsampleLayer: (3, 5),
+    DownsampleLayer: (2, 3),
+    OutputLayer: (3, 4),
+}
+"""Launches of a forward and a backward of layers for which these are always the same; of other kinds 1 and 2."""
+PRODUCTS = 1.75
+"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block's products of
+matrices. It fits what was measured and published of SDXL (docs/planner.md)."""
+SPLIT_COST = 0.1
+"""Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
+Measured on a CPU (docs/performance.md)."""
+
+
+def weight_share(layer: Layer) -> float:
+    """Return the weight gradients' share of a layer's backward: half, if all its products are with weights."""
+    return 0.5 * layer.weight_macs / layer.macs
+
+
+def update_bytes(job: Workload, layout: Layout) -> int:
+    """Return the bytes per parameter that the optimizer's step and averages, but for the host's, read and write."""
+    beside = job.spec.ema.on_host and not layout.offload
+    return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
+
+
+def planned_costs(
+    job: Workload,
+    machine: Machine,
+    layout: Layout,
+    bounds: Sequence[int],
+    times: Sequence[LayerSeconds],
+    *,
+    with_sums: bool = True,
+) -> list[RankCosts]:
+    """Return the costs of each rank's instructions on a machine, for the simulator.
+
+    ``times`` are the seconds of every layer, split as in the layout, for one micro-batch, without recomputation;
+    ``with_sums`` adds those of tensor groups.
+    """
+    job = job.of(layout)
+    sends, replicas = shared(job, layout), layout.replicas
+    # If weights are gathered, each replica steps its share of them.
+    owned_share = 1 / replicas if sends.weight_bytes else 1.0
+    bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
+    copying = min(machine.host_bandwidth, PCIE_BANDWIDTH)
+
+    def reduce(rank: int, parameters: int) -> float:
+        return ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
+
+    def update(rank: int, parameters: int) -> float:
+        owned = owned_share * parameters
+        count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
+        seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
+        if layout.offload:
+            seconds += owned * (4 + job.stored_bytes) / copying
+        return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
+
+    costs = []
+    for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
+        phases = []
+        for stage in stages:
+            own = times[stage.start : stage.stop]
+            forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
+            if layout.checkpoint_interval:
+                backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
+            weights = sum(
+                layer.backward * weight_share(one)
+                for layer, one in zip(own, job.layers[stage.start : stage.stop], strict=True)
+            )
+            reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
+            sent, received = (
+                round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
+                for elements in (stage.sent_elements, stage.received_elements)
+            )
+            if with_sums and layout.tensor.size > 1:
+                passes = sums_of(job.layers[stage.start : stage.stop], layout.interval)
+                summing = [sum_seconds(job, machine, layout, sums) for sums in passes]
+                forward, backward = forward + summing[0], backward + summing[1]
+            backward += reduction
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, SPLIT_COST * weights))
+        parameters = sum(stage.parameters for stage in stages)
+        reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
+        if layout.tensor.size > 1:
+            layers = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
+            reduction += agreement_seconds(job, machine, layout, layers, owned_share * sends.gradient_bytes)
+        costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
+    return costs
+
+
+def launches(layer: Layer) -> tuple[int, int]:
+    """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
+
+    They are operators that are neither views nor allocations, within a tenth (tests/planning/test_launches.py); a
+    library's may be several kernels. A convolution's three gradients count as three, as in weight-gradient passes. A
+    split layer also launches its sums, the padding of its parts, and copies of gradients.
+    """
+    match layer:
+        case BlockLayer():
+            pops, shortcut = layer.skip_channels > 0, layer.has_shortcut
+            dropout = 2 * (layer.dropout > 0)
+            return (
+                8 + pops + shortcut + dropout + layer.sums * (6 + shortcut),
+                10 + 3 * shortcut + dropout + 13 * layer.sums,
+            )
+        case EmbedLayer():
+            text = layer.pooled_channels > 0
+            # with the masks of all blocks and their projections of the embedding
+            return 14 + 18 * text + DRAWS + 5, 7 + 7 * text + 8
+    forward, backward = LAUNCHES.get(type(layer), (1, 2))
+    return forward + 2 * layer.sums, backward + 3 * layer.sums
+
+
+def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
+    """Return the seconds of the host for each kernel; none in a graph, which has launched them all."""
+    return 0.0 if job.is_replayed(layout) else machine.launch_seconds
+
+
+def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes:
+    """Return a function that estimates layers' times: arithmetic and memory traffic, or launches if longer."""
+
+    def seconds(layer: Layer, images: int) -> LayerSeconds:
+        products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
+        arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
+        moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
+        computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
+        forward, backward = (count * launch for count in launches(layer))
+        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
+
+    return lambda layers, images: [seconds(layer, images) for layer in layers]
+
+
+# ---------------------------------------------------------------- links
+
+
+@functools.lru_cache(maxsize=256)
+def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int) -> Grid:
+    nodes = (rank // devices_per_node for rank in range(stages * replicas * tensor))
+    return Grid(stages, replicas, across, tuple(nodes), tensor)
+
+
+def grid(machine: Machine, layout: Layout) -> Grid:
+    """Return the grid of a layout: the rank and replica of each device, and its node."""
+    per_node = machine.devices_per_node
+    return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, per_node, layout.tensor.size)
+
+
+def link(machine: Machine, layout: Layout) -> Links:
+    """Return the links of a pipeline, of the slowest replica if replicas differ."""
+    boundaries = grid(machine, layout).boundaries
+
+    def between(source: int, target: int) -> Link:
+        crosses = boundaries[min(source, target)].crossing > 0
+        bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
+        return Link(bandwidth, machine.latency_seconds)
+
+    return between
+
+
+def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
+    """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
+    between = link(machine, layout)
+    speeds = [between(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
+    return 2 * layout.micro_batch_images * job.stored_bytes / min(speeds, default=machine.link_bandwidth)
+
+
+def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
+    """Return the bytes per second around the ring of a rank's replicas; across nodes each device has its share."""
+    where = grid(machine, layout)
+    if not where.rings[rank].crossing:
+        return machine.link_bandwidth
+    fewest = min(Counter(where.hosts_of(rank)).values())
+    return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
+
+
+def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int) -> float:
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes) or gather them (one)."""
+    count = layout.replicas
+    if count == 1 or not size:
+        return 0.0
+    latency = passes * math.ceil(math.log2(count)) * machine.latency_seconds
+    return passes * size * (count - 1) / count / ring_bandwidth(machine, layout, rank) + latency
+
+
+def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> float:
+    """Return the seconds of a micro-batch's sums over a tensor group."""
+    images = layout.micro_batch_images * job.mean_pixels
+    return _group_seconds(machine, layout, sums.number, 2 * images * sums.elements * job.arithmetic_bytes)
+
+
+def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int]) -> float:
+    """Return the mean seconds of a step that a rank sums activations and their gradients in its tensor group."""
+    if layout.tensor.size == 1:
+        return 0.0
+    layers = job.of(layout).layers
+    passes = (
+        sum_seconds(job, machine, layout, sums)
+        for start, stop in itertools.pairwise(bounds)
+        for sums in sums_of(layers[start:stop], layout.interval)
+    )
+    return layout.micro_batches * sum(passes) / layout.stages
+
+
+def agreement_seconds(
+    job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
+) -> float:
+    """Return the seconds a step for a tensor group's sums of partial gradients, and on GPUs copies of others."""
+    agreed = agreed_elements(layers, given=not job.on_cpu)
+    return _group_seconds(machine, layout, 1, agreed * gradient_bytes)
+
+
+def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:
+    """Return the seconds of ``count`` collectives of a tensor group, with so many bytes in all passes around a ring."""
+    ranks = layout.tensor.size
+    crosses = machine.devices_per_node % ranks > 0
+    bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
+    return count * math.ceil(math.log2(ranks)) * machine.sum_seconds + size * (ranks - 1) / ranks / bandwidth
+
+
+def shared(job: Workload, layout: Layout) -> Sharing:
+    """Return how the replicas of a layout share gradients and weights."""
+    counts = {"micro_batches": layout.micro_batches, "replicas": layout.replicas}
+    return sharing(job.config, zero_stage=layout.zero_stage, **counts)
+
+
+def step_traffic(
+    job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
+) -> Traffic:
+    """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
+    reductions = None
+    if programs is not None:  # which may have fewer micro-batches
+        many = max(number for own in programs for one in own for number in one.micro_batches) + 1
+        counts = weight_passes(programs, layout.schedule)
+        reductions = [[count * layout.micro_batches / many for count in own] for own in counts]
+    sent = exchange(
+        job.of(layout).layers,
+        bounds,
+        layout.schedule,
+        images=round(layout.micro_batches * layout.micro_batch_images * job.mean_pixels),
+        precision=job.precision,
+        shared=shared(job, layout),
+        reductions=reductions,
+        grouping=Grouping(layout.tensor.size, job.arithmetic_bytes, layout.interval, gives_gradients=not job.on_cpu),
+    )
+    return traffic(grid(machine, layout), sent)

@@ -1,0 +1,340 @@
+"""Decisions of the planner: the fastest layouts that fit, and what a run leaves open: stages, cuts, order,
+recomputation and micro-batches in flight.
+
+Each is a pure function of a predictor, or of a job and the memory of its devices. Computed times of layers give the
+same answer to all processes before they communicate; measured ones differ, so rank 0 decides for all. A search checks
+memory first, and simulates only promising layouts.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from ddpm_ds.config.ds_config import (
+    ResolvedDsConfig,
+    check_ds_config,
+    leaves_stages_open,
+    leaves_tensor_open,
+    resolve,
+    with_split,
+)
+from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.units import GIB, gib
+from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.placement import across_hosts
+from ddpm_ds.pipeline.schedule import Program
+from ddpm_ds.planning.costs import SPLIT_COST, link
+from ddpm_ds.planning.finished_run import mean_ranks
+from ddpm_ds.planning.layouts import Workload, ds_config, layouts, open_splits, usable
+from ddpm_ds.planning.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
+from ddpm_ds.planning.predictor import Prediction, Predictor
+from ddpm_ds.planning.simulate import PhaseCosts, order_of
+from ddpm_ds.schema.layout import AcrossHosts, Layout, TensorSplit, divisors
+
+MOST_GROUPED = 48
+"""Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of a search."""
+
+    predictor: Predictor = field(repr=False)
+    """Predictor of the job on its machine."""
+    best: tuple[Prediction, ...]
+    """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
+    fitting: int
+    misfits: int
+    """Number of layouts that don't fit the memory."""
+    fastest_misfit: Prediction | None
+    """Fastest layout that doesn't fit, if it would beat the best."""
+    other_axis: Prediction | None = None
+    """Best layout with the other axis across nodes, if there are several nodes."""
+    in_groups: Prediction | None = None
+    """Fastest layout with tensor groups that fits, if some were looked for."""
+    lacking: tuple[str, ...] = ()
+    """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
+
+    def ds_config(self, number: int = 0) -> dict[str, Any]:
+        """Return the DeepSpeed JSON that trains with layout ``number`` of the best; LayoutError if there is none."""
+        if number not in range(len(self.best)):
+            raise LayoutError(f"number = {number!r} is no layout of the plan; use one from 0 to {len(self.best) - 1}")
+        layout = self.best[number].layout
+        return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
+
+
+def search(
+    predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
+) -> Plan:
+    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
+
+    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
+
+    Raises:
+        LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
+    """
+    fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
+    limit = _fastest(predictor, fitting, top)[-1].step_seconds if len(fitting) >= top else math.inf
+    found, misfits_in_groups = _sort_out_groups(predictor, grouped, limit)
+    in_groups = next(iter(_fastest(predictor, found, 1)), None)
+    if not fitting and not found:
+        raise _nothing(predictor, misfits + misfits_in_groups)
+    fitting += found
+    best, other_axis = _fastest(predictor, fitting, top), None
+    if (across := best[0].layout.across_hosts) != "auto":
+        other: AcrossHosts = "replicas" if across == "stages" else "stages"
+        other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
+    resident = [layout for layout in misfits if not layout.offload and all(one.offload for one in fitting)]
+    kinds = {"With tensor groups": [] if found else misfits_in_groups, "Without offload": resident}
+    lacking = []
+    for kind in filter(kinds.get, kinds):
+        nearest, device = _nearest(predictor, kinds[kind])
+        lacking.append(f"{kind} nothing fits: {nearest}; devices of {device} would do.")
+    limit = best[0].step_seconds
+    known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
+    faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
+    misfit = next(faster, None)
+    return Plan(predictor, best, len(fitting), len(misfits), misfit, other_axis, in_groups, tuple(lacking))
+
+
+def _sort_out_groups(
+    predictor: Predictor, grouped: Iterable[Layout], limit: float
+) -> tuple[list[Layout], list[Layout]]:
+    """Return (fitting, too large): tensor layouts tried, fastest bound first, then, if none fits, by their memory."""
+    job, usable_bytes = predictor.job, predictor.machine.usable_bytes
+    by_bound = sorted(grouped, key=predictor.least_seconds)
+    least = {one: sum(layer_bytes(job, one, one.stages - 1, 0)) / one.stages for one in by_bound}
+    found: list[Layout] = []
+    misfits: list[Layout] = []
+
+    def try_one(layout: Layout) -> None:
+        if predictor.cut(layout) is None or _refusal(predictor, layout, "plan") is not None:
+            return
+        (found if predictor.fits(layout) else misfits).append(layout)
+
+    for layout in [one for one in by_bound if least[one] <= usable_bytes][:MOST_GROUPED]:
+        if found and predictor.least_seconds(layout) > limit:
+            break
+        try_one(layout)
+    if not found:
+        for layout in sorted(set(by_bound) - set(misfits), key=lambda one: least[one])[:MOST_GROUPED]:
+            try_one(layout)
+    return found, misfits
+
+
+def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
+    """Return layouts that training accepts; recomputing ones have the interval that needs least memory.
+
+    ``path`` is of the DeepSpeed JSON, for messages; DsConfigError if training would refuse it with every layout.
+    """
+    chosen: list[Layout] = []
+    recomputing: dict[Layout, tuple[int, Layout]] = {}
+    refusals: dict[tuple[str, int, bool, int], UserError | None] = {}
+    machine = predictor.machine
+    if among is None:
+        among = [*layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)]
+    for layout in tqdm(among, "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
+        if predictor.cut(layout) is None:
+            continue
+        kind = (layout.schedule, layout.zero_stage, layout.offload, layout.interval)
+        if kind not in refusals:
+            refusals[kind] = _refusal(predictor, layout, path)
+        if refusals[kind] is not None:
+            continue
+        if layout.checkpoint_interval:
+            like, needs = replace(layout, checkpoint_interval=1), predictor.needs(layout)
+            recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
+        else:
+            chosen.append(layout)
+    if all(refusals.values()):
+        for refusal in refusals.values():
+            if isinstance(refusal, DsConfigError):
+                raise refusal
+    return chosen + [layout for _, layout in recomputing.values()]
+
+
+def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts that fit the devices' memory, and those that don't."""
+    fitting: list[Layout] = []
+    misfits: list[Layout] = []
+    for layout in tqdm(considered, "computing memory", unit=" layouts", delay=3, leave=False, disable=None):
+        (fitting if predictor.fits(layout) else misfits).append(layout)
+    return fitting, misfits
+
+
+def _fastest(
+    predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
+) -> tuple[Prediction, ...]:
+    """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
+
+    def order(prediction: Prediction) -> tuple[float, int]:
+        return prediction.step_seconds, prediction.peak.total
+
+    best: dict[tuple[int, str, int, int], Prediction] = {}
+    for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
+        if bound > limit:
+            break
+        prediction = predictor.predict(layout)
+        key = (layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size)
+        best[key] = min(best.get(key, prediction), prediction, key=order)
+        if len(best) >= top:
+            limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
+    return tuple(sorted(best.values(), key=order)[:top])
+
+
+def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
+    """Return the error with which training would refuse a layout's JSON."""
+    config = ds_config(predictor.job, layout, predictor.bounds(layout))
+    try:
+        spec = predictor.job.spec
+        resolve(check_ds_config(config, path, spec), spec, world_size=layout.world_size, stages=None, path=path)
+    except UserError as error:
+        return error
+    return None
+
+
+def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
+    """Return the error for no layout that divides devices, layers and batch, or none that fits the memory."""
+    job, machine = predictor.job, predictor.machine
+    batch, wanted, devices = job.spec.train.batch_images, job.spec.train.accumulation, machine.devices
+    if not misfits and wanted != "auto":
+        return LayoutError(
+            f"train.accumulation = {wanted} and train.batch_images = {batch} leave no layout on {devices} devices; use "
+            f"--set train.accumulation=auto or another batch"
+        )
+    if not misfits:
+        return LayoutError(
+            f"--processes {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; "
+            f"use --set train.batch_images={-(-batch // devices) * devices} or another number of devices"
+        )
+    nearest, device = _nearest(predictor, misfits)
+    return LayoutError(
+        f"nothing fits {devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it usable); "
+        f"{nearest}; use more devices, devices of {device} or a smaller train.batch_images"
+    )
+
+
+def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
+    """Return words about the layout nearest to fitting, and the ``--device-memory`` with which it would, rounded up."""
+    kinds: dict[tuple[int, str, int], Layout] = {}
+    for layout in sorted(misfits, key=predictor.needs):
+        kinds.setdefault((layout.stages, layout.schedule, layout.tensor.size), layout)
+    found = [(layout, pipeline_memory(predictor.job, layout, predictor.tightest(layout))) for layout in kinds.values()]
+    machine, totals = predictor.machine, [[memory.total for memory in ranks] for _, ranks in found]
+    needs, number = min((max(total), number) for number, total in enumerate(totals))
+    device = machine.memory_bytes * needs / max(machine.usable_bytes, 1)
+    rounded = f"{-(-int(device) * 10 // GIB) / 10}GiB" if device >= GIB else f"{int(device) // 2**20 + 1}MiB"
+    over, rank = gib(needs - machine.usable_bytes), totals[number].index(needs)
+    return f"the nearest, {found[number][0].words()}, is {over} over on rank {rank}", rounded
+
+
+class Choice(NamedTuple):
+    """What a run leaves open of its layout, by the planner."""
+
+    stages: int
+    tensor: TensorSplit | None
+    """Split of the layers, if the JSON leaves it open."""
+    line: str
+    """The choice and its reason, in a line that begins with what was open."""
+
+
+def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashable], stages: int | None) -> Choice:
+    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split with which a step is fastest.
+
+    ``path`` is that of the DeepSpeed JSON, for messages; ``hosts`` has the host of each global rank.
+
+    Raises:
+        DsConfigError: the JSON contradicts the spec.
+        LayoutError: no number of stages shares the processes, the batch and the layers, or none fits the memory.
+    """
+    job, world_size = predictor.job, predictor.machine.devices
+    open_stages = stages is None and leaves_stages_open(job.config, world_size)
+    open_split = leaves_tensor_open(job.config)
+    found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
+    for split in reversed(open_splits(job, math.gcd(*Counter(hosts).values()))):  # a refusal is of the smallest groups
+        for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
+            config = with_split(job.config, split)
+            try:
+                ds = resolve(config, job.spec, world_size=world_size, stages=count, path=path)
+            except LayoutError as error:
+                refusal = error
+            else:
+                found += _layouts(ds, predictor, hosts)
+    if not found:
+        raise refusal
+    whole = [one for one in found if one.tensor.size == 1 and predictor.cut(one) is not None]
+    first, *others = search(predictor, len(found), whole, [one for one in found if one.tensor.size > 1]).best
+    why = f"on {predictor.machine.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
+    grouped = first.layout.tensor.size > 1
+    if others:  # of the other kind, if there is one
+        other = min(others, key=lambda one: (one.layout.tensor.size > 1) == grouped)
+        why += f", {other.layout.words()} {other.step_seconds:.3g} s"
+    ways = ["-p"] * open_stages + ["pipeline.tensor"] * open_split
+    line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(ways)} chooses otherwise"
+    return Choice(first.layout.stages, first.layout.tensor if open_split else None, line)
+
+
+def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]:
+    """Return the bounds with which the slowest rank is fastest, if possible within its memory; LayoutError if none."""
+    among = _layouts(ds, predictor, ())
+    if predictor.cut(among[0]) is None:
+        count = len(predictor.job.layers)
+        raise LayoutError(f"the U-Net's {count} layers can't be cut into {ds.layout.stages} stages; use fewer")
+    best = next((layout for layout in among if predictor.fits(layout)), None)
+    if best is not None:
+        predictor.improve(best)
+    return predictor.bounds(best or among[-1])
+
+
+def planned_again(
+    predictor: Predictor, layout: Layout, bounds: tuple[int, ...], summary: Mapping[str, Any]
+) -> tuple[Program, ...]:
+    """Return the programs of a planned schedule by the seconds of a trace's summary.
+
+    Weight gradients in whole backwards, and the cost of a pass of them, are not measured: they have computed shares.
+    """
+
+    def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:
+        whole = expected.weight_seconds + expected.weight_pass_seconds
+        weights = found.weight_seconds or found.backward_seconds * whole / expected.backward_seconds
+        once = weights * expected.weight_pass_seconds / whole if whole else 0.0
+        split = SPLIT_COST * weights
+        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, split_seconds=split)
+
+    costs = [
+        replace(found, phases=tuple(map(divided, found.phases, own.phases)))
+        for found, own in zip(mean_ranks(summary), predictor.costs(layout, bounds), strict=True)
+    ]
+    made = order_of(layout, costs, link(predictor.machine, layout))
+    assert made is not None
+    return made
+
+
+def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: int) -> Layout:
+    """Return a layout with the recomputation and the number of micro-batches in flight that a device's memory needs."""
+    interval, in_flight = layout.checkpoint_interval, layout.in_flight
+    if interval == "auto":
+        fewest = replace(layout, checkpoint_interval=0, in_flight=layout.stages if in_flight == "auto" else in_flight)
+        interval = checkpoint_interval(job, fewest, bounds, memory_bytes)
+    layout = replace(layout, checkpoint_interval=interval)
+    if in_flight == "auto" and layout.schedule == "planned":
+        fits = peak_bytes(job, layout, bounds) <= usable(memory_bytes, on_cpu=job.on_cpu)
+        layout = replace(layout, in_flight=layout.most_kept if fits else layout.stages)
+    return layout
+
+
+def _layouts(ds: ResolvedDsConfig, predictor: Predictor, hosts: Sequence[Hashable]) -> list[Layout]:
+    """Return a configuration's layouts, with and without recomputation if that is open."""
+    intervals = (0, 1) if ds.layout.checkpoint_interval == "auto" else (ds.layout.interval,)
+    found = [replace(ds.layout, checkpoint_interval=interval) for interval in intervals]
+    if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.replicas) > 1:
+        layers = predictor.job.layers
+        bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
+        across = across_hosts(ds, layers, bounds, hosts)
+        found = [replace(layout, across_hosts=across) for layout in found]
+    return found

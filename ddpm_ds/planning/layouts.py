@@ -1,0 +1,415 @@
+"""What is planned for: devices, by discounted data sheets, a run, its layouts on them, and the DeepSpeed JSON of each.
+
+Does not import torch.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
+from ddpm_ds.config.ds_config import leaves_tensor_open, tensor_split
+from ddpm_ds.config.ds_model import DsConfig, changed
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.ground.units import GIB
+from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS
+from ddpm_ds.schema.layout import (
+    BUCKET_ELEMENTS,
+    ELEMENT_BYTES,
+    AcrossHosts,
+    Layout,
+    Precision,
+    Schedule,
+    TensorSplit,
+    divisors,
+)
+from ddpm_ds.schema.section import REMOVED
+from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
+from ddpm_ds.unet.shards import can_split, level_of, split_layers
+
+REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
+"""Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
+precision, and of a processor core's. The first two fit what was measured and published (docs/planner.md)."""
+LAUNCH_SECONDS = 5.5e-5
+"""Seconds in which a host prepares and launches one of a GPU's kernels: 45 to 80 microseconds were measured beside an
+H100 and an H200 (docs/gpu.md)."""
+SUM_SECONDS = 1.3e-3
+"""Seconds that a sum over two processes takes in a step on a CPU; 1.0 to 1.6 ms were measured on two cores."""
+REACHED_MEMORY = 0.8
+"""Share of the data sheet's memory bandwidth that normalisations and activations reach."""
+REACHED_LINK = 0.7
+"""Share of a link's nominal bandwidth that long messages reach."""
+HOST_BANDWIDTH = 6.4e10
+"""Bytes per second of a host's memory that steps of Adam reach, shared by its devices: 1.4 billion parameters a second
+with averaged weights, 1.9 without. Published are 11.6 in 8.2 s (DeepSpeed's pull request 735) and, on hosts of 8 A100,
+18 in 10 s (its issue 6834)."""
+PCIE_BANDWIDTH = 2.2e10
+"""Bytes per second between a device and its host, at most."""
+USABLE_MEMORY = 0.94
+"""Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
+MOST_MICRO_BATCHES_PER_STAGE = 64
+"""Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
+LARGEST_GROUP = 8
+"""Largest tensor group that is tried."""
+INTERVALS = (1, 2, 4)
+"""Numbers of layers per activation checkpoint that are tried."""
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """Data sheet: nominal rates of one device, in one direction for links in a node and for its network."""
+
+    half_teraflops: float
+    single_teraflops: float
+    """TFLOP/s in fp32; TF32 where convolutions use it by default."""
+    memory_gib: float
+    memory_gigabytes_per_second: float
+    link_gigabytes_per_second: float
+    network_gigabytes_per_second: float
+
+
+KINDS = {
+    "b200": DeviceKind(2250, 1125, 180, 8000, 900, 50),
+    "h200": DeviceKind(989, 494, 141, 4800, 450, 50),
+    "h100": DeviceKind(989, 494, 80, 3350, 450, 50),
+    "a100-80": DeviceKind(312, 156, 80, 2039, 300, 25),
+    "a100-40": DeviceKind(312, 156, 40, 1555, 300, 25),
+    "l40s": DeviceKind(362, 183, 48, 864, 32, 12.5),
+    "a10": DeviceKind(125, 62, 24, 600, 32, 12.5),
+    "l4": DeviceKind(121, 60, 24, 300, 32, 12.5),
+    "v100": DeviceKind(125, 15.7, 32, 900, 150, 12.5),
+    "t4": DeviceKind(65, 8.1, 16, 320, 16, 6.25),
+    "rtx4090": DeviceKind(165, 82, 24, 1008, 32, 12.5),
+    "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
+    "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
+}
+"""Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in equal nodes, with the rates that they reach."""
+
+    kind: str
+    devices: int
+    nodes: int
+    memory_bytes: int
+    """Bytes of memory of one device."""
+    flops: float
+    """Flops per second of one device, in large convolutions."""
+    memory_bandwidth: float
+    """Bytes per second that one device reads or writes."""
+    link_bandwidth: float
+    """Bytes per second from one device to another of its node."""
+    network_bandwidth: float
+    """Bytes per second from one device to another node."""
+    host_bandwidth: float
+    """Bytes per second of the host's memory that each device of a node has, to step there and to copy."""
+    layer_seconds: float
+    """Fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn."""
+    launch_seconds: float
+    """Seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a device's memory that a plan may use."""
+        return usable(self.memory_bytes, on_cpu=self.is_cpu)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Number of devices in a node; global ranks fill one node after the other."""
+        return self.devices // self.nodes
+
+    @property
+    def latency_seconds(self) -> float:
+        """Seconds from posting a message to its first byte."""
+        return 1e-4 if self.is_cpu else 2e-5
+
+    @property
+    def sum_seconds(self) -> float:
+        """Seconds of each of the log2 T rounds of a sum over T ranks; on a CPU gloo's threads hinder the others."""
+        return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
+
+    def words(self) -> str:
+        """Return the devices and their rates in a line, for the output."""
+        between = f", {self.network_bandwidth / 1e9:.3g} GB/s to other nodes" if self.nodes > 1 else ""
+        nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
+        return (
+            f"{self.devices} x {self.kind}{nodes}: {self.flops / 1e12:.3g} TFLOP/s reached, "
+            f"{self.memory_bytes / GIB:.4g} GiB each, {self.link_bandwidth / 1e9:.3g} GB/s between devices{between}"
+        )
+
+
+def usable(memory_bytes: int, *, on_cpu: bool) -> int:
+    """Return the bytes of a device's memory that tensors may take."""
+    return memory_bytes if on_cpu else int(USABLE_MEMORY * memory_bytes)
+
+
+def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
+    """Return devices of a kind in :data:`KINDS` that train in single precision or ``half`` (fp16 or bf16).
+
+    Raises:
+        LayoutError: there is no such kind, or the devices can't be divided evenly among the nodes.
+    """
+    if kind not in KINDS:
+        raise LayoutError(f"--device-kind {kind} is not in the planner's table; use {' or '.join(KINDS)}")
+    if devices % nodes:
+        more = -(-devices // nodes) * nodes
+        raise LayoutError(
+            f"--processes {devices} can't be shared evenly by --nodes {nodes}; use --processes {more} or a number of "
+            f"nodes that divides {devices}"
+        )
+    sheet = KINDS[kind]
+    teraflops = REACHED_HALF * sheet.half_teraflops if half else REACHED_SINGLE * sheet.single_teraflops
+    if kind == "cpu":
+        teraflops = REACHED_CORE * sheet.single_teraflops
+    return Machine(
+        kind=kind,
+        devices=devices,
+        nodes=nodes,
+        memory_bytes=int(sheet.memory_gib * GIB),
+        flops=teraflops * 1e12,
+        memory_bandwidth=REACHED_MEMORY * sheet.memory_gigabytes_per_second * 1e9,
+        link_bandwidth=REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
+        network_bandwidth=REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,
+        host_bandwidth=HOST_BANDWIDTH * nodes / devices,
+        layer_seconds=2e-4 if kind == "cpu" else 0.0,
+        launch_seconds=0.0 if kind == "cpu" else LAUNCH_SECONDS,
+    )
+
+
+def kind_of(name: str) -> str | None:
+    """Return the kind of a device by CUDA's name, such as ``NVIDIA A100-SXM4-80GB``, or ``cpu``; None if unknown."""
+    plain = name.lower().replace("rtx ", "rtx")
+    if re.search(r"a100(?!\d)", plain):
+        return "a100-80" if "80gb" in plain else "a100-40"
+    return next((kind for kind in KINDS if re.search(rf"{kind}(?!\d)", plain)), None)  # an L40 is no L4
+
+
+def machine_like(name: str, memory_bytes: int, *, half: bool, devices: int, nodes: int) -> Machine:
+    """Return devices of a name (CUDA's, or ``cpu``) and memory; an unknown GPU is like the one of similar memory."""
+    gpus = (kind for kind in KINDS if kind != "cpu")
+    alike = min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))
+    found = machine(kind_of(name) or alike, half=half, devices=devices, nodes=nodes)
+    return replace(found, memory_bytes=memory_bytes)
+
+
+# ---------------------------------------------------------------- a run and its layouts
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
+
+    spec: RunSpec
+    config: DsConfig
+    """Checked DeepSpeed JSON; a layout replaces some of its keys."""
+    on_cpu: bool
+    sizes: tuple[tuple[tuple[int, int], float], ...] = ()
+    """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
+    encoder_elements: int = 0
+    """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
+    tensor: TensorSplit = field(default_factory=TensorSplit)
+    """Split of the layers."""
+    _others: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def of(self, layout: Layout) -> "Workload":
+        """Return the run with its layers split as in a layout; the same one for the same split."""
+        if layout.tensor == self.tensor:
+            return self
+        if layout.tensor not in self._others:
+            self._others[layout.tensor] = replace(self, tensor=layout.tensor)
+        return self._others[layout.tensor]
+
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Layers of the U-Net for images of ``data.image_size``."""
+        return layers_for(self.spec, self.spec.data.size, self.tensor)
+
+    @functools.cached_property
+    def largest_layers(self) -> tuple[Layer, ...]:
+        """Layers for the images that need most memory: those of the largest bucket."""
+        sizes = [size for size, _ in self.sizes]
+        return layers_for(self.spec, max(sizes, key=math.prod), self.tensor) if sizes else self.layers
+
+    @functools.cached_property
+    def mean_macs(self) -> float:
+        """Multiply-accumulates of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
+        return self._mean(lambda size: sum(layer.macs for layer in layers_for(self.spec, size, self.tensor)))
+
+    @property
+    def mean_pixels(self) -> float:
+        """Pixels of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
+        return self._mean(math.prod)
+
+    def _mean(self, of: Callable[[tuple[int, int]], int]) -> float:
+        if not self.sizes:
+            return 1.0
+        return sum(share * of(size) for size, share in self.sizes) / of(self.spec.data.size)
+
+    @functools.cached_property
+    def precision(self) -> Precision:
+        """Precision of the weights."""
+        return self.config.precision
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a weight, of an element on the wire between stages and of a gradient."""
+        return ELEMENT_BYTES[self.precision]
+
+    @functools.cached_property
+    def arithmetic_bytes(self) -> int:
+        """Bytes of an activation; a CPU may compute half precision in single."""
+        from ddpm_ds.ground.device import DTYPES
+        from ddpm_ds.unet.operations import arithmetic_dtype
+
+        return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
+        return 4 if self.config.adds_in_fp32 else self.stored_bytes
+
+    def takes_graphs(self, *, whole: bool) -> bool:
+        """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
+        asked, able = self.config.graphs, self.is_fused or self.is_8bit
+        return able and not self.on_cpu and (asked is True or (asked == "auto" and whole))
+
+    def is_replayed(self, layout: Layout) -> bool:
+        """Return whether each step of a layout is CUDA graphs, which the host launches as a whole."""
+        flat = not layout.offload and (layout.zero_stage > 0 or self.precision == "bf16")
+        return flat and self.takes_graphs(whole=layout.stages == layout.tensor.size == 1)
+
+    @property
+    def is_8bit(self) -> bool:
+        """Whether Adam keeps the moments of weights in 8 bits."""
+        return self.config.is_8bit
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether PyTorch's fused Adam steps, in place."""
+        return not self.is_8bit and bool(self.config.optimizer.params.fused)
+
+    @functools.cached_property
+    def moment_bytes(self) -> tuple[int, ...]:
+        """Bytes of Adam's two moments of each layer: in fp32, or of weights in 8 bits, with a scale for each block."""
+
+        def size(dimensions: int, elements: int) -> int:
+            wide = dimensions == 1 or not self.is_8bit
+            return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
+
+        return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
+
+    @property
+    def bucket_elements(self) -> int:
+        """Number of gradient elements that ZeRO reduces at a time."""
+        given = self.config.zero_optimization.reduce_bucket_size
+        return BUCKET_ELEMENTS if given == "auto" else given
+
+
+def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
+    """Yield the ways to split a job's layers among tensor groups inside of nodes."""
+    for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
+        yield from _first_levels(job, size)
+
+
+def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
+    """Return the splits from which the planner chooses: the JSON's own, if it leaves none open."""
+    given = tensor_split(job.config)
+    if not leaves_tensor_open(job.config):
+        return [given]
+    if given.size > 1:
+        return [*_first_levels(job, given.size)] or [given]
+    return [given, *tensor_splits(job, devices_per_node)]
+
+
+def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
+    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers split."""
+    levels = len(job.spec.unet.multipliers)
+    divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
+    for count in range(1, levels + 1):
+        if count - 1 in divided:
+            yield TensorSplit(size, tuple(range(count)))
+
+
+def layouts(
+    job: Workload, devices: int, *, offload: bool, nodes: int = 1, tensor: TensorSplit | None = None
+) -> Iterator[Layout]:
+    """Yield all layouts of a job that divide devices, layers and batch without remainder, with a ``tensor`` split.
+
+    ``offload`` allows Adam's state in host memory.
+    """
+    batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
+    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
+    # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
+    needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
+    zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
+    zeros += [(1, True), (2, True)] if offload and not job.is_8bit else []
+    for stages in divisors(devices // tensor.size):
+        replicas = devices // tensor.size // stages
+        if stages > len(job.layers) or batch % replicas:
+            continue
+        share, most = batch // replicas, MOST_MICRO_BATCHES_PER_STAGE * stages
+        places: Sequence[AcrossHosts | Literal["auto"]] = (
+            ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
+        )
+        schedules: list[tuple[Schedule, int | Literal["auto"]]] = [("1f1b", "auto")]
+        if 1 < stages <= len(job.layers) // 2:
+            schedules += [("planned", "auto"), ("planned", stages)]  # faster, or with half of the activations
+        for (schedule, in_flight), count in itertools.product(schedules, divisors(share, most)):
+            if wanted not in ("auto", count) or (in_flight != "auto" and count <= in_flight):
+                continue
+            for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
+                sizes = share // count, count, interval
+                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight, tensor)
+
+
+def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
+    """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
+    keys: dict[str, Any] = layout.keys | {
+        "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
+    }
+    if layout.schedule != "planned" and job.config.pipeline.replan:
+        keys["pipeline.replan"] = False  # only a planned schedule has it
+    if layout.zero_stage == 0:
+        keys["zero_optimization"] = {"stage": 0}
+        if "fp16" in job.config.model_fields_set:  # only ZeRO's loss scaler has these
+            keys |= dict.fromkeys(("fp16.hysteresis", "fp16.consecutive_hysteresis"), REMOVED)
+    else:
+        offload = {"device": "cpu", "pin_memory": True} if layout.offload else REMOVED
+        keys |= {"zero_optimization.stage": layout.zero_stage, "zero_optimization.offload_optimizer": offload}
+    return changed(job.config, keys).given
+
+
+def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> list[int]:
+    """Return the ranks that read encoded text: those with transformer blocks, and the first if it reads pooled text."""
+    first = layers[0]
+    pooled = isinstance(first, EmbedLayer) and first.pooled_channels > 0
+    return [
+        rank
+        for rank, own in enumerate(rank_stages(layers, bounds, schedule))
+        if (rank == 0 and pooled) or context_elements(layers, *((stage.start, stage.stop) for stage in own))
+    ]
+
+
+def layers_for(spec: RunSpec, size: tuple[int, int], split: TensorSplit) -> tuple[Layer, ...]:
+    """Return the layers of a run's U-Net for images of some size (height, width), split among a tensor group."""
+    return split_layers(unet_layers(spec.unet, replace(spec.data.interface, size=size)), split)
+
+
+@functools.lru_cache(maxsize=4096)
+def rank_stages(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[tuple[Stage, ...], ...]:
+    """Return the stages of each rank by phase: one under 1F1B, two in the fold."""
+    stages = describe(layers, bounds, schedule)
+    ranks = 1 + max(stage.rank for stage in stages)
+    return tuple(tuple(stages[stage] for stage in stages_of(rank, ranks, schedule)) for rank in range(ranks))

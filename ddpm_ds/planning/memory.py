@@ -1,0 +1,349 @@
+"""Model of memory: peak bytes of each rank of a pipeline in a step, by part; of buckets of aspect, with the largest.
+
+The planner, the advice of a verdict and ``"activation_checkpoint_interval": "auto"`` all use this one model.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from ddpm_ds.pipeline.cuts import Stage, folds
+from ddpm_ds.pipeline.messages import pipeline_edges
+from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
+from ddpm_ds.planning.layouts import Workload, encoding_ranks, rank_stages
+from ddpm_ds.planning.simulate import typical_programs
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule
+from ddpm_ds.unet.layers import (
+    BlockLayer,
+    DownsampleLayer,
+    EmbedLayer,
+    Layer,
+    TransformerBlockLayer,
+    UpsampleLayer,
+    context_elements,
+)
+
+ACTIVATION_SHARE = 0.5
+"""Largest share of a device's memory for activations; beyond it "auto" recomputes them."""
+ADAM_INTERMEDIATES = 8
+"""Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
+EIGHT_BIT_INTERMEDIATES = 17
+"""Bytes that Adam in 8 bits needs for each element that it steps at a time."""
+COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
+"""Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
+TEXT_BYTES = 2
+"""Bytes of a stored element of an encoded text."""
+FILLING = 4
+"""Micro-batches per rank beyond which the peak no longer grows."""
+_MANY_PARAMETERS = 10**9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of a device, and bytes on its host."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Bytes of Adam's two moments, in fp32 or 8 bits, and of fp32 master weights if the layers have others."""
+    ema: int
+    activations: int
+    """Bytes of tensors kept for the backward pass, with received messages that are differentiated."""
+    buffers: int
+    """Bytes of messages in flight, gradients being reduced, and workspace of the running layer."""
+    communicators: int = 0
+    """Bytes of NCCL's own buffers."""
+    encoders: int = 0
+    """Bytes of frozen encoders of text, and of what they compute."""
+    host: int = 0
+    """Bytes in host memory, of offloaded state and of averages."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes on the device by part."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
+
+
+def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[Memory, ...]:
+    """Return the memory of each rank of a pipeline, in the passes or in the optimizer's step, whichever is larger."""
+    found, job = [], job.of(layout)
+    encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else []
+    for rank, keeps in enumerate(_kept(job, layout, bounds)):
+        own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
+        moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
+        state = _State(job, layout, sum(stage.parameters for stage in own), moments)
+        first, last = (
+            layout.micro_batch_images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1])
+        )
+        skips = layout.micro_batch_images * keeps[0].skips
+        activations = max(down * first + up * last + between * skips for down, up, between in _moments(layout, rank))
+        text = context_elements(job.largest_layers, *((stage.start, stage.stop) for stage in own))
+        # one message in each channel: received ahead of its use, or sent but not delivered
+        messages = sum(2 * (stage.sent_elements + stage.received_elements) for stage in own)
+        working = max(layout.micro_batch_images * phase.working + phase.working_copies for phase in keeps)
+        ahead = TEXT_BYTES * text  # of the micro-batch that is loaded next
+        buffers = state.bucket + layout.micro_batch_images * (messages * job.stored_bytes + ahead) + working
+        if state.gradients + activations + buffers < state.update:
+            activations, buffers = 0, state.update - state.gradients
+        communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
+        parts = (state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, communicators)
+        encoders = job.encoder_elements * (4 if job.on_cpu else 2) if rank in encoding else 0
+        found.append(Memory(*parts, encoders=encoders, host=state.host))
+    return tuple(found)
+
+
+def peak_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> int:
+    """Return the bytes of the fullest rank."""
+    return max(memory.total for memory in pipeline_memory(job, layout, bounds))
+
+
+def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> int:
+    """Return the peak bytes of activations on the fullest rank, without messages and copies of skips and weights."""
+    images = layout.micro_batch_images
+    return images * max(
+        down * keeps[0].layers + up * keeps[-1].layers
+        for rank, keeps in enumerate(_kept(job, layout, bounds))
+        for down, up, _ in _moments(layout, rank)
+    )
+
+
+def checkpoint_interval(job: Workload, layout: Layout, bounds: Sequence[int], device_bytes: int) -> int:
+    """Return what ``"activation_checkpoint_interval": "auto"`` is for a layout that keeps all activations: 0 or 1."""
+    return 0 if activation_bytes(job, layout, bounds) <= ACTIVATION_SHARE * device_bytes else 1
+
+
+def communicator_bytes(layout: Layout, rank: int) -> int:
+    """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
+    tensor = layout.tensor.size
+    groups = (layout.world_size, layout.replicas, layout.stages * tensor, tensor)
+    edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
+    own = sum(rank in (edge.source, edge.target) for edge in edges)
+    return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
+
+
+def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[float]:
+    """Return about the bytes of each layer on a rank in a phase: its weights' state, and the most activations."""
+    job = job.of(layout)
+    of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
+    state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
+    per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
+    images = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
+    if interval := layout.interval:
+        kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.largest_layers]
+    else:
+        kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.largest_layers]
+    return [
+        per_parameter * layer.parameters + images * size for layer, size in zip(job.largest_layers, kept, strict=True)
+    ]
+
+
+class _State:
+    """Bytes of a rank's weights, gradients and optimizer, whatever the images; ``moments`` are Adam's for all of it."""
+
+    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
+        stored, zero = job.stored_bytes, layout.zero_stage
+        partitioned = zero > 0 or job.precision == "bf16"
+        owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
+        masters = 0 if zero == 0 and job.precision == "fp32" else 4
+        self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
+        self.ema = 4 * owned
+        if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
+            self.ema, self.host = 0, self.ema + 4 * owned
+        summed = job.accumulated_bytes if zero else stored
+        self.gradients = (owned if zero == 2 else parameters) * summed
+        self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
+        if job.is_8bit:
+            self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
+        # self.bucket: bytes of gradients on their way to the sum
+        # self.update: bytes of gradients and their reduction or Adam's step, without activations
+        elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)
+        if not partitioned:
+            self.bucket = 0
+            averaged = elements * stored if layout.replicas > 1 else 0
+            wide = 4 * parameters if job.precision == "fp16" and not job.is_8bit else 0
+            # a CPU steps one tensor after the other
+            intermediates = 0 if job.on_cpu and not job.is_8bit else self._intermediates
+            self.update = self.gradients + max(averaged, wide + intermediates)
+        else:
+            reduces = zero == 2 and layout.replicas > 1
+            scratch = elements * stored if reduces or summed != stored else 0
+            self.bucket = elements * stored + scratch
+            # the sum is the fp32 gradient, or the optimizer widens it part by part
+            alias = job.is_8bit or (summed == 4 and (owned == parameters or reduces))
+            released = 0 if zero else self.gradients  # BF16_Optimizer's sum stays
+            widening = self.gradients if alias else self.gradients + 4 * owned
+            stepping = self._intermediates + (self.gradients if alias else 4 * owned + released)
+            scattering = elements * summed if zero == 1 and layout.replicas > 1 else 0
+            if layout.offload:  # the gradient in 16 bits, in fp32 a bucket at a time, and the stepped weights
+                self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
+                self.optimizer = self.ema = 0
+                widening = stepping = self.gradients + 4 * min(elements, owned)
+            self.update = max(self.gradients + scattering, widening, stepping) + scratch
+
+
+# ---------------------------------------------------------------- activations
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a phase keeps for a micro-batch from its forward to its backward, and needs while it runs.
+
+    All are per image, except fp32 copies of half-precision weights that autograd keeps on a CPU.
+    """
+
+    layers: int
+    """Bytes of activations that layers keep."""
+    beside: int
+    """Bytes of the received message, of checkpointed tensors, of skips that are kept in addition to copies, and in
+    phase 0 of the encoded text that the rank reads."""
+    copies: int
+    skips: int
+    """Bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards."""
+    working: int
+    """Additional bytes of inputs and gradients while a layer, or a recomputed group, runs."""
+    working_copies: int
+
+
+def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
+    sizes, job = (job.arithmetic_bytes, job.stored_bytes), job.of(layout)
+    return _kept_by_rank(job.largest_layers, bounds, layout.schedule, layout.interval, *sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_by_rank(
+    layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int, wide: int, stored: int
+) -> tuple[tuple[Kept, ...], ...]:
+    found = []
+    for own in rank_stages(layers, bounds, schedule):
+        first, *rest = (
+            kept(layers, stage, interval, wide, stored, holds_skips=folds(schedule) and phase == 0)
+            for phase, stage in enumerate(own)
+        )
+        text = wide * context_elements(layers, *((stage.start, stage.stop) for stage in own))
+        found.append((replace(first, beside=first.beside + text), *rest))
+    return tuple(found)
+
+
+def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored: int, *, holds_skips: bool) -> Kept:
+    """Return the bytes of a stage that autograd, checkpoints of ``interval`` layers (0: none) and the fold keep.
+
+    ``wide`` and ``stored`` are the bytes of an element in arithmetic and of a weight; ``holds_skips`` says whether
+    skips stay on the rank, as in phase 0 of a fold.
+    """
+    places = range(stage.start, stage.stop)
+    sizes = {place: math.prod(layers[place].output_shape) for place in places}
+    skips = {place for place in places if layers[place].pushes and holds_skips}
+    skip_elements = sum(sizes[skip] for skip in skips)
+    copied = 4 if wide > stored else 0  # bytes of a weight's copy
+    if not interval:
+        whole, weights = layers[stage.start : stage.stop], 0
+        tensors = {skip for skip in skips if copied or _copies_its_input(layers[skip + 1])}
+        working = wide * _beyond_kept(whole)
+    else:
+        first = max(stage.start, 1)  # the first layer, which makes emb, is never computed again
+        groups = [range(start, min(start + interval, stage.stop)) for start in range(first, stage.stop, interval)]
+        tensors = {group[0] - 1 for group in groups[1:]} | skips
+        for group in groups:
+            tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
+        whole, working, weights = layers[: stage.start == 0], 0 if groups else wide * _working_elements(layers[0]), 0
+        for group in groups:
+            own = layers[group.start : group.stop]
+            running = sum(layer.activation_elements for layer in own) + max(map(_working_elements, own))
+            freed = sum(sizes[tensor] for tensor in tensors if tensor >= group.start)  # the backward has been there
+            working = max(working, wide * running - stored * freed)
+            weights = max(weights, sum(layer.parameters for layer in own))
+    embeds = [layer for layer in whole if isinstance(layer, EmbedLayer)]
+    of_inputs = sum(
+        layer.embedding_channels * sum(layer.embedded.values()) for layer in embeds
+    )  # which need no gradient
+    return Kept(
+        layers=wide * sum(layer.activation_elements for layer in whole),
+        beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
+        copies=copied * (sum(layer.parameters for layer in whole) - of_inputs),
+        skips=stored * skip_elements,
+        working=working,
+        working_copies=copied * weights,
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def moments(
+    schedule: Schedule, micro_batches: int, ranks: int, rank: int, most_kept: int = 0
+) -> tuple[tuple[int, int, int], ...]:
+    """Return the candidate peaks of a rank's step, as (micro-batches of phase 0, of phase 1, between their backwards).
+
+    No entry is dominated by another. ``most_kept`` is as in :class:`Layout`.
+    """
+    kept, between = [0, 0], 0
+    seen: set[tuple[int, int, int]] = set()
+    for name, phase, numbers in typical_programs(schedule, micro_batches, ranks, most_kept)[rank]:
+        if name == "ForwardPass":
+            kept[phase] += 1
+        elif name in ("BackwardPass", "WeightGradients"):  # until then input and output gradient of a layer are kept
+            kept[phase] -= len(numbers)
+        if name in BACKWARDS and folds(schedule):
+            between += 1 if phase else -1
+        seen.add((kept[0], kept[1], between))
+    return tuple(
+        moment
+        for moment in seen
+        if not any(moment != other and all(a <= b for a, b in zip(moment, other, strict=True)) for other in seen)
+    )
+
+
+def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
+    count = min(layout.micro_batches, FILLING * layout.stages)
+    return moments(layout.schedule, count, layout.stages, rank, layout.most_kept)
+
+
+@functools.lru_cache(maxsize=65536)
+def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
+    """Return the layers whose outputs are popped between ``start`` and ``stop``, as skips or residuals."""
+    alive: list[int] = []
+    popped = set()
+    for index, layer in enumerate(layers[:stop]):
+        if layer.skip_channels or layer.closes:
+            skip = alive.pop()
+            if index >= start:
+                popped.add(skip)
+        if layer.opens:
+            alive.append(index - 1)
+        if layer.pushes:
+            alive.append(index)
+    return frozenset(popped)
+
+
+def _copies_its_input(layer: Layer) -> bool:
+    """Return whether autograd keeps a padded, enlarged or joined copy of h instead of h."""
+    match layer:
+        case DownsampleLayer():
+            return layer.asymmetric
+        case BlockLayer():
+            return layer.skip_channels > 0
+    return isinstance(layer, UpsampleLayer)
+
+
+def _beyond_kept(layers: Sequence[Layer]) -> int:
+    """Return the maximum elements that a running layer adds to all activations, since a backward frees them in turn."""
+    beyond = after = 0
+    for layer in reversed(layers):
+        beyond = max(beyond, _working_elements(layer) - after)
+        after += layer.activation_elements
+    return beyond
+
+
+def _working_elements(layer: Layer) -> int:
+    """Return the elements of a layer's input, output and gradients; of a transformer block's gated network these are
+    eight times as wide. A tensor group sums a copy of the input's gradient.
+    """
+    width = layer.in_channels + layer.skip_channels
+    summed = width * math.prod(layer.in_size) if layer.sums else 0
+    if isinstance(layer, TransformerBlockLayer):
+        return (4 + 8 // layer.shards) * width * layer.pixels + summed
+    return 2 * width * math.prod(layer.in_size) + 2 * math.prod(layer.output_shape) + summed

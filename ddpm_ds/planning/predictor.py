@@ -1,0 +1,269 @@
+"""Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
+from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
+from ddpm_ds.pipeline.placement import Traffic
+from ddpm_ds.pipeline.schedule import Program
+from ddpm_ds.planning.costs import (
+    analytic_times,
+    crossing_seconds,
+    launch_seconds,
+    link,
+    planned_costs,
+    step_traffic,
+    sum_seconds,
+    summing_seconds,
+)
+from ddpm_ds.planning.layouts import Machine, Workload
+from ddpm_ds.planning.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
+from ddpm_ds.planning.simulate import RankCosts, Simulation, order_of, simulate
+from ddpm_ds.schema.layout import Layout, TensorSplit
+from ddpm_ds.unet.shards import Sums
+
+HIDDEN = (0.0, 0.3, 1.0)
+"""Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
+SQUEEZES = 4
+"""Maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers."""
+HALVINGS = 8
+"""Number of searches for the cuts that need least memory, each with half of the uncertainty of the one before."""
+FEW_PER_RANK = 4
+"""Number of micro-batches per rank for comparing cuts."""
+SIMULATED = 2048
+"""Maximum ranks times micro-batches of a fully simulated step; beyond it each micro-batch adds the same time."""
+MOST_IMPROVED, LEAST_GAIN = 8, 1e-3
+"""Maximum number of ranks for which moves of single cuts are simulated, and the least share of a step for a move."""
+
+Bounds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of one step of a layout; seconds are a device's mean."""
+
+    layout: Layout
+    step_seconds: float
+    bubble: float
+    """Share of all devices' time spent waiting for another stage."""
+    pass_seconds: float
+    """Seconds of forwards and backwards, including ZeRO-2's reductions."""
+    update_seconds: float
+    """Seconds for reducing gradients, stepping and gathering weights."""
+    summing_seconds: float
+    """Seconds for sums of its tensor group, a part of :attr:`pass_seconds`."""
+    memory: tuple[Memory, ...]
+    traffic: Traffic
+
+    @property
+    def peak(self) -> Memory:
+        """Memory of the fullest rank."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+
+@dataclass
+class Predictor:
+    """Predictor of the layouts of a job on a machine; results that layouts share are computed once."""
+
+    job: Workload
+    machine: Machine
+    times: LayerTimes | None = None
+    """Times of the layers; without them they are computed."""
+    with_sums: TensorSplit | None = None
+    """Split of a run whose given times have the sums of its tensor groups in them."""
+    _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
+    _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
+    _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)
+    """Cuts made for one layout alone."""
+    _whole: dict[Layout, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of a micro-batch's passes and of the optimizer's step, if all layers were on one rank."""
+    _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
+
+    def cut(self, layout: Layout) -> Bounds | None:
+        """Return the fastest cuts, or those with which :meth:`fits` found it to fit; None if there are none."""
+        if layout in self._own_cuts:
+            return self._own_cuts[layout]
+        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
+        if key not in self._cuts:
+            self._cuts[key] = self._fastest_cut(layout, None)
+        return self._cuts[key]
+
+    def bounds(self, layout: Layout) -> Bounds:
+        """Return the cuts of a layout that is known to have some."""
+        bounds = self.cut(layout)
+        assert bounds is not None
+        return bounds
+
+    def needs(self, layout: Layout) -> int:
+        """Return the bytes of the fullest rank."""
+        return peak_bytes(self.job, layout, self.bounds(layout))
+
+    def fits(self, layout: Layout) -> bool:
+        """Return whether every rank fits its memory, if needed with other cuts, which are used from then on."""
+        usable = limit = self.machine.usable_bytes
+        if self.needs(layout) <= usable:
+            return True
+        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        for _ in range(SQUEEZES if layout.stages > 1 else 0):
+            bounds = self._fastest_cut(layout, Room(limit, sizes))
+            if bounds is None:
+                return False
+            if (over := peak_bytes(self.job, layout, bounds) - usable) <= 0:
+                self._own_cuts[layout] = bounds
+                return True
+            limit -= over
+        return False
+
+    def tightest(self, layout: Layout) -> Bounds:
+        """Return the cuts with about the least memory of the fullest rank."""
+        best, needs = self.bounds(layout), functools.partial(peak_bytes, self.job, layout)
+        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        least, most = 0.0, float(needs(best))
+        for _ in range(HALVINGS if layout.stages > 1 else 0):
+            limit = (least + most) / 2
+            if (bounds := self._fastest_cut(layout, Room(limit, sizes))) is None:
+                least = limit
+            else:
+                best, most = min(best, bounds, key=needs), limit
+        return best
+
+    def improve(self, layout: Layout) -> None:
+        """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and fits."""
+        if not 1 < layout.stages <= MOST_IMPROVED:
+            return
+        few, usable = _few(layout), self.machine.usable_bytes
+        best: Bounds = ()
+        better = self.bounds(layout)
+        while best != better:
+            best, shortest = better, self.simulate(few, better).step_seconds
+            for moved in neighbouring(self.job.layers, best, layout.schedule):
+                limit = shortest * (1 - LEAST_GAIN)
+                if (
+                    self.lower_bound(few, moved) < limit
+                    and (taken := self.simulate(few, moved).step_seconds) < limit
+                    and peak_bytes(self.job, layout, moved) <= usable
+                ):
+                    better, shortest = moved, taken
+        self._own_cuts[layout] = best
+
+    def knows_times(self, layout: Layout) -> bool:
+        """Return whether the layers' times are already known for this micro-batch."""
+        return self._times_key(layout) in self._times
+
+    def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
+        """Return the costs of each rank, for the simulator."""
+        cuts, times, sums = bounds or self.bounds(layout), self._layer_times(layout), layout.tensor != self.with_sums
+        return planned_costs(self.job, self.machine, layout, cuts, times, with_sums=sums)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """Return a lower bound of a step's seconds whatever the cuts: all layers' work, shared evenly by the stages."""
+        key = replace(layout, stages=1, micro_batches=1, schedule="1f1b", in_flight="auto", across_hosts="auto")
+        if key not in self._whole:
+            (costs,) = self.costs(key, (0, len(self.job.layers)))
+            passes = costs.pass_seconds - costs.weight_pass_seconds
+            self._whole[key] = passes, costs.optimizer_seconds
+        passes, update = self._whole[key]
+        return (layout.micro_batches * passes + update) / layout.stages
+
+    def lower_bound(self, layout: Layout, bounds: Bounds | None = None) -> float:
+        """Return a lower bound of a step's seconds: the busiest rank's work."""
+        more = layout.micro_batches - 1 if layout.schedule == "planned" else 0
+        return max(
+            layout.micro_batches * rank.pass_seconds
+            - more * rank.weight_pass_seconds
+            + rank.reduce_seconds
+            + rank.optimizer_seconds
+            for rank in self.costs(layout, bounds)
+        )
+
+    def simulate(self, layout: Layout, bounds: Bounds | None = None, *, keep_events: bool = False) -> Simulation:
+        """Simulate a step of a layout, with its own cuts or others."""
+        cuts, between = bounds or self.bounds(layout), link(self.machine, layout)
+        costs, made = self.costs(layout, cuts), self.programs(layout, cuts)
+        return simulate(layout.schedule, layout.micro_batches, costs, between, programs=made, keep_events=keep_events)
+
+    def programs(self, layout: Layout, bounds: Bounds) -> tuple[Program, ...] | None:
+        """Return the programs of a planned schedule; None if the schedule's name defines them."""
+        if (layout, bounds) not in self._programs:
+            costs, between = self.costs(layout, bounds), link(self.machine, layout)
+            self._programs[layout, bounds] = order_of(layout, costs, between)
+        return self._programs[layout, bounds]
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Predict everything about a layout."""
+        costs, bounds = self.costs(layout), self.bounds(layout)
+        most = max(SIMULATED // layout.stages, 4 * layout.most_kept)
+        step, busy = self._step_and_busy(layout, most)
+        update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
+        # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
+        order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
+        return Prediction(
+            layout=layout,
+            step_seconds=step,
+            bubble=max(0.0, 1 - busy / step),
+            pass_seconds=busy - update,
+            update_seconds=update,
+            summing_seconds=summing_seconds(self.job, self.machine, layout, bounds),
+            memory=pipeline_memory(self.job, layout, bounds),
+            traffic=step_traffic(self.job, self.machine, layout, bounds, order),
+        )
+
+    def _step_and_busy(self, layout: Layout, most: int) -> tuple[float, float]:
+        """Return the seconds of a step, and the mean busy seconds of a device; simulate ``most`` micro-batches."""
+
+        def simulated(count: int) -> tuple[float, float]:
+            step = self.simulate(replace(layout, micro_batches=count), bounds)
+            return step.step_seconds, sum(step.busy_seconds) / layout.stages
+
+        bounds = self.bounds(layout)
+        if layout.micro_batches <= most:
+            return simulated(layout.micro_batches)
+        fewer = most // 2
+        (step, busy), (longer, busier) = simulated(fewer), simulated(most)
+        further = (layout.micro_batches - most) / (most - fewer)
+        return longer + further * (longer - step), busier + further * (busier - busy)
+
+    def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
+        """Return what the times of layers depend on: images, split and, if computed, the seconds of a launch."""
+        launch = launch_seconds(self.job, self.machine, layout) if self.times is None else 0.0
+        return layout.micro_batch_images, layout.tensor, launch
+
+    def _layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
+        """Return the seconds of each layer of a layout for a micro-batch, in the mean over buckets of aspect."""
+        key = images, _, launch = self._times_key(layout)
+        if key not in self._times:
+            times, mean = self.times or analytic_times(self.job, self.machine, launch), self.job.mean_macs
+            found = times(self.job.of(layout).layers, images)
+            self._times[key] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
+        return self._times[key]
+
+    def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:
+        """Return the fastest cuts of those for several :data:`HIDDEN` shares, in simulation, or with ``room``, which
+        needs many tries, by the busiest rank's work; None if there are none.
+        """
+        seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
+        if layout.tensor.size > 1 and layout.tensor != self.with_sums:
+            for number, layer in enumerate(self.job.of(layout).layers):
+                sums = Sums(2 * layer.sums, sum(layer.summed_elements))
+                seconds[number] += sum_seconds(self.job, self.machine, layout, sums)
+        crossing = crossing_seconds(self.job, self.machine, layout)
+        layers = self.job.layers
+        found: dict[Bounds, None] = {}
+        with contextlib.suppress(LayoutError):  # whether there are cuts does not depend on the share
+            for share in HIDDEN:
+                cut = weighted(layers, seconds, layout.stages, layout.schedule, crossing=share * crossing, room=room)
+                found[cut] = None
+        if len(found) < 2:
+            return next(iter(found), None)
+        few = _few(layout)
+        slow = self.lower_bound if room is not None else lambda _, cut: self.simulate(few, cut).step_seconds
+        return min(found, key=lambda cut: slow(layout, cut))
+
+
+def _few(layout: Layout) -> Layout:
+    """Return a layout with few micro-batches, for comparing cuts."""
+    return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))

@@ -1,0 +1,383 @@
+"""From files, options and devices to one frozen plan of a run, and the fastest layouts: the planner in one call.
+
+::
+
+    read_run ──▶ RunFiles ─┬──────▶ lay_out ──▶ RunDraft ──▶ make_plan ──▶ RunPlan ──▶ with_decisions ──▶ RunPlan
+                           └▶ choose ──┘        before anything starts     on the hosts that have met, by rank 0
+
+PyTorch and DeepSpeed are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from ddpm_ds.config.ds_config import (
+    ResolvedDsConfig,
+    check_ds_config,
+    leaves_layout_open,
+    read_ds_config,
+    resolve,
+    with_split,
+)
+from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
+from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
+from ddpm_ds.pipeline.cuts import Stage, describe, partition
+from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
+from ddpm_ds.planning.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, machine_like, tensor_splits
+from ddpm_ds.schema.layout import Layout, Precision, divisors
+from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
+from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
+
+if TYPE_CHECKING:
+    import torch
+
+    from ddpm_ds.observe.device_speed import LayerTimes
+    from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
+    from ddpm_ds.planning.decisions import Choice, Plan
+    from ddpm_ds.planning.predictor import Predictor
+
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
+Hosts = Sequence[Hashable]
+"""Name or number of each rank's host; empty if unknown."""
+MEMORY_ERROR = 0.1
+"""Largest error of predicted memory, as a share (docs/planner.md): between a refusal and a run there are warnings."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Run spec and DeepSpeed JSON of a run, read and checked, with the overrides in them."""
+
+    spec: RunSpec
+    spec_path: Path
+    config: DsConfig
+    ds_path: Path
+
+
+@dataclass(frozen=True)
+class RunDraft:
+    """Run as its files and options lay it out on the hosts that a launcher names: enough to refuse a bad one."""
+
+    spec: RunSpec
+    spec_path: Path
+    ds: ResolvedDsConfig
+    ds_path: Path
+    layers: tuple[Layer, ...]
+    """Layers of the U-Net, split ones as one rank of a tensor group has them."""
+    bounds: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    """Stages in the order of the layers, with the costs of all ranks of a tensor group together."""
+    grid: Grid
+    """Places of the ranks; without hosts while unknown, since hosts may differ in their number of ranks."""
+    exchange: Exchange
+    """Bytes that a step sends."""
+    chosen: Choice | None
+    """The planner's choices; None if the files fixed the layout."""
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the whole U-Net."""
+        return sum(stage.parameters for stage in self.stages)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one image's forward."""
+        return sum(stage.forward_flops for stage in self.stages) // 2
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
+        return -(-self.spec.train.images // self.ds.layout.batch_images)
+
+
+@dataclass(frozen=True)
+class RunPlan(RunDraft):
+    """Plan of a run on the ranks that have met: nothing of the layout is open."""
+
+    job: Workload
+    machine: Machine
+    programs: tuple[Program, ...] | None
+    """Programs of the ranks of a pipeline; None if the schedule's name says them."""
+
+
+def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFiles:
+    """Read and check the files of a run. Overrides that begin with ``ds.`` change the JSON, others the spec.
+
+    SpecError or DsConfigError, in one line, if they are wrong.
+    """
+    spec = load_spec(spec_path, spec_overrides(overrides))
+    if spec.sampler.guidance_between != ALL_SIGMAS:
+        from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
+
+        check_guidance(spec.sampler, spec.diffusion)
+    return RunFiles(spec, spec_path, check_ds_config(read_ds_config(ds_path, overrides), ds_path, spec), ds_path)
+
+
+def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
+    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None.
+
+    Raises:
+        DsConfigError, LayoutError: in one line.
+    """
+    if not leaves_layout_open(files.config, ranks, stages):
+        return None
+    from ddpm_ds.ground.device import choose_device
+
+    choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
+    from ddpm_ds.planning.decisions import choose_layout
+
+    return choose_layout(predictor_here(files.spec, files.config, hosts, ranks), files.ds_path, hosts, stages)
+
+
+def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chosen: Choice | None = None) -> RunDraft:
+    """Lay a run out with a number of stages or as ``chosen``.
+
+    Raises:
+        SpecError, DsConfigError, LayoutError: in one line.
+    """
+    spec, config = files.spec, files.config
+    if chosen is not None:
+        stages, config = chosen.stages, config if chosen.tensor is None else with_split(config, chosen.tensor)
+    ds = resolve(config, spec, world_size=ranks, stages=stages, path=files.ds_path)
+    layers = unet_layers(spec.unet, spec.data.interface)
+    check_split(layers, ds.layout, files.ds_path)
+    layers = split_layers(layers, ds.layout.tensor)
+    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
+    places = _places(ds, layers, bounds, hosts)
+    return RunDraft(spec, files.spec_path, ds, files.ds_path, layers, bounds, *places, chosen)
+
+
+def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
+    """Return the plan for the ``hosts`` of the ranks that have met and the memory of their ``machine``; only
+    :func:`with_decisions` measures.
+
+    Raises:
+        DsConfigError: graphs are asked for on a CPU.
+    """
+    from ddpm_ds.planning.decisions import fitted
+
+    if draft.ds.config.graphs is True and machine.is_cpu:
+        raise DsConfigError("graphs = true needs a GPU; use --set ds.graphs=auto, which takes graphs where they can be")
+    if len(set(hosts)) < len(set(draft.grid.hosts)):
+        hosts = draft.grid.hosts  # hosts that share a name keep their numbers
+    layers, bounds = draft.layers, draft.bounds
+    job = workload(draft.spec, draft.ds.config, machine.is_cpu, counted=False)
+    across = across_hosts(draft.ds, layers, bounds, hosts)
+    layout = replace(fitted(job, draft.ds.layout, bounds, machine.memory_bytes), across_hosts=across)
+    ds = replace(draft.ds, layout=layout)
+    spec, places = draft.spec, _places(ds, layers, bounds, hosts)
+    return RunPlan(spec, draft.spec_path, ds, draft.ds_path, layers, bounds, *places, draft.chosen, job, machine, None)
+
+
+def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
+    the JSON asks for them. Collective: rank 0 decides.
+
+    Raises:
+        LayoutError: no measured cuts fit.
+    """
+    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.pipeline.schedule import Program, weight_passes
+    from ddpm_ds.planning.decisions import measured_cuts
+    from ddpm_ds.planning.predictor import Predictor
+    from ddpm_ds.processes.process_group import decided_by_rank_0
+
+    ds, layout, bounds, programs, passes = plan.ds, plan.ds.layout, plan.bounds, None, None
+    measured = ds.partition == "measured" and layout.stages > 1
+    predictor = Predictor(plan.job, plan.machine, measured_times(device, plan.job.precision) if measured else None)
+    if measured:
+        bounds = decided_by_rank_0(lambda: measured_cuts(predictor, ds), tuple[int, ...])
+    if ds.is_ordered:
+        programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
+        passes = weight_passes(programs, layout.schedule) if programs else None
+    stages, grid, exchange = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
+    return replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, programs=programs)
+
+
+def _places(
+    ds: ResolvedDsConfig,
+    layers: tuple[Layer, ...],
+    bounds: tuple[int, ...],
+    hosts: Hosts,
+    weight_passes: Sequence[Sequence[float]] | None = None,
+) -> tuple[tuple[Stage, ...], Grid, Exchange]:
+    layout, across = ds.layout, across_hosts(ds, layers, bounds, hosts)
+    return (
+        describe(whole_layers(layers), bounds, layout.schedule),
+        Grid(layout.stages, layout.replicas, across, tuple(hosts), layout.tensor.size),
+        run_exchange(ds, layers, bounds, weight_passes),
+    )
+
+
+def predictor_here(spec: RunSpec, config: DsConfig, hosts: Hosts, world_size: int) -> Predictor:
+    """Return a predictor of a run on hosts like this one."""
+    from ddpm_ds.planning.predictor import Predictor
+
+    here = machine_here(config.precision, hosts, world_size)
+    return Predictor(workload(spec, config, here.is_cpu, counted=False), here)
+
+
+def machine_here(precision: Precision, hosts: Hosts, world_size: int) -> Machine:
+    """Read this process's device; all hosts are taken to have such devices."""
+    from ddpm_ds.ground.device import described
+
+    sizes = set(Counter(hosts).values())
+    nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
+    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return machine_like(name, memory, half=precision != "fp32", devices=world_size, nodes=nodes)
+
+
+class Need(NamedTuple):
+    """Predicted bytes of training, the bytes that there are, and of which device."""
+
+    size: int
+    limit: int
+    where: str
+
+    @property
+    def share(self) -> float:
+        return self.size / max(self.limit, 1)
+
+
+def memory_need(draft: RunDraft, device: torch.device, rank: int) -> Need:
+    """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller."""
+    from ddpm_ds.ground.device import host_memory, memory_bytes
+    from ddpm_ds.planning.decisions import fitted
+    from ddpm_ds.planning.memory import pipeline_memory
+
+    on_cpu, size, grid = device.type == "cpu", memory_bytes(device), draft.grid
+    job = workload(draft.spec, draft.ds.config, on_cpu, counted=False)
+    memory = pipeline_memory(job, fitted(job, draft.ds.layout, draft.bounds, size), draft.bounds)
+    here = [number for number, host in enumerate(grid.hosts) if host == grid.hosts[rank]]
+    own = [memory[grid.coordinates(number)[0]] for number in here]
+    host = Need(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")  # CPUs share it
+    return host if on_cpu else max(host, Need(max(one.total for one in own), size, "GPU"), key=lambda need: need.share)
+
+
+def check_memory(
+    draft: RunDraft, device: torch.device, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
+) -> str | None:
+    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does.
+
+    ``again`` lays the same run out with more overrides and a number of stages. The U-Net of a ``new`` run may change.
+
+    Raises:
+        LayoutError: it does not fit; names the first change with which it does.
+    """
+    need = memory_need(draft, device, rank)
+    if need.share <= 1 - MEMORY_ERROR:
+        return None
+    needs = f"training {draft.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
+    if need.share <= 1 + MEMORY_ERROR:
+        return f"warning      {needs}: it may run out of memory"
+    more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"
+    channels = draft.spec.unet.channels if new else 0
+    for changes, stages in _smaller(draft.ds.layout, channels, on_cpu=device.type == "cpu"):
+        try:
+            share = memory_need(again(changes, stages), device, rank).share
+        except UserError:  # such as channels that the heads do not divide
+            continue
+        if share <= 1 - MEMORY_ERROR:
+            words = [f"-p {stages}"] * (stages != draft.ds.layout.stages) + [f"--set {one}" for one in changes]
+            raise LayoutError(f"{needs}; use {' '.join(words)}, or {more}")
+    raise LayoutError(f"{needs}; use {more}, or several: ddpm-ds plan names their layouts")
+
+
+def _smaller(layout: Layout, channels: int, *, on_cpu: bool) -> Iterator[tuple[list[str], int]]:
+    """Yield overrides and stages of runs that need less memory, the smallest changes first; none of 0 channels."""
+    counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
+    offload = [] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]]
+    ways: list[list[str]] = [[], ["ds.pipeline.activation_checkpoint_interval=1"]]
+    for size, way in itertools.product(reversed(divisors(layout.micro_batch_images)), ways):
+        smaller = [f"train.accumulation={layout.micro_batches * layout.micro_batch_images // size}"]
+        yield (way if size == layout.micro_batch_images else [*way, *smaller]), layout.stages
+    for stages, others, way in itertools.product(counts, [[], *offload], ways):
+        yield [*others, *way], stages
+    while channels := channels // 2:
+        yield [f"unet.channels={channels}"], layout.stages
+
+
+def plan(
+    spec: RunSpec,
+    ds_config: GivenPath,
+    overrides: Sequence[str] = (),
+    *,
+    processes: Processes,
+    nodes: Processes = 1,
+    device_kind: str | None = None,
+    device_memory: Annotated[int, Field(ge=1, le=MOST_BYTES)] | None = None,
+    flops: Annotated[float, Field(ge=1.0, le=MOST_FLOPS)] | None = None,
+    link_bandwidth: Bandwidth | None = None,
+    network_bandwidth: Bandwidth | None = None,
+    times: Callable[[Workload, Machine], LayerTimes] | None = None,
+    top: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 10,
+) -> Plan:
+    """Return the ``top`` fastest layouts of a run on ``processes`` devices, with the memory and time of each.
+
+    ``ds_config`` is the path of a DeepSpeed JSON; overrides of the form ``ds.block.key=value`` change it. Devices are
+    like this machine's, or of a kind in :data:`ddpm_ds.planning.layouts.KINDS`. Given values replace the data sheet's:
+    ``device_memory`` in bytes of one device, ``flops`` per second, and in bytes per second ``link_bandwidth`` between
+    devices of a node and ``network_bandwidth`` between nodes. ``times`` times the layers of layouts that fit; without
+    it times are computed. Nothing is trained, and no other process is needed.
+
+    Raises:
+        DsConfigError: the JSON can't be read, or training would refuse it.
+        LayoutError: no layout divides devices, layers and batch, or fits; or the devices are unknown.
+    """
+    config = check_ds_config(read_ds_config(ds_config, overrides), ds_config, spec)
+    if device_kind is None:
+        from ddpm_ds.ground.device import described
+
+        name, here = described(processes // nodes or 1)
+        device_kind, device_memory = kind_of(name), device_memory or here
+    if device_kind is None:
+        raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
+    devices = machine(device_kind, half=config.precision != "fp32", devices=processes, nodes=nodes)
+    rates = {"flops": flops, "link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
+    given: dict[str, Any] = {"memory_bytes": device_memory, **rates}
+    devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
+    before = set(os.environ)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed would look for devices during its import
+    try:
+        from ddpm_ds.planning.decisions import candidates, search, sort_out
+        from ddpm_ds.planning.predictor import Predictor
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
+    job = workload(spec, config, devices.is_cpu, counted=True)
+    predictor = Predictor(job, devices)
+    among = candidates(predictor, ds_config)
+    if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
+        among, predictor = fitting, Predictor(job, devices, times(job, devices))
+    splits = tensor_splits(job, devices.devices_per_node)
+    ways = (layouts(job, processes, offload=False, nodes=nodes, tensor=split) for split in splits)
+    return search(predictor, top, among, itertools.chain.from_iterable(ways))
+
+
+def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:
+    """Return a run to plan for, whose buckets of aspect are weighed by the images that preparation has ``counted``.
+
+    Raises:
+        DataError: the autoencoder or the encoders can't be used, or there are too few images.
+    """
+    text = spec.data.text
+    if spec.data.buckets is None and (text is None or text.stored != "ids"):
+        return Workload(spec, config, on_cpu)
+    from ddpm_ds.data.prepare import bucket_shares
+    from ddpm_ds.data.text import TextEncoders
+
+    elements = TextEncoders.open(text, None).elements if text is not None and text.stored == "ids" else 0
+    return Workload(spec, config, on_cpu, bucket_shares(spec.data, spec.bucket_group, counted=counted), elements)

@@ -1,0 +1,117 @@
+"""Placement in nodes, and what rings and links of a layout take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpm_ds.observe.device_speed import LayerSeconds
+from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
+from ddpm_ds.pipeline.schedule import weight_passes
+from ddpm_ds.planning.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
+from ddpm_ds.planning.layouts import ds_config, machine, rank_stages
+from ddpm_ds.planning.simulate import typical_programs
+from ddpm_ds.schema.layout import Layout, Schedule
+from tests.ds_json import laid_out
+from tests.planning.small import small_job, small_machine
+
+FOLD = Layout(2, 4, "folded", 2, 8, 0, 1, False)
+RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "nodes", "rings", "links"),
+    [
+        (FOLD, 8, 2, [100, 100], [10]),  # each stage is a node
+        (replace(FOLD, across_hosts="replicas"), 8, 2, [20, 20], [100]),  # two pipelines in each node
+        (Layout(4, 2, "1f1b", 1, 8, 0, 1, False), 8, 2, [100] * 4, [100, 10, 100]),
+        (Layout(1, 8, "1f1b", 1, 2, 0, 1, False), 8, 2, [40], []),
+        (Layout(2, 3, "1f1b", 1, 2, 0, 1, False), 6, 3, [10, 10], [10]),  # 2 + 1 devices, and 1 + 2
+    ],
+)
+def test_what_crosses_nodes_is_as_slow_as_their_network(
+    layout: Layout, devices: int, nodes: int, rings: list[float], links: list[float]
+) -> None:
+    """A ring through several nodes is as fast as the network of the fewest devices that a node has in it."""
+    machine = small_machine(devices, nodes=nodes, **RATES)
+    assert [ring_bandwidth(machine, layout, stage) for stage in range(layout.stages)] == rings
+    between = link(machine, layout)
+    assert [between(stage, stage + 1).bytes_per_second for stage in range(layout.stages - 1)] == links
+
+
+def test_an_all_reduce_goes_around_the_ring_twice() -> None:
+    machine, alone = small_machine(8, nodes=2, **RATES), Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
+    seconds = ring_seconds(machine, alone, 0, 800, 2)
+    assert seconds == pytest.approx(2 * 800 * 7 / 8 / 40 + 6 * machine.latency_seconds)
+    assert ring_seconds(machine, replace(alone, replicas=1), 0, 800, 2) == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "planned"])
+def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
+    """As a run of the same layout, cuts, order and hosts counts them (tests/pipeline/test_placement.py)."""
+    job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
+    layout, hosts = Layout(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
+    bounds = partition(job.layers, 2, "flops", schedule)
+    half = typical_programs(schedule, 2, 2, most_kept=2)  # twice as many micro-batches have twice as many passes
+    passes = [[2 * count for count in own] for own in weight_passes(half, schedule)]
+    config = ds_config(job, layout, bounds)
+    ds = laid_out(config, job.spec, world_size=4, stages=None, path="ds.json")
+    for across in ACROSS_HOSTS:
+        planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across_hosts=across), bounds, half)
+        counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds, passes))
+        assert (planned.activations, planned.gradients, planned.weights) == (
+            counted.activations,
+            counted.gradients,
+            counted.weights,
+        )
+        assert list(planned.sent.values()) == list(counted.sent.values())
+    here = step_traffic(job, small_machine(4), layout, bounds, half)
+    assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts
+
+
+def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() -> None:
+    job, machine = small_job(), small_machine(8)
+    bounds = partition(job.layers, 2, "flops", "folded")
+    times = [LayerSeconds(1.0, 10.0)] * len(job.layers)
+    outer = bounds[1], bounds[4] - bounds[3]
+    plain, again = (
+        planned_costs(job, machine, replace(FOLD, checkpoint_interval=interval), bounds, times)[0].phases
+        for interval in (0, 1)
+    )
+    assert [(phase.forward_seconds, phase.backward_seconds) for phase in plain] == [(n, 10 * n) for n in outer]
+    assert [phase.backward_seconds for phase in again] == [11 * outer[0] - 1, 11 * outer[1]]
+    sent, received = (rank_stages(job.layers, bounds, "folded")[0][phase] for phase in (0, 1))
+    assert (plain[0].activation_bytes, plain[0].gradient_bytes) == (sent.sent_elements * 2 * 4, 0)
+    assert (plain[1].activation_bytes, plain[1].gradient_bytes) == (0, received.received_elements * 2 * 4)
+
+
+def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
+    machine = small_machine(8, **RATES)
+    job = small_job(zero_optimization={"reduce_scatter": False})
+    bounds, times = (0, len(job.layers)), [LayerSeconds(1.0, 10.0)] * len(job.layers)
+    once, each, scattered = (
+        planned_costs(own, machine, Layout(1, 8, "1f1b", 1, 2, 0, stage, False), bounds, times)[0]
+        for stage, own in ((1, job), (2, job), (1, small_job()))
+    )
+    assert scattered.reduce_seconds == pytest.approx(once.reduce_seconds / 2)  # each replica gets its own part only
+    assert once.reduce_seconds > 0 == each.reduce_seconds
+    assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
+    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds) and once.weight_pass_seconds == 0
+    assert each.optimizer_seconds == once.optimizer_seconds
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])
+def test_all_devices_of_a_host_share_its_memory_when_adam_steps_there(devices: int, nodes: int) -> None:
+    """A host steps one to two billion parameters a second, however many processes it has."""
+    job = small_job()
+    layout = Layout(1, devices, "1f1b", 1, 1, 0, 1, True)
+    parameters = sum(layer.parameters for layer in job.layers)
+    gpus = replace(machine("l4", half=False, devices=devices, nodes=nodes), launch_seconds=0.0, link_bandwidth=1e30)
+    gpus = replace(gpus, network_bandwidth=1e30)
+    (costs,) = planned_costs(job, gpus, layout, (0, len(job.layers)), [LayerSeconds(0.0, 0.0)] * len(job.layers))
+    copying = parameters / devices * 8 / min(gpus.host_bandwidth, 2.2e10)
+    latency = costs.reduce_seconds
+    assert 1e9 < parameters / nodes / (costs.optimizer_seconds - copying - latency) < 2e9
