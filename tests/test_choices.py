@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ddpm_ds.config.spec_file import SPEC, load_spec
-from ddpm_ds.data.prepare import cache_path
+from ddpm_ds.data.prepare import Recipes
 from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
@@ -133,11 +133,11 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
-    named = [cache_path(spec.model_copy(update={key: value})) for key, value in others.items()]
-    assert len({cache_path(spec), *named}) == 1 + len(others)
-    assert cache_path(spec) == Path("data/digits-8px-1ch"), "stores that exist keep their names"
+    named = [Recipes(spec.model_copy(update={key: value})).of().path for key, value in others.items()]
+    assert len({Recipes(spec).of().path, *named}) == 1 + len(others)
+    assert Recipes(spec).of().path == Path("data/digits-8px-1ch"), "stores that exist keep their names"
     photos = spec.model_copy(update={"source": "folder", "path": Path("/here/../photos")})
-    assert cache_path(photos) == Path(f"data/folder-8px-1ch-{sha256(b'/photos').hexdigest()[:8]}")
+    assert Recipes(photos).of().path == Path(f"data/folder-8px-1ch-{sha256(b'/photos').hexdigest()[:8]}")
 
 
 @pytest.mark.parametrize("key", ["diffusion.schedule", "diffusion.objective"])

@@ -90,8 +90,9 @@ def fit(options: FitOptions) -> None:
     )
     spec = task.draft(task.sizes()[0]).spec
     from ddpm_ds.data.held_out import prepare_all
+    from ddpm_ds.data.prepare import How
 
-    prepare_all(spec.data, progress=True, group=spec.bucket_group or 1)  # before any trial, whose memory it is not
+    prepare_all(spec.data, How(progress=True), group=spec.bucket_group or 1)  # before any trial, whose memory it is not
     budget = "the device's memory" if task.budget_bytes is None else f"{gib(task.budget_bytes)} a process"
     print(f"{spec.name} on {device}, {layout.processes_words()}, {budget}; micro-batches x images:", flush=True)
     with tempfile.TemporaryDirectory(prefix="ddpm-ds-fit-") as folder:

@@ -197,8 +197,9 @@ def prepare(options: PrepareOptions) -> None:
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
     spec = load_spec(files.spec, [*files.overrides, *residual])
     data = spec.data
-    from ddpm_ds.data.buckets import check_steps
     from ddpm_ds.data.held_out import prepare_all  # imports torch, so the spec is checked first
+    from ddpm_ds.data.latents import check_steps
+    from ddpm_ds.data.prepare import How
     from ddpm_ds.data.text import check_text
 
     encode_on = regression = None
@@ -218,9 +219,7 @@ def prepare(options: PrepareOptions) -> None:
     check_text(spec.data.text, spec.unet.text)
     check_steps(spec.data, len(spec.unet.multipliers))
     group = spec.bucket_group or 1
-    cache, held_out = prepare_all(
-        data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group
-    )
+    cache, held_out = prepare_all(data, How(True, True, encode_on, regression), group=group)
     others = () if held_out is cache else held_out.caches
     for number, each in enumerate((*cache.caches, *others)):
         skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +23,10 @@ from tqdm import tqdm
 
 from ddpm_ds.data.cache import Indices
 from ddpm_ds.data.decoding import Size, upright_size
-from ddpm_ds.data.latents import autoencoder_of
 from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
-from ddpm_ds.ground.files import read_bytes
+from ddpm_ds.ground.files import read_bytes, replace_file
 from ddpm_ds.schema.types import written
 
 AREAS = 0.06
@@ -62,13 +62,11 @@ def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
     return 1.0 - np.minimum(ratios, 1.0 / ratios)
 
 
-class BucketData(DataSpec):
-    """Images of one bucket, whose size is ``image_size``."""
+class Bucket(NamedTuple):
+    """A bucket: its number among heights and widths in pixels of all; an image is in the one that crops it least."""
 
     number: int
-    """Its number among ``sizes``."""
     sizes: tuple[Size, ...]
-    """Heights and widths in pixels of all buckets; an image is in the one that crops it least."""
 
     @property
     def pixels(self) -> Size:
@@ -80,22 +78,13 @@ class BucketData(DataSpec):
         return np.flatnonzero(numbers_of(shapes, self.sizes) == self.number)
 
 
-def _factor(data: DataSpec) -> int:
-    """Return the pixels per unit of ``data.image_size``: 1, or those of a latent."""
-    autoencoder = autoencoder_of(data)
-    return 1 if autoencoder is None else autoencoder.factor
+def sizes_of(data: DataSpec, factor: int) -> tuple[Size, ...]:
+    """Return heights and widths in pixels of all buckets, that of ``data.image_size`` first; raises DataError.
 
-
-def image_sizes(data: DataSpec, sizes: Sequence[Size]) -> list[Size]:
-    """Return ``sizes`` in pixels as ``data.image_size`` counts them; raises DataError as :func:`sizes_of`."""
-    factor = _factor(data)
-    return [(height // factor, width // factor) for height, width in sizes]
-
-
-def sizes_of(data: DataSpec) -> tuple[Size, ...]:
-    """Return heights and widths in pixels of all buckets, that of ``data.image_size`` first; raises DataError."""
+    ``factor`` is the pixels per unit of ``data.image_size``: 1, or those of a latent.
+    """
     assert data.buckets is not None
-    factor, step = _factor(data), data.buckets.step
+    step = data.buckets.step
     size = (data.size[0] * factor, data.size[1] * factor)
     if step % factor or any(side % step for side in size):
         raise DataError(
@@ -111,11 +100,11 @@ def sizes_of(data: DataSpec) -> tuple[Size, ...]:
     return (size, *(each for each in sizes if each != size))
 
 
-def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:
-    """Return the sizes of :func:`sizes_of` without small buckets: while a bucket has fewer than ``group`` images to
-    train on, the smallest is left out, and the others take its images. Raises DataError if all images are fewer.
+def kept_sizes(sizes: Sequence[Size], shapes: Shapes, group: int, held_out: int) -> tuple[Size, ...]:
+    """Return ``sizes`` without small buckets: while a bucket has fewer than ``group`` images beside its share of
+    ``held_out``, the smallest is left out, and the others take its images. Raises DataError if all images are fewer.
     """
-    sizes, held_out = [*sizes_of(data)], 0 if data.held_out_path is not None else data.held_out_images
+    kept = [*sizes]
     if (left := len(shapes) - held_out) < group:
         what = "images" if not held_out else f"images beside data.held_out_images = {held_out:,}"
         raise DataError(
@@ -123,12 +112,12 @@ def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:
             f"smaller data.buckets.images{f', at most {left:,}' if left > 0 else ''}, or more images"
         )
     while True:
-        counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
+        counts = np.bincount(numbers_of(shapes, kept), minlength=len(kept)).tolist()
         trained = [count - share for count, share in zip(counts, shares_of(counts, held_out), strict=True)]
         small = [number for number, count in enumerate(counts) if count and trained[number] < group]
         if not small:
-            return tuple(sizes)
-        del sizes[min(small, key=trained.__getitem__)]
+            return tuple(kept)
+        del kept[min(small, key=trained.__getitem__)]
 
 
 def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
@@ -138,29 +127,26 @@ def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
     return [edges[number + 1] - edges[number] for number in range(len(counts))]
 
 
-def filled_buckets(data: DataSpec, shapes: Shapes, group: int, kept: Sequence[Size] | None = None) -> list[BucketData]:
-    """Return the buckets of :func:`kept_sizes`, or of ``kept`` sizes, that have images, the nearest to
-    ``data.image_size`` first. A bucket with the same images as among all sizes names all, so that runs share its cache.
+def filled_buckets(sizes: tuple[Size, ...], kept: Sequence[Size], shapes: Shapes) -> list[Bucket]:
+    """Return the buckets of ``kept`` sizes that have images, the nearest to the first of all ``sizes`` first.
+
+    A bucket with the same images as among all sizes names all, so that runs share its cache.
     """
-    sizes, kept = sizes_of(data), kept_sizes(data, shapes, group) if kept is None else kept
     numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
-    found: list[BucketData] = []
-    for kept_number, (size, image_size) in enumerate(zip(kept, image_sizes(data, kept), strict=True)):
-        number, members = sizes.index(size), kept_numbers == kept_number
-        if not members.any():
-            continue
-        among: dict[str, object] = {"number": kept_number, "sizes": tuple(kept)}
-        if np.array_equal(members, numbers == number):
-            among = {"number": number, "sizes": sizes}
-        found.append(BucketData(**{**dict(data), "image_size": image_size, **among}))
-    nearest = cropped(np.array([data.size], np.int32), [bucket.size for bucket in found]).argmin()
+    found: list[Bucket] = []
+    for number, size in enumerate(kept):
+        members, among_all = kept_numbers == number, Bucket(sizes.index(size), sizes)
+        if members.any():
+            same = np.array_equal(members, numbers == among_all.number)
+            found.append(among_all if same else Bucket(number, tuple(kept)))
+    nearest = cropped(np.array(sizes[:1], np.int32), [bucket.pixels for bucket in found]).argmin()
     first = found.pop(int(nearest))
     return [first, *found]
 
 
-def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: int) -> str | None:
+def moved(sizes: Sequence[Size], shapes: Shapes, buckets: Sequence[Bucket], group: int) -> str | None:
     """Return a line about images of small buckets, which are in others of ``buckets``; None without any."""
-    sizes, kept = sizes_of(data), {bucket.pixels for bucket in buckets}
+    kept = {bucket.pixels for bucket in buckets}
     counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
     small = {written(size): count for size, count in zip(sizes, counts, strict=True) if count and size not in kept}
     if not small:
@@ -170,18 +156,6 @@ def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: 
         f"data.buckets: fewer images than the {group:,} that follow each other are in {each}; these "
         f"{sum(small.values()):,} of {len(shapes):,} images are in the next-best of the {len(buckets):,} other sizes"
     )
-
-
-def check_steps(data: DataSpec, levels: int) -> None:
-    """Raise DataError for buckets of latents that can't be halved from level to level of the U-Net."""
-    if data.buckets is None or (autoencoder := autoencoder_of(data)) is None:
-        return
-    multiple = autoencoder.factor * 2 ** (levels - 1)
-    if data.buckets.step % multiple:
-        raise DataError(
-            f"data.buckets.step = {data.buckets.step} should be a multiple of {multiple} pixels: a latent is made of "
-            f"{autoencoder.factor}, and unet.multipliers halves latents {levels - 1} times"
-        )
 
 
 def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
@@ -214,6 +188,13 @@ def read_shapes(path: Path) -> tuple[str, Shapes] | None:
     except Exception:  # numpy raises almost anything on a damaged file, which is made again
         return None
     return (content, shapes) if shapes.dtype == np.int32 and shapes.ndim == 2 and shapes.shape[1] == 2 else None
+
+
+def write_shapes(path: Path, content: str, shapes: Shapes) -> None:
+    """Write the file that :func:`read_shapes` reads."""
+    file = io.BytesIO()
+    np.savez_compressed(file, content=np.array(content), shapes=shapes)
+    replace_file(path, file.getvalue())
 
 
 @dataclass

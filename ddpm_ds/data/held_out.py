@@ -9,7 +9,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ import numpy as np
 
 from ddpm_ds.data.buckets import shares_of
 from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField
-from ddpm_ds.data.decoding import Size
-from ddpm_ds.data.loader import split
-from ddpm_ds.data.prepare import buckets_of, prepare
+from ddpm_ds.data.prepare import How, Recipe, Recipes, prepared
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
+from ddpm_ds.schema.types import HeldOut
 
+MOST_RANGES = 10
+"""Maximum ranges of neighbouring images that are held out; only the ends of a range resemble images to train on."""
 HELD_OUT = "held-out/"
 """Prefix of a held-out source's files in the checksums of a run's images."""
 
@@ -34,36 +35,22 @@ class Subset(NamedTuple):
     positions: Indices
 
 
-def held_out_of(data: DataSpec) -> DataSpec | None:
-    """Return the spec of the source of held-out images; None if these are among the others.
-
-    It normalises nothing: the statistics of the training images do.
-    """
-    if data.held_out_path is None:
-        return None
-    changes: dict[str, Any] = {"path": data.held_out_path, "held_out_path": None, "normalise": None}
-    if (asked := data.condition) is not None:
-        own = {"path": asked.held_out_path or asked.path, "held_out_path": None, "normalise": None}
-        changes["condition"] = asked.model_copy(update=own)
-    return data.model_copy(update=changes)
-
-
 def prepare_all(
-    data: DataSpec, progress: bool = False, *, learned: Mapping[str, str] | None = None, group: int = 1, **how: Any
+    data: DataSpec, how: How, *, learned: Mapping[str, str] | None = None, group: int = 1
 ) -> tuple[DatasetCache, DatasetCache]:
     """Return the caches of the training images and of the held-out ones, which may be one; a missing one is made.
 
     A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
-    Its images are in the buckets of the training images. ``learned`` are the checksums of a checkpoint's images; the
-    rest is passed to :func:`ddpm_ds.data.prepare.prepare`. Raises DataError also if the two don't fit each other.
+    Its images are in the buckets of the training images. ``learned`` are the checksums of a checkpoint's images; see
+    :func:`ddpm_ds.data.prepare.prepared`. Raises DataError also if the two don't fit each other.
     """
     trained_on, held_out = (None, None) if learned is None else training_and_held_out(learned)
+    recipes = Recipes(data, how.progress).all(group)
     if data.held_out_path is None:
-        cache = prepare(data, progress, learned=trained_on, group=group, **how)
+        cache = prepared(recipes, how, trained_on)
         return cache, cache
-    sizes = sizes_trained(data, group, progress)
-    other = prepare_held_out(data, progress, learned=held_out or None, sizes=sizes, **how)
-    cache = prepare(data, progress, learned=trained_on, sizes=sizes, **how)
+    other = _prepare_other(data, recipes, how, held_out or None)
+    cache = prepared(recipes, how, trained_on)
     given = f"data.held_out_path = {data.held_out_path}"
     for name in {IMAGES, *cache.meta.fields} - {CAPTIONS}:  # there may be more captions of an image
         if name == IMAGES and data.buckets is not None:
@@ -84,27 +71,37 @@ def prepare_all(
     return cache, other.with_statistics(cache.meta.statistics)
 
 
-def sizes_trained(data: DataSpec, group: int, progress: bool = False) -> list[Size] | None:
-    """Return the sizes of the buckets of the training images, None without buckets; raises DataError."""
-    return None if data.buckets is None else [one.pixels for one in buckets_of(data, group, progress=progress)]
-
-
-def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> DatasetCache:
+def prepare_held_out(data: DataSpec, group: int, learned: Mapping[str, str]) -> DatasetCache:
     """Return the cache with the held-out images of ``data``, with the statistics of their own source if they have one.
 
-    ``how`` is passed to :func:`ddpm_ds.data.prepare.prepare`. Raises DataError also for images that are trained on.
+    ``learned`` are the checksums of this cache in a checkpoint. Raises DataError also for images that are trained on.
     """
-    source = held_out_of(data)
-    if source is None or source.path is None or data.path is None:
-        return prepare(data, progress, **how)
-    here, there = (Path(os.path.realpath(path)) for path in (data.path, source.path))
+    how = How(progress=True)
+    recipes = Recipes(data, True).all(group) if data.held_out_path is None or data.buckets else []
+    if data.held_out_path is None:
+        return prepared(recipes, how, learned)
+    return _prepare_other(data, recipes, how, learned)
+
+
+def _prepare_other(
+    data: DataSpec, trained: Sequence[Recipe], how: How, learned: Mapping[str, str] | None
+) -> DatasetCache:
+    """Return the cache of the source of held-out images, which are in the buckets of the ``trained`` ones."""
+    assert data.held_out_path is not None and data.path is not None, "the spec refuses it"
+    sizes = [recipe.bucket.pixels for recipe in trained if recipe.bucket is not None]
+    here, there = (Path(os.path.realpath(path)) for path in (data.path, data.held_out_path))
     if here == there or here in there.parents or there in here.parents:
         raise DataError(
-            f"data.held_out_path = {source.path} and data.path = {data.path} are one, or one is in the other, so that "
-            "held-out images would be trained on; use two folders"
+            f"data.held_out_path = {data.held_out_path} and data.path = {data.path} are one, or one is in the other, "
+            "so that held-out images would be trained on; use two folders"
         )
+    changes: dict[str, Any] = {"path": data.held_out_path, "held_out_path": None, "normalise": None}
+    if (asked := data.condition) is not None:
+        own = {"path": asked.held_out_path or asked.path, "held_out_path": None, "normalise": None}
+        changes["condition"] = asked.model_copy(update=own)
+    source = data.model_copy(update=changes)  # normalises nothing: the statistics of the training images do
     try:
-        return prepare(source, progress, **how)
+        return prepared(Recipes(source, how.progress).all(sizes=sizes or None), how, learned)
     except (DataError, SpecError) as error:
         message = str(error).replace("data.path", "data.held_out_path")
         if data.condition is not None and data.condition.held_out_path is not None:
@@ -154,3 +151,39 @@ def training_and_held_out(checksums: Mapping[str, str]) -> tuple[dict[str, str],
 def _shown(stored: StoredField) -> str:
     names = f" ({', '.join(stored.channels)})" if stored.channels else ""
     return f"{'x'.join(map(str, stored.shape))} {stored.values}{names}"
+
+
+def split(count: int, held_out: int, how: HeldOut = "random") -> tuple[Indices, Indices]:
+    """Split a cache of ``count`` images into training images and ``held_out`` others; positions are int64 and rising.
+
+    The split depends on these arguments alone, so that runs of any seed are measured on the same images. ``how`` is
+    ``data.held_out``; "ranges" are at most 10, of equal length but for one image, in the middle of equal parts::
+
+        count = 20, held_out = 4, ranges of 1     ..h.. ..h.. ..h.. ..h..
+
+    Raises:
+        SpecError: no image would be left to train on.
+    """
+    if held_out >= count:
+        raise SpecError(
+            f"data.held_out_images = {held_out:,} leaves nothing of the {count:,} images; --set data.held_out_images="
+            f"{count // 10}"
+        )
+    chosen = np.zeros(count, bool)
+    if how == "random":
+        chosen[shuffled(count)[:held_out]] = True
+    elif how == "last":
+        chosen[count - held_out :] = True
+    else:
+        ranges = min(MOST_RANGES, held_out)
+        for number in range(ranges):
+            begin, end = (count * edge // ranges for edge in (number, number + 1))
+            length = held_out * (number + 1) // ranges - held_out * number // ranges
+            first = begin + (end - begin - length) // 2
+            chosen[first : first + length] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def shuffled(count: int) -> Indices:
+    """Return the positions 0 to ``count - 1``, int64, shuffled in a fixed order."""
+    return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)

@@ -11,7 +11,7 @@ from ddpm_ds.data.cache import IMAGES, FieldFacts, Indices
 from ddpm_ds.data.cache import Images as Values
 from ddpm_ds.data.decoding import decode, upright_size
 from ddpm_ds.data.fields import CONDITION, VECTOR, joined
-from ddpm_ds.data.prepare import looks_of
+from ddpm_ds.data.origin import looks_of
 from ddpm_ds.data.sources import FIELD_OPENERS, open_source
 from ddpm_ds.data.sources.base import BROKEN, Names, Source, one_line
 from ddpm_ds.data.sources.files import FolderSource

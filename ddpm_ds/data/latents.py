@@ -210,12 +210,26 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
 
 def pixels_of(data: DataSpec) -> DataSpec:
     """Return the spec of the pixels behind latents, ``data`` itself without autoencoder; raises DataError."""
-    found = autoencoder_of(data)
-    if found is None:
-        return data
-    height, width = data.size
-    changes = {"autoencoder": None, "channels": 3, "image_size": (height * found.factor, width * found.factor)}
-    return data.model_copy(update=changes)
+    return data if (found := autoencoder_of(data)) is None else pixels_behind(data, found.factor)
+
+
+def pixels_behind(latents: DataSpec, factor: int) -> DataSpec:
+    """Return the spec of the pixels behind latents that are made of ``factor`` x ``factor`` pixels each."""
+    height, width = latents.size
+    changes = {"autoencoder": None, "channels": 3, "image_size": (height * factor, width * factor)}
+    return latents.model_copy(update=changes)
+
+
+def check_steps(data: DataSpec, levels: int) -> None:
+    """Raise DataError for buckets of latents that can't be halved from level to level of the U-Net."""
+    if data.buckets is None or (autoencoder := autoencoder_of(data)) is None:
+        return
+    multiple = autoencoder.factor * 2 ** (levels - 1)
+    if data.buckets.step % multiple:
+        raise DataError(
+            f"data.buckets.step = {data.buckets.step} should be a multiple of {multiple} pixels: a latent is made of "
+            f"{autoencoder.factor}, and unet.multipliers halves latents {levels - 1} times"
+        )
 
 
 def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]:

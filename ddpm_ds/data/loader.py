@@ -1,4 +1,4 @@
-"""Loader of micro-batches onto the training device, as a function of the number of images seen.
+"""Order in which training sees images, and loader of their micro-batches, as functions of the images seen.
 
 It keeps no state, so a resumed run loses nothing. The next micro-batch is copied while the current one is used.
 """
@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,22 +30,102 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices
-from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.ground import keyed
-from ddpm_ds.ground.errors import HostError, SpecError
+from ddpm_ds.ground.errors import HostError
 from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.ground.units import gib
-from ddpm_ds.schema.types import HeldOut
 
-MOST_RANGES = 10
-"""Maximum ranges of neighbouring images that are held out; only the ends of a range resemble images to train on."""
 SHARED_MEMORY = "/dev/shm"
 """Folder in memory through which worker processes hand over reads."""
 UNSENT = os.EX_IOERR
 """Exit code of a worker process that could not hand over a read."""
+ROUNDS = 2**32
+"""Number of the stream of permutations that orders groups; a seed has others for images."""
 READ_BYTES, READ_IMAGES = 2**22, 512
 """Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a millisecond,
 or of some milliseconds in another process."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order in which training sees ``count`` images, a function of ``seed``: each once per epoch, shuffled anew."""
+
+    count: int
+    seed: int
+
+    def image_at(self, index: Indices) -> Indices:
+        """Return the positions, 0 to ``count - 1``, of the images of indices ``index``, int64 (n,) to (n,)."""
+        epochs, places = np.divmod(index, self.count)
+        images = np.empty_like(index)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            images[now] = permutation(self.count, self.seed, epoch)[places[now]]
+        return images
+
+
+@lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
+def permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
+    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
+
+
+@dataclass(frozen=True)
+class BucketOrder:
+    """Order in which training sees the images of buckets.
+
+    Each bucket has an endless :class:`Order` of its own, in which each of its images comes once per
+    epoch. Buckets take turns in rounds: after R rounds, which have about as many images as the data set, a bucket of n
+    images has had floor(R n / group) groups, in a shuffled order.
+    """
+
+    counts: tuple[int, ...]
+    """Images of each bucket; of one with fewer than ``group`` some come again in a group."""
+    seed: int
+    group: int
+    """Consecutive images of training that share a bucket."""
+
+    def bucket_at(self, index: int) -> int:
+        """Return the bucket of an image index."""
+        return self._turn(index // self.group)[0]
+
+    def images_at(self, index: Indices) -> tuple[int, Indices]:
+        """Return the bucket of some images of one group, int64 (n,), and their positions in it, int64 (n,)."""
+        bucket, before = self._turn(int(index[0]) // self.group)
+        places = before * self.group + index % self.group
+        return bucket, Order(self.counts[bucket], self.seed + bucket).image_at(places)
+
+    def _turn(self, group: int) -> tuple[int, int]:
+        """Return the bucket of a group, and how many groups of this bucket come before."""
+        number = group * self.group // sum(self.counts)
+        while self._before(number + 1) <= group:
+            number += 1
+        while self._before(number) > group:
+            number -= 1
+        turns, earlier = _round(self, number)
+        place = group - self._before(number)
+        bucket = int(turns[place])
+        return bucket, number * self.counts[bucket] // self.group + int(earlier[place])
+
+    def _before(self, number: int) -> int:
+        """Return the number of groups before a round."""
+        return sum(number * count // self.group for count in self.counts)
+
+
+@lru_cache(maxsize=4)
+def _round(order: BucketOrder, number: int) -> tuple[Indices, Indices]:
+    """Return each group's bucket in a round, and how many groups of this bucket come before in it."""
+    turns = np.concatenate(
+        [
+            np.full((number + 1) * count // order.group - number * count // order.group, bucket)
+            for bucket, count in enumerate(order.counts)
+        ]
+    )
+    turns = turns[permutation(len(turns), order.seed, number, ROUNDS)]
+    earlier = np.zeros_like(turns)
+    for bucket in range(len(order.counts)):
+        own = turns == bucket
+        earlier[own] = np.arange(own.sum())
+    return turns, earlier
 
 
 class MicroBatch(NamedTuple):
@@ -308,39 +389,3 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[M
         for tensor in (part for part in batch if part is not None):
             tensor.record_stream(current)  # keeps the memory until the current stream has used it
         yield batch
-
-
-def split(count: int, held_out: int, how: HeldOut = "random") -> tuple[Indices, Indices]:
-    """Split a cache of ``count`` images into training images and ``held_out`` others; positions are int64 and rising.
-
-    The split depends on these arguments alone, so that runs of any seed are measured on the same images. ``how`` is
-    ``data.held_out``; "ranges" are at most 10, of equal length but for one image, in the middle of equal parts::
-
-        count = 20, held_out = 4, ranges of 1     ..h.. ..h.. ..h.. ..h..
-
-    Raises:
-        SpecError: no image would be left to train on.
-    """
-    if held_out >= count:
-        raise SpecError(
-            f"data.held_out_images = {held_out:,} leaves nothing of the {count:,} images; --set data.held_out_images="
-            f"{count // 10}"
-        )
-    chosen = np.zeros(count, bool)
-    if how == "random":
-        chosen[shuffled(count)[:held_out]] = True
-    elif how == "last":
-        chosen[count - held_out :] = True
-    else:
-        ranges = min(MOST_RANGES, held_out)
-        for number in range(ranges):
-            begin, end = (count * edge // ranges for edge in (number, number + 1))
-            length = held_out * (number + 1) // ranges - held_out * number // ranges
-            first = begin + (end - begin - length) // 2
-            chosen[first : first + length] = True
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
-
-
-def shuffled(count: int) -> Indices:
-    """Return the positions 0 to ``count - 1``, int64, shuffled in a fixed order."""
-    return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)

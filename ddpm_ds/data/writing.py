@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import glob
 import io
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -28,45 +27,14 @@ from pydantic import Field
 from tqdm import tqdm
 
 from ddpm_ds.data import cache
-from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of, shares_of_spread
 from ddpm_ds.ground.errors import DataError, one_line
 from ddpm_ds.ground.files import read_bytes, sha256_of, sync
 from ddpm_ds.ground.units import gib
 
+SHARD_BYTES = 2**28
+"""Maximum bytes of a file of images."""
 MOST_RECORD_BYTES = 2**27
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """Plan of a cache, which its files must match."""
-
-    kind: cache.Kind
-    fields: Mapping[str, cache.StoredField]
-    """Fields of an image, images among them."""
-    images: int
-    """Images of the source, including unreadable ones."""
-    image_bytes: int
-    """Bytes per image, of all fields together."""
-    shard_images: int
-    """Images of the source per file."""
-    origin: str
-    """Hash of the source's names and labels."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape (C, H, W) of the images."""
-        channels, height, width = self.fields[cache.IMAGES].shape
-        return channels, height, width
-
-    @property
-    def shards(self) -> int:
-        """Number of files."""
-        return math.ceil(self.images / self.shard_images)
-
-    def images_of(self, number: int) -> range:
-        """Return the range of source images in file ``number``."""
-        return range(number * self.shard_images, min(self.images, (number + 1) * self.shard_images))
 
 
 class Record(Kept):
@@ -94,13 +62,27 @@ class Chunk(NamedTuple):
     """Moments of fields, of all images in the chunk."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts about the images of a cache, beside their values."""
+Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
+"""Function that yields the images of a range of the source in order, listing unreadable ones as skipped."""
 
-    classes: tuple[str, ...]
+
+@dataclass(frozen=True)
+class Content:
+    """Content of a cache, and the function that makes its images."""
+
+    kind: cache.Kind
+    fields: Mapping[str, cache.StoredField]
+    """Fields of an image, images among them."""
+    images: int
+    """Images of the source, including unreadable ones."""
+    chunks: Chunks
+    source: str
+    folder: str | None
+    state: str = ""
+    """State of the source; processes that find another one write a cache of their own."""
+    classes: tuple[str, ...] = (".",)
     made_of: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of the images' origins, also kept in ``meta.json``, by names that no file has."""
+    """Checksums of what the images are made from, also kept in ``meta.json``, by names that no file has."""
     origin: cache.Origin | None = None
     constants: cache.Images | None = None
     """Fields that are the same for all images, float32 (C, H, W)."""
@@ -109,10 +91,26 @@ class Facts:
     """Whether values can be NaN, for masked ones."""
     captions: bytes | None = None
     """Content of the file of distinct captions."""
+    max_bad_fraction: float = 0.0
+    by_processes: Callable[[int], AbstractContextManager[Chunks]] | None = None
+    """``chunks`` of a number of processes, where these are faster than one."""
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes per image, of all fields together."""
+        return sum(stored.nbytes for stored in self.fields.values())
 
-Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
-"""Function that yields the images of a range of the source in order, listing unreadable ones as skipped."""
+    @property
+    def shards(self) -> list[range]:
+        """Images of the source in each file."""
+        step = max(1, SHARD_BYTES // self.image_bytes)
+        return [range(first, min(self.images, first + step)) for first in range(0, self.images, step)]
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that processes which write one cache have to agree on."""
+        agreed = (self.kind, self.fields, self.images, SHARD_BYTES, self.state, sorted(self.made_of.items()))
+        return sha256(repr(agreed).encode()).hexdigest()
 
 
 def lock_of(path: Path, name: str = "list") -> filelock.FileLock:
@@ -127,9 +125,7 @@ def _lock_file(path: Path, name: str) -> Path:
     return Path(tempfile.gettempdir(), f"ddpm-ds-{os.getuid()}", f"{of_path}.{name}.lock")
 
 
-def write_cache(
-    path: Path, plan: CachePlan, chunks: Chunks, spec: DataSpec, facts: Facts, progress: bool, beginnings: int = 3
-) -> None:
+def write_cache(path: Path, content: Content, chunks: Chunks, progress: bool, beginnings: int = 3) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
     If the unfinished folder is removed, it is begun again, ``beginnings`` times in all. Raises DataError if the disk is
@@ -137,26 +133,26 @@ def write_cache(
     """
     if path.exists():
         return
-    folder = path.with_name(f".{path.name}.{sha256(repr(plan).encode()).hexdigest()[:8]}.preparing")
-    needed, free = plan.images * plan.image_bytes, shutil.disk_usage(path.parent).free
+    folder = path.with_name(f".{path.name}.{content.digest[:8]}.preparing")
+    needed, free = content.images * content.image_bytes, shutil.disk_usage(path.parent).free
     if needed > free and not folder.exists():
         raise DataError(
             f"data.store_root = {path.parent} has {gib(free)} free, and the "
-            f"{'texts' if plan.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
+            f"{'texts' if content.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
     folder.mkdir(exist_ok=True)
     try:
-        with tqdm(total=plan.images, desc=f"preparing {path.name}", disable=not progress) as bar:
-            records = _Shards(path, folder, plan, chunks, spec.max_bad_fraction, bar).write()
-        _describe(folder, plan, records, spec, facts)
+        with tqdm(total=content.images, desc=f"preparing {path.name}", disable=not progress) as bar:
+            records = _Shards(path, folder, content, chunks, bar).write()
+        _describe(folder, content, records)
         folder.rename(path)
     except OSError as error:
         if not path.exists():
             if beginnings == 1 or not isinstance(error, FileNotFoundError):
                 raise
             # Another process gave up and removed the folder: meet the same fault, and report it.
-            write_cache(path, plan, chunks, spec, facts, progress, beginnings - 1)
+            write_cache(path, content, chunks, progress, beginnings - 1)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
@@ -175,46 +171,45 @@ def _record_name(number: int | str) -> str:
 class _Shards:
     """Files of a cache that is being written."""
 
-    def __init__(
-        self, path: Path, folder: Path, plan: CachePlan, chunks: Chunks, max_bad_fraction: float, bar: tqdm[Any]
-    ) -> None:
-        self.path, self.folder, self.plan, self.chunks, self.bar = path, folder, plan, chunks, bar
-        self.max_bad_fraction = max_bad_fraction
-        self.found = {number for number in range(plan.shards) if (folder / _record_name(number)).exists()}
+    def __init__(self, path: Path, folder: Path, content: Content, chunks: Chunks, bar: tqdm[Any]) -> None:
+        self.path, self.folder, self.content, self.chunks, self.bar = path, folder, content, chunks, bar
+        self.shards = content.shards
+        self.found = {number for number in range(len(self.shards)) if (folder / _record_name(number)).exists()}
         """Files of an earlier start, whose checksums this process has not compared yet."""
         self.records: dict[int, Record] = {}
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for those of this host, and return all records."""
         rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        hosts = max(1, world // local)
-        own = range(rank // local % hosts, self.plan.shards, hosts)
+        hosts, every = max(1, world // local), range(len(self.shards))
+        own = every[rank // local % hosts :: hosts]
         # After its own files this host takes the others from the last on, which their hosts come to last.
-        missing, seconds = [*own, *sorted(set(range(self.plan.shards)) - {*own}, reverse=True)], 0
+        missing, seconds = [*own, *sorted({*every} - {*own}, reverse=True)], 0
         while missing:
             for number in missing:
                 with suppress(filelock.Timeout), lock_of(self.path, str(number)).acquire(timeout=seconds):
                     self.records[number] = self._read_record(number) or self._write_shard(number)
             missing, seconds = [number for number in missing if number not in self.records], -1  # as long as it takes
         self._check_skipped()  # of all processes
-        self.bar.update(self.plan.images - self.bar.n)
-        return [self.records[number] for number in range(self.plan.shards)]
+        self.bar.update(self.content.images - self.bar.n)
+        return [self.records[number] for number in every]
 
     def _check_skipped(self, now: Sequence[tuple[str, str]] = ()) -> None:
         """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows, ``now`` among them."""
         skipped = [image for number in sorted(self.records) for image in self.records[number].skipped] + [*now]
-        if len(skipped) > self.max_bad_fraction * self.plan.images:
+        most, images = self.content.max_bad_fraction, self.content.images
+        if len(skipped) > most * images:
             name, reason = skipped[0]
             raise DataError(
-                f"data.max_bad_fraction = {self.max_bad_fraction:g} is passed: {len(skipped)} of {self.plan.images} "
-                f"images are unreadable so far, first {name}: {reason}; fix or remove them, or raise it to skip them"
+                f"data.max_bad_fraction = {most:g} is passed: {len(skipped)} of {images} images are unreadable so far, "
+                f"first {name}: {reason}; fix or remove them, or raise it to skip them"
             )
 
     def _read_record(self, number: int) -> Record | None:
         """Return the record of a file; None without one, or if that of an earlier start or its file is damaged."""
         with suppress(OSError, ValueError):
             record = Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
-            whole = len(record.labels) + len(record.skipped) == len(self.plan.images_of(number))
+            whole = len(record.labels) + len(record.skipped) == len(self.shards[number])
             for name, checksum in record.sha256.items() if number in self.found else ():
                 whole = whole and sha256_of(self.folder / cache.shard_name(number, name)) == checksum
             self.found.discard(number)
@@ -223,10 +218,10 @@ class _Shards:
 
     def _write_shard(self, number: int) -> Record:
         """Write one file of each field and their record; headers are padded, so that their counts can change."""
-        plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
+        numbers = self.shards[number]
         labels, skipped, moments = list[int](), list[tuple[str, str]](), dict[str, Moments]()
         with ExitStack() as stack:
-            names = {name: self.folder / cache.shard_name(number, name) for name in plan.fields}
+            names = {name: self.folder / cache.shard_name(number, name) for name in self.content.fields}
             files = {name: stack.enter_context(_complete(path)) for name, path in names.items()}
             self._write_headers(files, len(numbers))
             for chunk in self.chunks(numbers):
@@ -237,7 +232,7 @@ class _Shards:
                     moments[name] = merged(np.stack([moments[name], found])) if name in moments else found
                 labels += chunk.labels
                 skipped += chunk.skipped
-                bar.update(len(chunk.images) + len(chunk.skipped))
+                self.bar.update(len(chunk.images) + len(chunk.skipped))
                 if chunk.skipped:
                     self._check_skipped(skipped)
                 del chunk  # an image may take 200 MB, and the next is about to be read
@@ -257,7 +252,7 @@ class _Shards:
 
     def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
         for name, file in files.items():
-            stored = self.plan.fields[name]
+            stored = self.content.fields[name]
             header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, header)
@@ -276,22 +271,23 @@ def _complete(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: DataSpec, facts: Facts) -> None:
+def _describe(folder: Path, content: Content, records: Sequence[Record]) -> None:
     """Write the files of a cache other than its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
-    constants = facts.constants
+    constants, fields = content.constants, content.fields
+    channels, height, width = fields[cache.IMAGES].shape
     contents = {cache.LABELS: _saved(np.array(labels, np.int64))}
     if constants is not None:
         contents[cache.CONSTANTS] = _saved(constants)
-    if facts.captions is not None:
-        contents[cache.CAPTIONS_FILE] = facts.captions
+    if content.captions is not None:
+        contents[cache.CAPTIONS_FILE] = content.captions
     checksums = {
         cache.shard_name(number, name): checksum
         for number, record in enumerate(records)
         for name, checksum in record.sha256.items()
     }
-    checksums |= {name: sha256(content).hexdigest() for name, content in contents.items()}
+    checksums |= {name: sha256(each).hexdigest() for name, each in contents.items()}
     if skipped:
         report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
         contents[cache.SKIPPED] = report.encode(errors="backslashreplace")
@@ -299,31 +295,31 @@ def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: Da
         name: merged(np.array([each.moments[name] for each in records if name in each.moments]))
         for name in {name: None for record in records for name in record.moments}
     }
-    roundings = {name: measured[key] for name in sorted(plan.fields) if (key := rounding_of(name)) in measured}
+    roundings = {name: measured[key] for name in sorted(fields) if (key := rounding_of(name)) in measured}
     meta = cache.CacheMeta(
         format=cache.FORMAT,
-        source=spec.source,
-        folder=spec.name if spec.path is None else str(spec.path),
+        source=content.source,
+        folder=content.folder,
         count=len(labels),
-        shape=plan.shape,
-        classes=facts.classes,
+        shape=(channels, height, width),
+        classes=content.classes,
         skipped=len(skipped),
-        sha256=checksums | dict(facts.made_of),
-        kind=plan.kind,
+        sha256=checksums | dict(content.made_of),
+        kind=content.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
-        origin=facts.origin,
+        origin=content.origin,
         constants=None if constants is None else cache.StoredField(shape=constants.shape, values="float32"),
-        statistics={name: Statistics.of(measured[name]) for name in sorted(plan.fields) if name in measured},
+        statistics={name: Statistics.of(measured[name]) for name in sorted(fields) if name in measured},
         rounding={name: shares_of_spread(measured[name], errors) for name, errors in roundings.items()},
-        coordinates=facts.coordinates,
-        masked=facts.masked,
+        coordinates=content.coordinates,
+        masked=content.masked,
     )
-    if plan.fields != {cache.IMAGES: meta.field(cache.IMAGES)}:
-        meta = meta.model_copy(update={"fields": dict(plan.fields)})
+    if fields != {cache.IMAGES: meta.field(cache.IMAGES)}:
+        meta = meta.model_copy(update={"fields": dict(fields)})
     contents[cache.META] = (meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode()
-    for name, content in contents.items():
+    for name, each in contents.items():
         with _complete(folder / name) as file:
-            file.write(content)
+            file.write(each)
     sync(folder)
 
 

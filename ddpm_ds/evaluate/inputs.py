@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import DatasetCache, Indices
 from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
-from ddpm_ds.data.held_out import Subset, parts, prepare_held_out, sizes_trained, training_and_held_out
+from ddpm_ds.data.held_out import Subset, parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
-from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.diffusion.condition import Condition, Moves
 from ddpm_ds.diffusion.process import Drawing, Sampler
@@ -211,11 +210,7 @@ def held_out_images(
         )
     learned, held_out = training_and_held_out(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
-    if dataset is None:
-        sizes = None if data.held_out_path is None else sizes_trained(data, group)
-        store = prepare_held_out(data, True, learned=known, group=group, sizes=sizes)
-    else:
-        store = DatasetCache.open(dataset, progress=True)
+    store = prepare_held_out(data, group, known) if dataset is None else DatasetCache.open(dataset, progress=True)
     if store.meta.sha256 != known:
         kind = "data set" if known is learned else "held-out data set"
         raise DataError(f"{store.path} is not the {kind} of {trained.origin}; name that one")

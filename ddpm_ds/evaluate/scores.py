@@ -17,10 +17,9 @@ from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import Subset, training_and_held_out
-from ddpm_ds.data.latents import pixels_learned, pixels_of
-from ddpm_ds.data.loader import shuffled
-from ddpm_ds.data.prepare import buckets_of, prepare_images
+from ddpm_ds.data.held_out import Subset, shuffled, training_and_held_out
+from ddpm_ds.data.latents import pixels_learned
+from ddpm_ds.data.prepare import How, Recipes, images_of
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
     Clip,
@@ -71,8 +70,8 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             f"{origin} is an export, without a data set; name the folder of its prepared images with --dataset DIR"
         )
     else:
-        data = spec.data if (group := spec.bucket_group) is None else buckets_of(spec.data, group)[0]
-        reference = prepare_images(pixels_of(data), progress=True, learned=learned)
+        recipe = Recipes(spec.data).all(spec.bucket_group or 1)[0]
+        reference = images_of(recipe.base or recipe, How(progress=True), learned)
     if learned is not None:
         if reference.meta.sha256 != learned:
             raise DataError(f"{reference.path} is not the data set of {origin}; name that one with --dataset DIR")

@@ -376,8 +376,10 @@ def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) ->
     text = spec.data.text
     if spec.data.buckets is None and (text is None or text.stored != "ids"):
         return Workload(spec, config, on_cpu)
-    from ddpm_ds.data.prepare import bucket_shares
+    from ddpm_ds.data.prepare import Recipes
     from ddpm_ds.data.text import TextEncoders
 
     elements = TextEncoders.open(text, None).elements if text is not None and text.stored == "ids" else 0
-    return Workload(spec, config, on_cpu, bucket_shares(spec.data, spec.bucket_group, counted=counted), elements)
+    group = spec.bucket_group
+    shares = () if group is None else Recipes(spec.data).shares(group, counted=counted)
+    return Workload(spec, config, on_cpu, shares, elements)

@@ -23,8 +23,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import Subset
-from ddpm_ds.data.loader import MicroBatch, worker_failures
-from ddpm_ds.data.order import BucketOrder
+from ddpm_ds.data.loader import BucketOrder, MicroBatch, worker_failures
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.config.spec import RunSpec, check_picture
-from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import Subset, checksums_of, parts, prepare_all
-from ddpm_ds.data.latents import pixels_of
+from ddpm_ds.data.latents import check_steps, pixels_of
+from ddpm_ds.data.prepare import How
 from ddpm_ds.data.text import check_text
 from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
 from ddpm_ds.ground.errors import HostError, SpecError, one_line
@@ -142,9 +142,7 @@ def _prepared(
     gather = gather_in(rendezvous)
     store, held_out = prepare_all(
         plan.spec.data,
-        progress=first_on_host,
-        together=int(os.environ["LOCAL_WORLD_SIZE"]),
-        verify=None if first_on_host else False,
+        How(progress=first_on_host, verify=None if first_on_host else False),
         learned=next(filter(None, gather(images_learned(run_dir, asked.start_from) if first_on_host else None)), None),
         group=plan.spec.bucket_group or 1,
     )

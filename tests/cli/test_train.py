@@ -20,7 +20,7 @@ from PIL import Image
 from ddpm_ds.cli import train as command
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.ground.device import choose_device
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.planning import run_plan
@@ -137,7 +137,7 @@ def test_classes_of_images_without_labels_are_refused_with_where_labels_come_fro
 def test_a_damaged_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     spec = load_spec(DIGITS, ["data.store_root=s"])
     prepare(spec.data)
-    images = cache_path(spec.data) / "images.npy"
+    images = Recipes(spec.data).of().path / "images.npy"
     content = bytearray(images.read_bytes())
     content[-1] ^= 1
     images.write_bytes(content)

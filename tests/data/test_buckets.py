@@ -21,7 +21,6 @@ from PIL import ExifTags, Image, ImageFile
 from ddpm_ds.data.buckets import (
     AREAS,
     bucket_sizes,
-    check_steps,
     cropped,
     filled_buckets,
     kept_sizes,
@@ -32,10 +31,9 @@ from ddpm_ds.data.buckets import (
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
 from ddpm_ds.data.held_out import Subset, parts, prepare_all
-from ddpm_ds.data.latents import pixels_learned, pixels_of
-from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.order import BucketOrder
-from ddpm_ds.data.prepare import bucket_shares, buckets_of, cache_path, class_names, prepare, prepare_images
+from ddpm_ds.data.latents import check_steps, pixels_learned
+from ddpm_ds.data.loader import BucketOrder, micro_batches
+from ddpm_ds.data.prepare import How, Recipes, class_names, images_of, prepare
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.evaluate import inputs
 from ddpm_ds.ground.errors import DataError
@@ -43,6 +41,9 @@ from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
 
 PLAIN: dict[str, Any] = {"dropout": 0.0, "attention_resolutions": [], "classes": 1}
+SQUARES = DataSpec.model_validate(
+    {"source": "folder", "path": "x", "image_size": 48, "channels": 3, "buckets": {"step": 8}}
+)
 ORDER = BucketOrder(counts=(37, 100, 16), seed=3, group=8)
 
 
@@ -127,7 +128,7 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
     again = pickle.loads(pickle.dumps(store))
     assert again.meta == store.meta and again.key == store.key and again.counts == store.counts
     assert store.with_others(None, store.buckets[:1]).key != store.key
-    assert prepare_images(buckets_of(spec_of(), group=1)[0]).path == store.path
+    assert images_of(Recipes(spec_of()).all()[0], How()).path == store.path
     assert any(name.startswith("bucket/56x40/") for name in store.meta.sha256)
     shutil.rmtree(tmp_path / "pictures")
     assert prepare(spec_of(), learned=store.meta.sha256).meta == store.meta, "the source may be gone"
@@ -136,14 +137,14 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
 
 def test_too_many_sizes_are_refused(spec_of: Callable[..., DataSpec]) -> None:
     with pytest.raises(DataError, match=r"data\.buckets\.step = 8 makes [0-9,]+ sizes .* use a larger step"):
-        sizes_of(spec_of(image_size=1024, buckets={"step": 8, "sizes": "sdxl"}))
-    assert len(sizes_of(spec_of(image_size=1024, buckets={"step": 64, "sizes": "sdxl"}))) == 21
+        sizes_of(spec_of(image_size=1024, buckets={"step": 8, "sizes": "sdxl"}), 1)
+    assert len(sizes_of(spec_of(image_size=1024, buckets={"step": 64, "sizes": "sdxl"}), 1)) == 21
 
 
 def test_other_buckets_have_other_caches(spec_of: Callable[..., DataSpec]) -> None:
     paths = [prepare(spec_of(buckets={"step": 8, "widest": widest})).path for widest in (2.0, 1.2)]
     assert prepare(spec_of(buckets={"step": 8, "widest": 2.5})).counts == (20, 10, 10), "others have no images"
-    alone = cache_path(spec_of(buckets=None))
+    alone = Recipes(spec_of(buckets=None)).of().path
     assert len({*paths, alone}) == 3, "who is in a bucket depends on all buckets"
     assert {len(prepare(spec_of(buckets={"step": 8, "widest": 1.2}))), len(prepare(spec_of()))} == {40, 20}
 
@@ -183,8 +184,9 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     spec = spec_of(**latent, text={"encoders": str(tmp_path / "encoders"), "layer": "penultimate"})
     store = prepare(spec, encode_on=torch.device("cpu"))
     assert prepare(spec).meta == store.meta
-    first = buckets_of(spec, group=1)[0]
-    assert prepare_images(pixels_of(first), learned=pixels_learned(store.meta.sha256)).counts == (20,)
+    pixels = Recipes(spec).all()[0].base
+    assert pixels is not None
+    assert images_of(pixels, How(), pixels_learned(store.meta.sha256)).counts == (20,)
     originals = [{(48, 48), (50, 48)}, {(70, 50)}, {(50, 70)}]
     for cache, (height, width), shapes in zip((store, *store.buckets), SIZES, originals, strict=True):
         assert cache.meta.kind == "latents" and cache.images.shape[1:] == (4, height // 2, width // 2)
@@ -254,11 +256,11 @@ def test_the_bucket_of_image_size_may_be_the_small_one(spec_of: Callable[..., Da
     assert values_of(torch.from_numpy(store.images[:])) == [0, 1, 3, *range(5, 40, 4)], "of equal losses the first"
 
 
-def test_the_smallest_bucket_is_left_out_first(spec_of: Callable[..., DataSpec]) -> None:
+def test_the_smallest_bucket_is_left_out_first() -> None:
     """So that few images are cropped more: with the three of the portraits the squares are seven."""
     shapes = np.array([(48, 48)] * 4 + [(56, 40)] * 3 + [(40, 56)] * 10, np.int32)
-    assert kept_sizes(spec_of(), shapes, 5) == ((48, 48), (40, 56))
-    assert kept_sizes(spec_of(), shapes, 3) == kept_sizes(spec_of(), shapes[::-1], 3) == SIZES
+    assert kept_sizes(SIZES, shapes, 5, 0) == ((48, 48), (40, 56))
+    assert kept_sizes(SIZES, shapes, 3, 0) == kept_sizes(SIZES, shapes[::-1], 3, 0) == SIZES
 
 
 @settings(deadline=None, max_examples=40)
@@ -269,16 +271,13 @@ def test_the_smallest_bucket_is_left_out_first(spec_of: Callable[..., DataSpec])
 )
 def test_every_bucket_has_enough_to_train_on(shapes: list[tuple[int, int]], group: int, held_out: int) -> None:
     given_shapes = np.array(shapes, np.int32)
-    data = DataSpec.model_validate(
-        {"source": "folder", "path": "x", "image_size": 48, "channels": 3, "buckets": {"step": 8}}
-        | {"held_out_images": held_out}
-    )
+    sizes = sizes_of(SQUARES, 1)
     if len(shapes) - held_out < group:
         with pytest.raises(DataError, match="follow each other"):
-            kept_sizes(data, given_shapes, group)
+            kept_sizes(sizes, given_shapes, group, held_out)
         return
-    kept = kept_sizes(data, given_shapes, group)
-    found = filled_buckets(data, given_shapes, group)
+    kept = kept_sizes(sizes, given_shapes, group, held_out)
+    found = filled_buckets(sizes, kept, given_shapes)
     members = [bucket.members_of(given_shapes) for bucket in found]
     assert sorted(np.concatenate(members).tolist()) == [*range(len(shapes))], "each image is in one"
     counts = np.bincount(numbers_of(given_shapes, kept), minlength=len(kept)).tolist()
@@ -292,7 +291,7 @@ def test_every_bucket_has_enough_to_train_on(shapes: list[tuple[int, int]], grou
 
 def test_held_out_images_are_a_share_of_each_bucket_and_never_trained_on(spec_of: Callable[..., DataSpec]) -> None:
     data = spec_of(held_out_images=9)
-    trained, held_out = parts(data, *prepare_all(data, group=7))
+    trained, held_out = parts(data, *prepare_all(data, How(), group=7))
     store = trained.cache
     assert held_out.cache is store and store.counts == (20, 10, 10)
     of_buckets = store.by_bucket(held_out.positions)
@@ -322,25 +321,25 @@ def test_held_out_images_of_their_own_source_are_in_the_buckets_that_are_trained
         Image.fromarray(np.full((*shape, 3), 200 + number, np.uint8)).save(tmp_path / "val" / f"{number}.png")
     Image.fromarray(np.full((50, 70, 3), 77, np.uint8)).save(tmp_path / "pictures" / "77.png")
     data = spec_of(held_out_path=tmp_path / "val")
-    trained, held_out = parts(data, *prepare_all(data, group=11))
+    trained, held_out = parts(data, *prepare_all(data, How(), group=11))
     assert [cache.size for cache in trained.cache.caches] == [(48, 48), (40, 56)]
     assert len(trained.positions) == 41 and len(held_out.positions) == 3
     assert [(cache.size, len(cache)) for cache in held_out.cache.caches] == [((48, 48), 1), ((40, 56), 2)]
     (tmp_path / "val" / "0.png").unlink()
     shutil.rmtree(tmp_path / "stores")
-    store, other = prepare_all(data, group=11)
+    store, other = prepare_all(data, How(), group=11)
     assert [cache.size for cache in other.caches] == [(40, 56)] and store.size == (48, 48)
 
 
 def test_the_shares_of_buckets_are_those_of_counted_images_or_equal(spec_of: Callable[..., DataSpec]) -> None:
     data = spec_of()
-    equal = bucket_shares(data, 12, counted=True)
+    recipes = Recipes(data)
+    equal = recipes.shares(12, counted=True)
     assert equal[0] == ((48, 48), pytest.approx(1 / len(equal))) and len({share for _, share in equal}) == 1
     prepare(data, group=10)
-    assert bucket_shares(data, 12, counted=False) == equal
-    assert dict(bucket_shares(data, 12, counted=True)) == {(48, 48): 1.0}, "twelve in a group: all are in one"
-    assert dict(bucket_shares(data, 10, counted=True)) == {(48, 48): 0.5, (56, 40): 0.25, (40, 56): 0.25}
-    assert bucket_shares(spec_of(buckets=None), None, counted=True) == ()
+    assert recipes.shares(12, counted=False) == equal
+    assert dict(recipes.shares(12, counted=True)) == {(48, 48): 1.0}, "twelve in a group: all are in one"
+    assert dict(recipes.shares(10, counted=True)) == {(48, 48): 0.5, (56, 40): 0.25, (40, 56): 0.25}
 
 
 def test_images_that_change_are_refused_and_prepared_again(spec_of: Callable[..., DataSpec], tmp_path: Path) -> None:

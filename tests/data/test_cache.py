@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ddpm_ds.data import cache, prepare
+from ddpm_ds.data import cache, prepare, writing
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.sources.arrays import open_digits
 from ddpm_ds.data.spec import DataSpec
@@ -155,7 +155,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Dataset
         return prepare.prepare(DataSpec.model_validate(given | {"store_root": tmp_path / root}))
 
     one = made("one")
-    monkeypatch.setattr(prepare, "SHARD_BYTES", 1300)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1300)
     return {"one": one, "several": made("several")}
 
 

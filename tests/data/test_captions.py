@@ -23,7 +23,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch, micro_batches
-from ddpm_ds.data.prepare import prepare, prepare_images
+from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
 from ddpm_ds.data.spec import DataSpec, TextSpec
@@ -42,6 +42,11 @@ CPU = torch.device("cpu")
 WORDS = ("a", "red", "green", "cat", "dog")
 SpecOf = Callable[..., DataSpec]
 TEXT_FIELDS = {"images", "text", "pooled", "sizes"}
+
+
+def prepared_images(spec: DataSpec) -> DatasetCache:
+    """The cache of images without their encoded captions."""
+    return images_of(Recipes(spec).of(), How())
 
 
 @pytest.fixture(scope="module")
@@ -184,17 +189,17 @@ def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, 
     labels = json.dumps({"labels": [[name, 1] for name in ("2.png", "3.png", "a/1.png", "a/9.png", "b/0.png")]})
     opened(spec_of, tmp_path / "few", {"metadata.jsonl": lines, "3.png": None, "3.txt": "a pipe"})
     spec = spec_of(path=tmp_path / "few", max_bad_fraction=0.5)
-    cache = prepare_images(spec)
+    cache = prepared_images(spec)
     assert captioned(cache) == [["two", "too"], ["one"]] and cache.meta.skipped == 2
     skipped = (cache.path / "skipped.txt").read_text()
     assert "3.png\tit is a named pipe, not a file\n" in skipped and "a/9.png\tNo such file" in skipped
     with pytest.raises(DataError, match=r"data\.max_bad_fraction = 0\.4 is passed: 2 of 4 images are unreadable"):
-        prepare_images(spec.model_copy(update={"max_bad_fraction": 0.4, "store_root": tmp_path / "anew"}))
+        prepared_images(spec.model_copy(update={"max_bad_fraction": 0.4, "store_root": tmp_path / "anew"}))
     (tmp_path / "few" / "dataset.json").write_text(labels)  # which names one more that is missing
     (tmp_path / "few" / "b").mkdir()
     (tmp_path / "few" / "b" / "0.txt").write_text("none")
     spec = spec.model_copy(update={"max_bad_fraction": 0.7, "store_root": tmp_path / "labelled"})
-    cache = prepare_images(spec)
+    cache = prepared_images(spec)
     assert captioned(cache) == [["two", "too"], ["one"]] and cache.meta.skipped == 3 and cache.labels.tolist() == [1, 1]
 
 
@@ -226,7 +231,7 @@ def test_captions_of_a_shard_are_in_its_json_or_txt_and_other_keys_are_named(spe
         captions.known_captions(open_source(spec), spec)
     shard(path, {"a.png": one, "a.txt": b"no", "a.json": b'{"caption": ["one", "two"]}', "b.png": two, "b.txt": b"3\n"})
     named = spec_of({"captions": "caption"}, source="webdataset", path=path)
-    assert captioned(prepare_images(named)) == [["one", "two"], ["3"]]
+    assert captioned(prepared_images(named)) == [["one", "two"], ["3"]]
 
 
 @pytest.mark.parametrize("values", [["one", "two"], [["one", "other"], ["two"]]])
@@ -237,7 +242,7 @@ def test_captions_of_hugging_face_are_a_column(spec_of: SpecOf, tmp_path: Path, 
     rows = datasets.Dataset.from_dict({"image": images, "text": values}).cast_column("image", datasets.Image())
     rows.save_to_disk(str(tmp_path / "saved"))
     spec = spec_of(source="huggingface", path=tmp_path / "saved")
-    assert captioned(prepare_images(spec)) == [[each] if isinstance(each, str) else each for each in values]
+    assert captioned(prepared_images(spec)) == [[each] if isinstance(each, str) else each for each in values]
     with pytest.raises(DataError, match=r"data\.text\.captions = image of .* holds no texts; choose one of text"):
         open_source(spec_of({"captions": "image"}, source="huggingface", path=tmp_path / "saved"))
 
@@ -402,10 +407,10 @@ def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path
 def test_processes_store_the_same_captions_and_sizes(
     spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = prepare_images(spec_of())
+    one = prepared_images(spec_of())
     monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
-    many = prepare_images(spec_of(store_root=tmp_path / "many"))
+    many = prepared_images(spec_of(store_root=tmp_path / "many"))
     assert many.meta.sha256 == one.meta.sha256 and {"captions.npy", "sizes.npy"} <= one.meta.sha256.keys()
 
 
@@ -417,7 +422,7 @@ def test_sizes_are_those_of_the_upright_file_and_of_its_crop_after_scaling(spec_
     wide.save(folder / "cats" / "2.png", exif=sideways)
     Image.fromarray(np.zeros((400, 1000, 3), np.uint8)).save(folder / "cats" / "3.jpg")  # scaled while it is decoded
     shutil.copy(folder / "dogs" / "0.txt", folder / "cats" / "3.txt")
-    sizes = prepare_images(spec_of()).others["sizes"][:]
+    sizes = prepared_images(spec_of()).others["sizes"][:]
     assert sizes[1].tolist() == [40, 100, 0, 6, 8, 8], "8 x 20 pixels, of which 12 are cut off"
     assert sizes[2].tolist() == [100, 40, 6, 0, 8, 8]
     assert sizes[3].tolist() == [400, 1000, 0, 6, 8, 8]

@@ -20,7 +20,7 @@ import zarr
 from ddpm_ds.data import cache, fields, writing
 from ddpm_ds.data.cache import StoredImages
 from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from tests.data.reading import refusal
@@ -142,7 +142,7 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
     }
     if masked:
         arrays["t2m"][arrays["sea"] == 0] = 1e20
-    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 3 * 1000)
+    monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 3 * 1000)
     names = ("t2m", "wind", "number", "rain")
     condition = {"kind": "stored", "variables": ["coarse"], "channels": 1}
     asked: dict[str, Any] = {"image_size": SIZE, "channels": 4, "variables": names, "condition": condition}
@@ -192,7 +192,7 @@ def test_the_variance_of_values_far_from_zero_is_that_of_the_values(
 ) -> None:
     """1e6 with a variance of 1e-4, over files, chunks and blocks: sums of squares in float64 would lose all digits."""
     values = 1e6 + RANDOM.normal(0.0, 1e-2, (9, 1, 8, 8))
-    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * 64 * 2)
+    monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 4 * 64 * 2)
     monkeypatch.setattr(fields, "TOGETHER_BYTES", 4 * 64)
     monkeypatch.setattr("ddpm_ds.data.statistics.BLOCK_VALUES", 10)
     np.save(tmp_path / "a.npy", (values - 1e6).astype(np.float32) + np.float32(2**20))
@@ -375,7 +375,7 @@ def test_fields_of_several_files_are_those_of_one(
 ) -> None:
     path = write("hdf5", tmp_path, ARRAYS)
     whole = prepare(spec_of(source="hdf5", path=path, mask="sea", **NAMED))
-    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 2000)
+    monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 2000)
     several = prepare(spec_of(source="hdf5", path=path, mask="sea", store_root=tmp_path / "other", **NAMED))
     assert len(several.meta.counts) > 4
     for name in whole.fields:
@@ -396,10 +396,10 @@ def test_every_key_that_decides_the_fields_is_in_the_name(tmp_path: Path, spec_o
         *({"condition": condition | change} for change in ({"path": tmp_path / "b.h5"}, {"variables": ["other"]})),
         *({"condition": condition | change} for change in ({"constants": ["sea"]}, {"vector": ["lead"]})),
     ]
-    names = {cache_path(spec_of(source="hdf5", path=tmp_path / "a.h5", **NAMED | change)) for change in others}
-    assert len({*names, cache_path(spec)}) == 1 + len(others)
+    names = {Recipes(spec_of(source="hdf5", path=tmp_path / "a.h5", **NAMED | change)).of().path for change in others}
+    assert len({*names, Recipes(spec).of().path}) == 1 + len(others)
     drop = spec_of(source="hdf5", path=tmp_path / "a.h5", **NAMED | {"condition": condition | {"drop": 0.5}})
-    assert cache_path(drop) == cache_path(spec), "what is done while training needs no other cache"
+    assert Recipes(drop).of().path == Recipes(spec).of().path, "what is done while training needs no other cache"
 
 
 def test_a_missing_library_is_named_with_its_extra(

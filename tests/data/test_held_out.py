@@ -18,7 +18,7 @@ from ddpm_ds.data.cache import CacheMeta, DatasetCache
 from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.prepare import How, Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
@@ -73,7 +73,7 @@ def values(store: DatasetCache, positions: Any) -> set[int]:
 
 def test_all_images_of_one_source_are_trained_on_and_all_of_the_other_are_held_out(folders_spec: SpecOf) -> None:
     data = folders_spec()
-    trained, held_out = parts(data, *prepare_all(data))
+    trained, held_out = parts(data, *prepare_all(data, How()))
     batches = micro_batches(
         trained.cache, among=trained.positions, seed=0, batch_images=4, micro_batch_images=4, replicas=1, replica=0
     )
@@ -88,19 +88,19 @@ def test_some_of_the_other_source_are_held_out_if_a_number_is_given(
     how: str, expected: set[int] | None, folders_spec: SpecOf
 ) -> None:
     data = folders_spec(held_out=how, held_out_images=3)
-    trained, held_out = parts(data, *prepare_all(data))
+    trained, held_out = parts(data, *prepare_all(data, How()))
     found = values(*held_out)
     assert len(trained.positions) == 12 and len(found) == 3 and found < {200, 201, 202, 203}
     assert expected in (None, {201, 203, *found}), "the last in the order of the folder: 200, 202, 201, 203"
     for number in (4, 0):
-        assert len(parts(folders_spec(held_out_images=number), *prepare_all(data))[1].positions) == 4
+        assert len(parts(folders_spec(held_out_images=number), *prepare_all(data, How()))[1].positions) == 4
     with pytest.raises(SpecError, match=r"held_out_images = 5, but data.held_out_path = \S+ has 4 images; .*=0 takes"):
-        parts(folders_spec(held_out_images=5), *prepare_all(data))
+        parts(folders_spec(held_out_images=5), *prepare_all(data, How()))
 
 
 def test_without_a_source_of_their_own_held_out_images_are_of_the_one_cache(folders_spec: SpecOf) -> None:
     data = folders_spec(held_out_path=None, held_out_images=4)
-    store, other = prepare_all(data)
+    store, other = prepare_all(data, How())
     trained, held_out = parts(data, store, other)
     assert other is store and checksums_of(store, other) == store.meta.sha256
     assert sorted([*trained.positions, *held_out.positions]) == list(range(12)) and len(held_out.positions) == 4
@@ -108,7 +108,7 @@ def test_without_a_source_of_their_own_held_out_images_are_of_the_one_cache(fold
 
 def test_statistics_are_those_of_the_training_images_alone(fields_spec: SpecOf) -> None:
     """Masked values are read as their means too, in another process as well; the file keeps its own."""
-    store, other = prepare_all(fields_spec())
+    store, other = prepare_all(fields_spec(), How())
     known = arrays(COUNT, 280.0)["images"][:, :, 1:].astype(np.float32)
     for each in (store, other, pickle.loads(pickle.dumps(other))):
         assert each.meta.statistics["images"].mean[0] == pytest.approx(known.mean(dtype=np.float64), rel=1e-9)
@@ -123,7 +123,7 @@ def test_statistics_are_those_of_the_training_images_alone(fields_spec: SpecOf) 
 def test_held_out_fields_may_be_the_same_everywhere(fields_spec: SpecOf, tmp_path: Path) -> None:
     """Nothing is divided by their own standard deviation."""
     np.savez(tmp_path / "val.npz", **arrays(2, 300.0, images=np.ones((2, 1, 4, 6)), condition=np.ones((2, 1, 2, 3))))
-    assert len(prepare_all(fields_spec())[1]) == 2
+    assert len(prepare_all(fields_spec(), How())[1]) == 2
 
 
 def test_a_condition_in_a_file_of_its_own_has_another_for_the_held_out_images(
@@ -132,23 +132,23 @@ def test_a_condition_in_a_file_of_its_own_has_another_for_the_held_out_images(
     own = {"path": tmp_path / "coarse.npz", "held_out_path": tmp_path / "coarse_val.npz", "variables": ["coarse"]}
     for name, count in (("coarse.npz", COUNT), ("coarse_val.npz", OTHERS)):
         np.savez(tmp_path / name, coarse=np.linspace(count, count + 1.0, count * 6).reshape(count, 1, 2, 3))
-    store, other = prepare_all(fields_spec(own))
+    store, other = prepare_all(fields_spec(own), How())
     assert store.others["condition"][:].min() == COUNT and other.others["condition"][:].min() == OTHERS
     (tmp_path / "coarse_val.npz").rename(tmp_path / "gone.npz")
     with pytest.raises(DataError, match=r"^data.condition.held_out_path = \S+coarse_val.npz does not exist"):
-        prepare_all(fields_spec(own, store_root=tmp_path / "anew"))
+        prepare_all(fields_spec(own, store_root=tmp_path / "anew"), How())
     assert not [*(tmp_path / "anew").glob("[!.]*")]
 
 
 def test_checksums_of_both_are_kept_and_training_and_held_out(folders_spec: SpecOf) -> None:
-    store, other = prepare_all(folders_spec())
+    store, other = prepare_all(folders_spec(), How())
     assert training_and_held_out(checksums_of(store, other)) == (store.meta.sha256, other.meta.sha256)
     shutil.rmtree(folders_spec().held_out_path or "")
     (path := folders_spec().held_out_path or Path()).mkdir()
     Image.new("RGB", (8, 8)).save(path / "another.png")
     with pytest.raises(DataError, match=r"^data.held_out_path = \S+val has other images than"):
-        prepare_all(folders_spec())
-    again = prepare_all(folders_spec(), learned=checksums_of(store, other))
+        prepare_all(folders_spec(), How())
+    again = prepare_all(folders_spec(), How(), learned=checksums_of(store, other))
     assert [each.path for each in again] == [store.path, other.path], "a checkpoint's images are those of its start"
 
 
@@ -156,8 +156,8 @@ def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_p
     save_autoencoder(tmp_path / "vae")
     data = folders_spec(image_size=4, channels=4, autoencoder=tmp_path / "vae")
     with pytest.raises(DataError, match=r"there are no latents at .*ddpm-ds prepare --encode"):
-        prepare_all(data)
-    store, other = prepare_all(data, encode_on=torch.device("cpu"))
+        prepare_all(data, How())
+    store, other = prepare_all(data, How(encode_on=torch.device("cpu")))
     assert (len(store), len(other)) == (12, 4) and other.images.dtype == np.float16
     learned, held_out = training_and_held_out(checksums_of(store, other))
     assert pixels_learned(learned) != pixels_learned(held_out) and "autoencoder" in learned
@@ -183,7 +183,7 @@ def test_a_held_out_source_that_does_not_fit_is_refused_by_its_key(
 ) -> None:
     np.savez(tmp_path / "val.npz", **arrays(OTHERS, 300.0) | changes)
     with pytest.raises((DataError, SpecError)) as refused:
-        prepare_all(fields_spec({"constants": ["height"], "constant_channels": 1}))
+        prepare_all(fields_spec({"constants": ["height"], "constant_channels": 1}), How())
     line = str(refused.value)
     assert "\n" not in line and "held_out_path" in line and words in line
     assert all((cache / "meta.json").exists() for cache in (tmp_path / "stores").glob("*") if cache.is_dir())
@@ -194,8 +194,8 @@ def test_a_held_out_source_that_is_missing_is_refused_before_anything_is_prepare
 ) -> None:
     shutil.rmtree(tmp_path / "val")
     with pytest.raises(DataError, match=r"^data.held_out_path = \S+val does not exist; .*--set data.held_out_path="):
-        prepare_all(folders_spec())
-    assert not cache_path(folders_spec()).exists()
+        prepare_all(folders_spec(), How())
+    assert not Recipes(folders_spec()).of().path.exists()
 
 
 @pytest.mark.parametrize("inner", ["train", "train/val", "."])
@@ -203,5 +203,5 @@ def test_a_held_out_folder_in_the_training_folder_is_refused(inner: str, folders
     (tmp_path / "train" / "val").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / inner)
     with pytest.raises(DataError, match=r"^data.held_out_path = \S+link and data.path = .* use two folders$"):
-        prepare_all(folders_spec(path=tmp_path / "train", held_out_path=tmp_path / "link"))
+        prepare_all(folders_spec(path=tmp_path / "train", held_out_path=tmp_path / "link"), How())
     assert not (tmp_path / "stores").exists()

@@ -19,7 +19,7 @@ from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data import latents
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, pixels_learned, pixels_of, to_pixels
 from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec
@@ -56,7 +56,7 @@ def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
     spec_of: SpecOf, model: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latents, "MOVED_PIXELS", 330)  # five images of 64 pixels
-    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 7 * 128)
+    monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 7 * 128)
     monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 150)  # two images of 64 pixels
     store, pixels = prepare(spec_of(), encode_on=CPU), prepare(pixels_of(spec_of()))
     assert pixels.path.name.startswith("folder-8px-3ch-") and store.path.name.startswith(pixels.path.name + "-latents-")
@@ -151,12 +151,12 @@ def test_a_store_is_named_after_pixels_and_autoencoder(spec_of: SpecOf, tmp_path
     shutil.copytree(model[0], tmp_path / "moved")
     config = tmp_path / "moved" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"_diffusers_version": "0.1"}))
-    assert cache_path(spec_of(autoencoder=tmp_path / "moved")) == cache_path(spec_of())
+    assert Recipes(spec_of(autoencoder=tmp_path / "moved")).of().path == Recipes(spec_of()).of().path
     save_autoencoder(tmp_path / "other", seed=1)
     save_autoencoder(tmp_path / "scaled", scaling_factor=0.5)
-    names = [cache_path(spec_of(autoencoder=tmp_path / name)).name for name in ("moved", "other", "scaled")]
+    names = [Recipes(spec_of(autoencoder=tmp_path / name)).of().path.name for name in ("moved", "other", "scaled")]
     assert len(set(names)) == 3
-    assert cache_path(spec_of(image_size=8)).name.startswith("folder-16px-3ch-")
+    assert Recipes(spec_of(image_size=8)).of().path.name.startswith("folder-16px-3ch-")
 
 
 def test_latents_are_made_only_when_asked_for(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_latents_are_made_only_when_asked_for(spec_of: SpecOf, monkeypatch: pyte
 def test_latents_of_pixels_that_have_changed_are_refused(spec_of: SpecOf, folder: Path) -> None:
     store = prepare(spec_of(), encode_on=CPU)
     assert prepare(spec_of(), encode_on=CPU).meta == store.meta
-    shutil.rmtree(cache_path(pixels_of(spec_of())))
+    shutil.rmtree(Recipes(pixels_of(spec_of())).of().path)
     assert prepare(spec_of(), encode_on=CPU).meta == store.meta, "the pixels may be deleted"
     (folder / "cats" / "0.png").unlink()
     with pytest.raises(DataError, match=r"data.path = .* has other images than .*-latents-.* was prepared from"):
@@ -188,7 +188,7 @@ def test_values_beyond_float16_are_one_line_and_leave_nothing(spec_of: SpecOf, t
         DataError, match=r"huge makes values up to .* of image 0 of .*, and float16 ends at 65,504; use"
     ):
         prepare(spec, encode_on=CPU)
-    assert [path.name for path in spec.store_root.glob("[!.]*")] == [cache_path(pixels_of(spec)).name]
+    assert [path.name for path in spec.store_root.glob("[!.]*")] == [Recipes(pixels_of(spec)).of().path.name]
     assert not list(spec.store_root.glob(".*preparing*"))
 
 

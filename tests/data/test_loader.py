@@ -28,8 +28,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import MicroBatch, _Reads, micro_batches, split, worker_failures
-from ddpm_ds.data.order import Order
+from ddpm_ds.data.held_out import split
+from ddpm_ds.data.loader import MicroBatch, Order, _Reads, micro_batches, worker_failures
 from ddpm_ds.ground.errors import HostError, SpecError
 from tests.launching import PATIENCE_SECONDS
 

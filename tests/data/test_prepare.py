@@ -19,10 +19,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from ddpm_ds.data import decoding, writing
+from ddpm_ds.data import decoding, origin, writing
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import CacheMeta
-from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, prepare
+from ddpm_ds.data.origin import SAMPLED_IMAGES
+from ddpm_ds.data.prepare import Recipes, class_names, prepare
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
@@ -34,13 +35,13 @@ SpecOf = Callable[..., DataSpec]
 # line first.
 SLOW_PREPARE = """
 import os, sys, time, tempfile
-from ddpm_ds.data import decoding, prepare
+from ddpm_ds.data import decoding, prepare, writing
 from ddpm_ds.data.sources import files
 from ddpm_ds.data.spec import DataSpec
 
 spec, reads, seconds, hosts = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 decoding.CHUNK_IMAGES = 1
-prepare.SHARD_BYTES = int(sys.argv[5])
+writing.SHARD_BYTES = int(sys.argv[5])
 
 class Slow(files.FolderSource):
     def read(self, i):
@@ -50,7 +51,7 @@ class Slow(files.FolderSource):
         return super().read(i)
 
 files.FolderSource = Slow
-prepare._sampled = lambda source: ("", True)  # reads none
+prepare.sampled = lambda source: ("", True)  # reads none
 if hosts == "2":
     os.environ.update(RANK=sys.argv[6], WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
     tempfile.tempdir = reads + sys.argv[6]
@@ -133,7 +134,7 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(
     tolerant = spec_of(source="folder", path=folder, max_bad_fraction=0.2)
     with pytest.raises(DataError, match=r"fraction = 0.1 is passed: 2 of 13 [^\n]* first cats/2.png[^\n]*$"):
         prepare(refused)
-    assert not cache_path(refused).exists() and not temporaries(refused)
+    assert not Recipes(refused).of().path.exists() and not temporaries(refused)
     interrupted(tolerant, monkeypatch)
     with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.1 is passed: 2 of 13 images"):
         prepare(refused)
@@ -185,7 +186,7 @@ def test_full_disk_is_one_line_before_and_while_writing_and_finished_files_are_k
     folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(source="folder", path=folder)
-    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 4 * 64)  # three files
+    monkeypatch.setattr(writing, "SHARD_BYTES", 4 * 64)  # three files
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12 * 64 - 1))
         with pytest.raises(DataError, match=r"data.store_root = .* has .* free, and the images take .*free some, or"):
@@ -197,7 +198,7 @@ def test_full_disk_is_one_line_before_and_while_writing_and_finished_files_are_k
         with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
             prepare(spec)
     (kept,) = temporaries(spec)
-    assert not cache_path(spec).exists() and (kept / "shard.0.json").exists()
+    assert not Recipes(spec).of().path.exists() and (kept / "shard.0.json").exists()
     before = (kept / "images.npy").stat().st_ino
     store = prepare(spec)
     assert store.meta.shards == (4, 4, 4) and (store.path / "images.npy").stat().st_ino == before
@@ -235,7 +236,7 @@ def test_killed_prepare_leaves_no_cache_and_the_next_one_keeps_finished_files(
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == -signal.SIGKILL
-    assert not cache_path(spec).exists() and len(temporaries(spec)) == 1
+    assert not Recipes(spec).of().path.exists() and len(temporaries(spec)) == 1
     reads.unlink()
     (process,) = slowly(1, spec, reads, 0.0, shard_bytes=2 * 64)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
@@ -314,11 +315,11 @@ def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_p
     spec = tiny_spec(data={"source": "folder", "path": str(tmp_path / "pictures"), "store_root": str(tmp_path)})
     numbers = [str(label) for label in range(10)]
     assert class_names(spec.data, None, spec.unet.classes) == numbers
-    cache_path(spec.data).mkdir()
+    Recipes(spec.data).of().path.mkdir()
     for names, expected in ((10, ("cat",) * 10), (9, numbers)):
         kept: dict[str, Any] = {"format": 1, "source": "folder", "folder": None, "count": 0, "shape": (1, 8, 8)}
         meta = CacheMeta(**kept, classes=("cat",) * names, skipped=0, sha256={})
-        (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
+        (Recipes(spec.data).of().path / "meta.json").write_text(meta.model_dump_json())
         assert class_names(spec.data, None, spec.unet.classes) == expected
     assert not class_names(spec.data, None, None)
     gone = {"horizontal_flips": False, "channels": 4, "autoencoder": tmp_path / "gone", "store_root": tmp_path}
@@ -358,8 +359,8 @@ def test_a_picture_of_a_large_source_that_changes_its_size_is_noticed(
     folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the content of few is compared."""
-    monkeypatch.setattr(prepare_module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(prepare_module, "SAMPLED_IMAGES", 2)
+    monkeypatch.setattr(origin, "SMALL_BYTES", 0)
+    monkeypatch.setattr(origin, "SAMPLED_IMAGES", 2)
     spec = spec_of(source="folder", path=folder)
     prepare(spec)
     with (folder / "cats" / "3.png").open("ab") as picture:
@@ -395,7 +396,7 @@ def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
 ) -> None:
     spec = spec_of(source="folder", path=folder)
     expected = prepare(spec).meta
-    shutil.rmtree(cache_path(spec))
+    shutil.rmtree(Recipes(spec).of().path)
     interrupted(spec, monkeypatch)
     (begun,) = temporaries(spec)
     images, record = begun / "images.npy", begun / "shard.0.json"
@@ -422,7 +423,7 @@ def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
     context = multiprocessing.get_context("spawn")
     executable = multiprocessing.spawn.get_executable()
     multiprocessing.resource_tracker.ensure_running()  # which would be started in this way, too
-    monkeypatch.setattr(prepare_module, "_sampled", lambda source: ("", True))
+    monkeypatch.setattr(prepare_module, "sampled", lambda source: ("", True))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     context.set_executable("/bin/false")
     try:
@@ -436,4 +437,4 @@ def test_each_file_of_a_folder_of_3000_has_a_look(tmp_path: Path) -> None:
     names = {f"{number}.png" for number in range(3000)}
     for name in names:
         (tmp_path / name).touch()
-    assert prepare_module.looks_of(tmp_path, whole=False).keys() == names | {"."}
+    assert origin.looks_of(tmp_path, whole=False).keys() == names | {"."}

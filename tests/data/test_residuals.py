@@ -13,7 +13,7 @@ import pytest
 
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import fields_of
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
@@ -70,7 +70,7 @@ def test_the_cache_has_fields_minus_predictions_with_their_statistics_and_all_el
     spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpm_ds.data.fields.PREDICTED_BYTES", 4 * 24 * 4)  # four fields
-    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 7 * (24 + 12 + 1) * 4)
+    monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 7 * (24 + 12 + 1) * 4)
     spec, regression = spec_of(), Halving()
     store, fields = prepare(spec, regression=regression), prepare(fields_of(spec))
     every = np.arange(COUNT)
@@ -139,4 +139,4 @@ def test_residuals_that_are_no_numbers_are_refused_and_leave_nothing(
     spec = spec_of(values=values)
     with pytest.raises(DataError, match=message):
         prepare(spec, regression=Halving(more=more))
-    assert not cache_path(spec).exists() and not list(spec.store_root.glob(".*residual*.preparing"))
+    assert not Recipes(spec).of().path.exists() and not list(spec.store_root.glob(".*residual*.preparing"))

@@ -22,7 +22,7 @@ from ddpm_ds import __version__ as VERSION
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.cache import BUCKETS, DatasetCache, StoredImages
 from ddpm_ds.data.held_out import HELD_OUT, checksums_of, prepare_all
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.outputs import record_child
@@ -148,7 +148,7 @@ def test_inceptions_scores_by_name_count_and_tool(
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
     small = replace(digits, meta=meta, images=StoredImages(digits.path, meta, None), labels=digits.labels[:24])
-    monkeypatch.setattr(scores, "prepare_images", lambda *_, **__: small)
+    monkeypatch.setattr(scores, "images_of", lambda *_, **__: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
     names = {"fid_20", "kid_20", "precision_20", "recall_20"}
@@ -218,7 +218,7 @@ def test_images_held_out_in_another_file_are_not_in_the_reference(tmp_path: Path
     paths = {"path": str(tmp_path / "train.npy"), "held_out_path": str(tmp_path / "val.npy")}
     section = {"source": "arrays", **paths, "store_root": str(tmp_path / "stores")}
     spec = tiny_spec(data=section, **UNLABELLED)
-    store, held_out = prepare_all(spec.data)
+    store, held_out = prepare_all(spec.data, How())
     checkpoint = plant(tmp_path / "run", data_sha256=checksums_of(store, held_out), data=section, **UNLABELLED)
     learned = replace(trained_of(spec), origin=str(checkpoint))
     assert open_reference(learned, None).path == store.path
@@ -300,7 +300,7 @@ def test_pictures_held_out_of_another_folder_are_in_the_buckets_that_are_trained
         "train": {"label_drop": 0.0},
     }
     spec = tiny_spec(**sections)
-    checksums = checksums_of(*prepare_all(spec.data, group=4))
+    checksums = checksums_of(*prepare_all(spec.data, How(), group=4))
     assert sum(name.startswith(HELD_OUT + BUCKETS) for name in checksums) > 0
     plant(tmp_path / "run", data_sha256=checksums, **sections)
     evaluate("--metrics", "loss", "--batch-images", 5, path=tmp_path / "run")

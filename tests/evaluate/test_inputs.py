@@ -20,9 +20,9 @@ from torch import Tensor
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.fields import REGRESSION, fields_of
-from ddpm_ds.data.held_out import checksums_of, prepare_all
-from ddpm_ds.data.loader import MicroBatch, split
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.held_out import checksums_of, prepare_all, split
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.diffusion.process import Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
@@ -206,7 +206,7 @@ def test_held_out_images_of_another_file_come_to_the_scale_of_the_training_image
     np.savez(tmp_path / "val.npz", **others)
     data = {"held_out_path": str(tmp_path / "val.npz"), "held_out_images": 0, "mask": "nan"}
     spec = field_spec(tmp_path, data=data)
-    store, others_held_out = prepare_all(spec.data)
+    store, others_held_out = prepare_all(spec.data, How())
     trained = load_trained(plant_on(store, tmp_path / "run", spec, others_held_out).run_dir)
     shutil.copytree(store.path, tmp_path / "copy")
     shutil.rmtree(store.path)

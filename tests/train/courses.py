@@ -14,7 +14,7 @@ import yaml
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data import prepare
+from ddpm_ds.data import prepare, writing
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
 from tests.train.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
@@ -72,7 +72,7 @@ class Courses:
         }
         (folder / "spec.yaml").write_text(yaml.safe_dump(values))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prepare, "SHARD_BYTES", 2**14)  # eight files
+            patch.setattr(writing, "SHARD_BYTES", 2**14)  # eight files
             prepare.prepare(RunSpec.model_validate(values).data)
 
     def course(

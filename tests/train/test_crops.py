@@ -14,8 +14,9 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import micro_batches, split
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.held_out import split
+from ddpm_ds.data.loader import micro_batches
+from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.train.objective import Denoising, HeldOutLoss
 from ddpm_ds.train.resume import check_resume
@@ -53,7 +54,7 @@ def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> lis
 
 def test_every_stage_and_every_layout_cuts_an_image_alike(spec: RunSpec, store: DatasetCache) -> None:
     """First and last stage prepare a micro-batch each; so does every replica, whatever the size of micro-batches."""
-    assert cache_path(spec.data).name == "digits-11px-1ch" and store.images.shape == (1797, 1, 11, 11)
+    assert Recipes(spec.data).of().path.name == "digits-11px-1ch" and store.images.shape == (1797, 1, 11, 11)
     whole = noised(spec, store, replicas=1, micro=48)
     assert whole[3].shape == (48, 1, 8, 8)
     for replicas, micro in ((1, 48), (1, 4), (2, 8), (3, 16), (4, 3)):

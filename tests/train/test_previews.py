@@ -17,7 +17,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
-from ddpm_ds.data.loader import split
+from ddpm_ds.data.held_out import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.train.validation import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of

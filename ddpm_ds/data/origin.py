@@ -1,0 +1,190 @@
+"""Source of a run's images, opened once, and the signs by which a cache notices that it has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from ddpm_ds.data.buckets import Bucket, Members, Shapes, read_shapes, shapes_of, write_shapes
+from ddpm_ds.data.cache import Look, Origin
+from ddpm_ds.data.captions import written
+from ddpm_ds.data.decoding import Size
+from ddpm_ds.data.fields import SAMPLED, FieldSource, open_fields
+from ddpm_ds.data.sources import open_source
+from ddpm_ds.data.sources.base import Source, captions_of, files_below, printable
+from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.data.writing import lock_of
+from ddpm_ds.ground.errors import DataError
+
+SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
+"""Number of images that a source is recognised by, and size of a source that is recognised by all."""
+LOOKED_AT = 10_000
+"""Number of a source's folders, and of its files, whose sizes and times are compared before training; below its double
+all are. A look at 100,000 files takes 0.3 s on a local disk, but may take minutes over a network.
+"""
+
+
+class LazySource:
+    """Source of the images of ``data``, opened at its first use; that raises DataError and OSError."""
+
+    def __init__(self, data: DataSpec, progress: bool) -> None:
+        self.data, self._progress = data, progress
+        beside = None if data.condition is None else data.condition.path
+        self.paths = [path for path in (data.path, beside) if path is not None]
+
+    @cached_property
+    def looks(self) -> list[dict[str, Look]]:
+        """Looks of each path, before it is read."""
+        return [looks_of(path, self.data.reads_arrays) for path in self.paths]
+
+    @cached_property
+    def fields(self) -> FieldSource:
+        """Its named arrays, in a source of such."""
+        _ = self.looks
+        return open_fields(self.data)
+
+    def pictures(self, bucket: Bucket | None) -> Source:
+        """Return its pictures, or those in a bucket of aspect."""
+        return self._pictures if bucket is None else Members(self._pictures, bucket.members_of(self.shapes))
+
+    @cached_property
+    def _pictures(self) -> Source:
+        _ = self.looks
+        return open_source(self.data, self._progress)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Shapes of its pictures, from a file that all buckets share, which is made again for other pictures."""
+        self.data.store_root.mkdir(parents=True, exist_ok=True)
+        content = sampled(self._pictures)[0]
+        with lock_of(self._shapes_file):
+            if (found := read_shapes(self._shapes_file)) is not None and found[0] == content:
+                return found[1]
+            shapes = shapes_of(self._pictures, self._progress)
+            write_shapes(self._shapes_file, content, shapes)
+        return shapes
+
+    @property
+    def known_shapes(self) -> Shapes | None:
+        """Shapes of its pictures as they were found before, or None."""
+        found = read_shapes(self._shapes_file)
+        return None if found is None else found[1]
+
+    @property
+    def _shapes_file(self) -> Path:
+        return self.data.store_root / f"{self.data.source}-shapes{self.key()}.npz"
+
+    def key(self, sizes: tuple[Size, ...] | None = None) -> str:
+        """Return the end of a cache's name: a hash of the source's keys and path, empty if its pixels never change.
+
+        ``sizes`` are those of all buckets of aspect.
+        """
+        data = self.data
+        keys = {key: getattr(data, key) for key in ("name", "split", "image_column", "label_column")}
+        keys |= data.named_arrays | {"captions": None if data.text is None else data.text.captions}
+        if (beside := keys.pop("data.condition.path", None)) is not None:
+            keys["data.condition.path"] = os.path.realpath(beside)
+        named = {key: value for key, value in {**keys, "data.buckets": sizes}.items() if value is not None}
+        path = b"" if data.path is None else os.fsencode(os.path.realpath(data.path))  # resolve() fails on link loops
+        if not (path or named):  # the source has pixels, and no files to decode
+            return ""
+        return f"-{sha256(path + (json.dumps(named).encode() if named else b'')).hexdigest()[:8]}"
+
+    def origin(self, content: str) -> Origin | None:
+        """Return its state, for a cache of images with a hash ``content``; None if it is not at a path."""
+        known = dict(zip(("looks", "condition_looks"), self.looks, strict=False))
+        return None if self.data.path is None else Origin(content=content, **known)
+
+    def check_unchanged(self, origin: Origin | None, bucket: Bucket | None, cache: Path) -> None:
+        """Refuse a cache if the source has other sizes than at its ``origin``, or other times and content.
+
+        The source may be gone.
+        """
+        data, note = self.data, ""
+        if data.path is None or origin is None:
+            return
+        looks = [
+            (before, _look(path / name, data.reads_arrays))
+            for path, known in zip(self.paths, (origin.looks, origin.condition_looks), strict=False)
+            for name, before in known.items()
+        ]
+        if all(before == now for before, now in looks):
+            return
+        if all(now is None or before[0] == now[0] for before, now in looks):
+            try:
+                content = self.fields.content(*self.paths) if data.reads_arrays else sampled(self.pictures(bucket))[0]
+            except (DataError, OSError) as error:
+                content = origin.content
+                note = f"{error}; the images in {cache} are used" if os.path.lexists(data.path) else ""
+            else:
+                if data.reads_arrays and content.startswith(SAMPLED):
+                    note = (
+                        f"data.path = {data.path} was written after {cache} was made of it, and is compared by some "
+                        f"images; if others have changed delete {cache}"
+                    )
+            if content == origin.content:
+                if note and self._progress:
+                    print(note, file=sys.stderr)
+                return
+        what = "images" if data.text is None else "images or captions"
+        raise DataError(
+            f"data.path = {data.path} has other {what} than {cache} was prepared from; bring those back, or delete "
+            f"{cache} to prepare these"
+        )
+
+
+def sampled(source: Source) -> tuple[str, bool]:
+    """Return a hash of names, labels and some images, or all of a small source, and whether images are files."""
+    digest = sha256(np.asarray(source.labels, np.int64).tobytes())
+    for i in range(len(source.labels)):
+        digest.update(os.fsencode(source.name(i)) + b"\0")
+    if (known := captions_of(source)) is not None:
+        digest.update(written(known.texts) + known.table.tobytes())
+    count, sizes, encoded = len(source.labels), list[int](), True
+    some = np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int)
+    for part in (some, np.setdiff1d(np.arange(count), some)):
+        if part is not some and not 0 < sum(sizes) / max(1, len(sizes)) <= SMALL_BYTES / count:
+            break
+        for i in part.tolist():
+            try:
+                content = source.read(i)
+            except Exception:  # decoding will report the reason
+                continue
+            encoded = isinstance(content, bytes)
+            content = content if isinstance(content, bytes) else content.tobytes()
+            digest.update(content)
+            sizes.append(len(content))
+    return digest.hexdigest(), encoded
+
+
+def looks_of(path: Path, whole: bool) -> dict[str, Look]:
+    """Return the looks of a path and some folders and files in it, by name; of a ``whole`` folder only one."""
+    folders, files = [str(path)], list[str]()
+    for above, folders_here, files_here in () if whole else os.walk(path):
+        folders += (os.path.join(above, name) for name in folders_here)
+        files += (os.path.join(above, name) for name in files_here)
+    names = (
+        os.path.relpath(each, path) for some in (folders, files) for each in some[:: max(1, len(some) // LOOKED_AT)]
+    )
+    found = ((name, _look(path / name, whole)) for name in names if printable(name) == name)  # others are no JSON
+    return {name: look for name, look in found if look is not None}
+
+
+def _look(path: Path, whole: bool) -> Look | None:
+    """Return size and time as :data:`Look`, or those of all files of a ``whole`` folder; None if it can't be seen."""
+    try:
+        status = os.stat(path)
+        if whole and stat.S_ISDIR(status.st_mode):
+            files = files_below(path)
+            made = sha256(repr([(name, each.st_size, each.st_mtime_ns) for name, each in files.items()]).encode())
+            return sum(each.st_size for each in files.values()), int.from_bytes(made.digest()[:7])
+    except OSError:
+        return None
+    return 0 if stat.S_ISDIR(status.st_mode) else status.st_size, status.st_mtime_ns
