@@ -132,7 +132,7 @@ def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequen
     from ddpm_ds.planning.run_plan import lay_out, predictor_here, read_run
 
     config, file = CONFIGS / "zero2_bf16.json", machine.work / f"{name}.json"
-    options = [*options, *settings(train__accumulation=1, optimizer__warmup_images=0, data__workers=0)]
+    options = [*options, *settings(train__accumulation=1, optimizer__warmup_images=0)]
     draft = lay_out(read_run(SPECS / spec, options[1::2], config), ("0",), 1, 1)
     layout = draft.ds.with_layout(checkpoint_interval=0).layout
     found = predictor_here(draft.spec, draft.ds.config, ("0",), 1).predict(layout)

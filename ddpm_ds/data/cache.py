@@ -318,7 +318,7 @@ class CaptionText(ByPosition):
 
 @dataclass(frozen=True)
 class DatasetCache:
-    """Open data-set cache. Pickling sends no images: the receiving process opens the cache again."""
+    """Open data-set cache."""
 
     path: Path
     meta: CacheMeta
@@ -424,10 +424,6 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[object, ...]:
-        text = None if self.text is None else self.text.path
-        return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text, self.buckets)
-
     def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
         """Return this uncropped cache with other statistics, which scale its images and fill masked values."""
         if statistics == self.meta.statistics:
@@ -518,17 +514,6 @@ def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
 def bucket_prefix(shape: tuple[int, int, int]) -> str:
     """Return the prefix of the checksums of a bucket whose images have a shape (C, H, W)."""
     return f"{BUCKETS}{shape[1]}x{shape[2]}/"
-
-
-def _reopen(
-    path: Path,
-    size: tuple[int, int],
-    statistics: dict[str, Statistics],
-    text: Path | None,
-    buckets: tuple[DatasetCache, ...],
-) -> DatasetCache:
-    found = DatasetCache.open(path, verify=False).with_statistics(statistics).centre(size)
-    return found.with_others(None if text is None else DatasetCache.open(text, verify=False), buckets)
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

@@ -5,19 +5,11 @@ It keeps no state, so a resumed run loses nothing. The next micro-batch is copie
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import multiprocessing
-import multiprocessing.queues
-import os
-import re
-import shutil
-import signal
-import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,23 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices
 from ddpm_ds.ground import keyed
-from ddpm_ds.ground.errors import HostError
 from ddpm_ds.ground.keyed import Stream
-from ddpm_ds.ground.units import gib
 
-SHARED_MEMORY = "/dev/shm"
-"""Folder in memory through which worker processes hand over reads."""
-UNSENT = os.EX_IOERR
-"""Exit code of a worker process that could not hand over a read."""
 ROUNDS = 2**32
 """Number of the stream of permutations that orders groups; a seed has others for images."""
 READ_BYTES, READ_IMAGES = 2**22, 512
-"""Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a millisecond,
-or of some milliseconds in another process."""
+"""Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a
+millisecond."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +145,7 @@ def micro_batches(
     replicas: int,
     replica: int,
     start_images: int = 0,
-    workers: int = 0,
+    workers: int = 2,
     pin_memory: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield the endless micro-batches of ``replica``, starting at image ``start_images`` of the run.
@@ -174,10 +159,10 @@ def micro_batches(
 
     Only the named ``fields`` of the cache are read; others are None, or images (n, 0). ``among`` are the
     rising positions in the cache that are trained on (None: all). Of a cache with buckets of aspect, ``group`` images
-    that follow each other are of one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A
-    worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if
-    ``batch_images``, ``group`` or ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and
-    KeyError for a field that the cache does not have.
+    that follow each other are of one bucket. ``workers`` threads read ahead; their errors are raised here.
+    ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images``, ``group`` or
+    ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and KeyError for a field that the
+    cache does not have.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -192,59 +177,10 @@ def micro_batches(
         order = BucketOrder(counts, seed, group)
         if group % turn or start_images % turn:
             raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {turn}")
-    names = tuple(name for name in cache.fields if name in fields)
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
-    data = _Reads(cache, of_buckets, order, first, turn, micro_batch_images, pin_memory and not workers, names)
-    if not workers:
-        return _ahead(data.__getitem__, 2, micro_batch_images, pin_memory, names)
-    try:
-        reads = _from_workers(data, workers, pin_memory)
-    except OSError as error:
-        raise _no_room() from error
-    return _ahead(reads, 1, micro_batch_images, pin_memory, names)
-
-
-def _from_workers(data: _Reads, workers: int, pin_memory: bool) -> Callable[[int], _Read]:
-    """Return a function that returns the next read of worker processes, which it starts."""
-    loader = DataLoader(
-        data,
-        batch_size=None,
-        sampler=itertools.count(),
-        collate_fn=tuple,
-        num_workers=workers,
-        worker_init_fn=_begin_worker,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # keeps the loader from drawing from torch's global generator
-    )
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this: see _begin_worker
-    try:
-        reads = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    return lambda _: next(reads)
-
-
-@contextlib.contextmanager
-def worker_failures() -> Iterator[None]:
-    """Turn the failure of a worker, which PyTorch raises anywhere, into HostError or, if it was killed, MemoryError."""
-    try:
-        yield
-    except RuntimeError as error:
-        found = re.search(rf"DataLoader worker .*(Killed|Bus error|exit code {UNSENT}\b)", str(error))
-        if found is None:
-            raise
-        if found[1] == "Killed":
-            raise MemoryError("a process that reads images was killed, probably for memory") from error
-        raise _no_room() from error
-
-
-def _no_room() -> HostError:
-    return HostError(
-        f"data.workers: a process that reads images can't hand them over, since {SHARED_MEMORY} "
-        f"({gib(shutil.disk_usage(SHARED_MEMORY).total)}) is full or too many files are open; start the container with "
-        "more, such as --shm-size 8g, or --set data.workers=0"
-    )
+    reads = _Reads(cache, of_buckets, order, first, turn, micro_batch_images, pin_memory, fields)
+    return _ahead(reads, workers)
 
 
 class ArrayPool:
@@ -269,13 +205,8 @@ class ArrayPool:
         return array.view(dtype).reshape(shape)
 
 
-_Read = tuple[Any, ...]
-"""Each field, labels and image indices of some micro-batches. Only fields are tensors, since sending one to another
-process takes milliseconds."""
-
-
 @dataclass(frozen=True)
-class _Reads(Dataset[_Read]):
+class _Reads:
     """Reads of one replica, by number, of several micro-batches each, which may cross the end of a batch."""
 
     cache: DatasetCache
@@ -286,7 +217,7 @@ class _Reads(Dataset[_Read]):
     turn: int
     size: int
     pin_memory: bool
-    fields: tuple[str, ...] = (IMAGES,)
+    fields: Set[str] = frozenset({IMAGES})
     pool: ArrayPool = field(default_factory=ArrayPool)
 
     @property
@@ -297,7 +228,7 @@ class _Reads(Dataset[_Read]):
         image_bytes = sum(self.cache.fields[name].image_bytes for name in self.fields)
         return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.size)
 
-    def __getitem__(self, number: int) -> _Read:
+    def __getitem__(self, number: int) -> list[MicroBatch]:
         count = self.micro_batches
         turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
         index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
@@ -306,60 +237,35 @@ class _Reads(Dataset[_Read]):
         else:
             bucket, places = 0, self.order.image_at(index)
         cache, stored = self.cache.caches[bucket], places if self.among is None else self.among[bucket][places]
-        fields = {name: field for name, field in cache.fields.items() if name in self.fields}
         draws = None
         if cache.text is not None:
             draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
-        read = list[Tensor]()
-        for values in fields.values():
+        numbers = {"labels": torch.from_numpy(cache.labels[stored]), "index": torch.from_numpy(index)}
+        if self.pin_memory:
+            numbers = {name: tensor.pin_memory() for name, tensor in numbers.items()}
+        tensors = {IMAGES: torch.empty(len(index), 0), **numbers}
+        for name, values in cache.fields.items():
+            if name not in self.fields:
+                continue
             shape = (len(stored), *values.shape[1:])
             if self.pin_memory:
                 dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
-                read.append(torch.empty(shape, dtype=dtype, pin_memory=True))
+                tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
             else:
-                read.append(torch.from_numpy(self.pool.array(shape, values.dtype)))
-            values.read(stored, read[-1].numpy(), draws)
-        return *read, cache.labels[stored], index
+                tensors[name] = torch.from_numpy(self.pool.array(shape, values.dtype))
+            values.read(stored, tensors[name].numpy(), draws)
+        rows = zip(*(tensor.split(self.size) for tensor in tensors.values()), strict=True)
+        return [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in rows]
 
 
-def _ahead(
-    read: Callable[[int], _Read], threads: int, size: int, pin_memory: bool, fields: Sequence[str]
-) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of ``size`` images of read 0, 1, ... as views, while ``threads`` read ahead."""
-
-    def parts(number: int) -> list[MicroBatch]:
-        *found, labels, index = read(number)
-        numbers = {"labels": torch.from_numpy(labels), "index": torch.from_numpy(index)}
-        if pin_memory:
-            numbers = {name: values.pin_memory() for name, values in numbers.items()}
-        tensors = {IMAGES: torch.empty(len(index), 0), **dict(zip(fields, found, strict=True)), **numbers}
-        columns = zip(*(tensor.split(size) for tensor in tensors.values()), strict=True)
-        return [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in columns]
-
+def _ahead(reads: _Reads, threads: int) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of read 0, 1, ... as views, while ``threads`` read ahead."""
     with ThreadPoolExecutor(threads) as pool:
-        coming = deque(pool.submit(parts, number) for number in range(threads))
+        coming = deque(pool.submit(reads.__getitem__, number) for number in range(threads))
         for number in itertools.count(threads):
             batches = coming.popleft().result()
-            coming.append(pool.submit(parts, number))
+            coming.append(pool.submit(reads.__getitem__, number))
             yield from batches
-
-
-def _begin_worker(_: int) -> None:
-    """End this worker process if it can't hand over a read, or its training process sends SIGTERM."""
-    # A scheduler that stops a run sends SIGTERM to all processes, and training needs images to finish its step and
-    # save. So all threads block it, from before the start, since libraries may start threads before this is called.
-    queue: Any = multiprocessing.queues.Queue
-    queue._on_queue_feeder_error = staticmethod(lambda error, read: os._exit(UNSENT))
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    pid = parent.pid
-
-    def end_by_parent() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=end_by_parent, daemon=True).start()
 
 
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:

@@ -208,9 +208,8 @@ class DataSpec(Section):
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: types.FilePath = Path("data")
     """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
-    workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Loader processes per rank that loads data; 0 reads in threads of the training process, which is fastest for
-    pixels."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 2
+    """Threads that read ahead, of each rank that loads data."""
 
     @property
     def size(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ explained by simulating the same schedule, one cause after the other::
     with loading, on the ranks that load         and waiting for the loader of another rank
 
 The waiting that is left is communication. The change is the planner's, with the seconds of a traced step: layouts that
-differ from the run's in one respect are searched, with the same batch. Other settings (loader processes, loss scale,
+differ from the run's in one respect are searched, with the same batch. Other settings (reading threads, loss scale,
 pauses) save the share of the time that they cost.
 """
 
@@ -48,7 +48,7 @@ MUCH_MORE = 0.2
 MOST_LAYOUTS = 4
 """Number of layouts of which the one with the fewest settings is taken, if they save about the same."""
 MOST_WORKERS, PAUSE_SHARE = 16, 0.01
-"""Most loader processes, and share of the time that pauses may take, after a change."""
+"""Most reading threads, and share of the time that pauses may take, after a change."""
 SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
 """Range of bytes per second in which the speed of links is searched, and how often it is halved."""
 ORDERS = 2
@@ -427,11 +427,11 @@ def _other_settings(facts: FinishedRun, before: float, shares: Mapping[str, floa
             words = "A loss scale that begins where it ended overflows in no step at the beginning"
         yield Change(words, skipped, settings)
     wait = max(rank.data_wait_seconds for rank in facts.ranks)
-    readers = max(1, facts.spec.data.workers)  # without workers two threads read as fast as one worker (docs/data.md)
+    readers = facts.spec.data.workers
     enough = min(math.ceil(readers * (before + wait) / before), MOST_WORKERS)
     if enough > readers:
         left = max(0.0, readers * (before + wait) / enough - before) / wait
-        words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
+        words = f"With {counted(enough, 'thread')} images are read ahead while the devices compute"
         yield Change(words, shares["data wait"] * (1 - left), {"data.workers": enough})
     inspecting = facts.pauses.sampling_share
     validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting) if inspecting else 0.0

@@ -23,7 +23,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import Subset
-from ddpm_ds.data.loader import BucketOrder, MicroBatch, worker_failures
+from ddpm_ds.data.loader import BucketOrder, MicroBatch
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
@@ -407,7 +407,7 @@ def _train(
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         sending = system_metrics(run_dir)
-        with watchdog.blamed(), disk_errors_reported(run_dir), sending, worker_failures():
+        with watchdog.blamed(), disk_errors_reported(run_dir), sending:
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

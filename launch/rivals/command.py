@@ -29,10 +29,10 @@ EXAMPLES = f"""\
 
 examples
   OMP_NUM_THREADS=1 deepspeed --num_gpus 4 launch/bench.py -p 4 --deepspeed_config ds_configs/zero1_fp32.json \\
-      --spec launch/specs/cifar10.yaml --set data.source=digits --set data.workers=0 \\
+      --spec launch/specs/cifar10.yaml --set data.source=digits \\
       --set train.batch_images=32 --set train.accumulation=16 --rounds 5 --steps-per-round 2 --compared-steps 3
   python launch/bench.py --deepspeed_config ds_configs/zero1_fp32.json --spec launch/specs/cifar10.yaml \\
-      --set data.source=digits --set data.workers=0 --set unet.dropout=0 --set train.batch_images=8 \\
+      --set data.source=digits --set unet.dropout=0 --set train.batch_images=8 \\
       --rows plain,1f1b,diffusers --rounds 3 --steps-per-round 2 --compared-steps 3
 
 exit codes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -343,8 +342,8 @@ def test_a_caption_is_chosen_by_seed_and_index_alone(spec_of: SpecOf) -> None:
     cache = prepare(spec_of(), encode_on=CPU)
     whole = batch_of(cache, size=48)
     for fields in ({"text"}, {"pooled", "images"}):  # ranks ask for different fields
-        for replica, workers in ((0, 0), (1, 0), (1, 1)):
-            given: dict[str, Any] = {"fields": fields, "seed": 0, "start_images": 24, "workers": workers}
+        for replica in (0, 1):
+            given: dict[str, Any] = {"fields": fields, "seed": 0, "start_images": 24}
             given |= {"batch_images": 12, "micro_batch_images": 6, "replicas": 2, "replica": replica}
             part = next(micro_batches(cache, **given))
             mine = slice(24 + 6 * replica, 30 + 6 * replica)
@@ -400,8 +399,6 @@ def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path
         assert np.array_equal(found.fields[name].read(np.arange(12)), pixels.fields[name].read(np.arange(12)))
     assert pixels_learned(latents.meta.sha256) == pixels_learned(pixels.meta.sha256)
     assert latents.meta.facts is None and pixels.meta.facts is None, "they are still pictures"
-    again = pickle.loads(pickle.dumps(latents))
-    assert again.meta == latents.meta and again.key == latents.key
 
 
 def test_processes_store_the_same_captions_and_sizes(

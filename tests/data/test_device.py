@@ -84,11 +84,10 @@ def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(calls: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("workers", [0, 1])
-def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: DatasetCache, workers: int) -> None:
+def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: DatasetCache) -> None:
     given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64, "replicas": 1, "replica": 0}
     expected = list(islice(micro_batches(digits, **given), 40))
-    pinned = micro_batches(digits, **given, workers=workers, pin_memory=True)
+    pinned = micro_batches(digits, **given, pin_memory=True)
     batches = on_device(map(checked_pinned, pinned), CUDA)
     next_ones: list[MicroBatch] = [next(batches)]
     busy = torch.randn(4096, 4096, device=CUDA)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -148,7 +147,7 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
     asked: dict[str, Any] = {"image_size": SIZE, "channels": 4, "variables": names, "condition": condition}
     spec = spec_of(source="arrays", path=write("arrays", tmp_path, arrays), values="float16", **asked)
     spec = spec.model_copy(update={"mask": "sea" if masked else None})
-    store = pickle.loads(pickle.dumps(prepare(spec, progress=True)))
+    store = prepare(spec, progress=True)
     message = capsys.readouterr().err
     assert "RMS of the rounding of images to float16, as a share of their spread: rain " in message
     assert message.count("; --set data.values=float32 keeps more") == 1 and "of condition to float16" in message
@@ -354,13 +353,13 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
         return read(self, *arguments, **options)
 
     monkeypatch.setattr(StoredImages, "read", counting)
-    cases = [(("mask",), 0), (("mask",), 1), (("images", "condition", "vector"), 0), (("condition",), 0), ((), 0)]
-    for asked, workers in cases:
+    cases: list[tuple[str, ...]] = [("mask",), ("images", "condition", "vector"), ("condition",), ()]
+    for asked in cases:
         reads.clear()
-        batches = micro_batches(store, fields=frozenset(asked), **given, workers=workers)
+        batches = micro_batches(store, fields=frozenset(asked), **given)
         taken = list(itertools.islice(batches, 5))
         del batches  # ends its threads
-        assert set(reads) == (set() if workers else set(asked)), "workers count in their own process"
+        assert set(reads) == set(asked)
         for batch, other in zip(taken, whole, strict=True):
             assert (batch.index == other.index).all() and (batch.labels == other.labels).all()
             for name in ("images", "condition", "mask", "vector"):

@@ -24,7 +24,7 @@ machine too."""
 ATTEMPTS = 3
 """What neighbours of this machine do to a traced step may be more than what was planted all the same."""
 CHANGES = (
-    *("data.workers=0", "ds.pipeline.activation_checkpoint_interval=0"),
+    *("ds.pipeline.activation_checkpoint_interval=0"),
     *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),
     "ds.pipeline.partition=[9]",  # which gives two ranks about as many flops of the U-Net below
 )
@@ -92,7 +92,7 @@ def test_a_run_is_diagnosed_and_the_verdict_is_kept(store: Store, capsys: pytest
     assert (store.root / "slow" / "verdict.txt").read_text() == printed
     (run,) = store.client.search_runs([store.experiment_id])
     assert run.data.tags["verdict.top"] == "data wait"
-    assert run.data.tags["verdict.try"] == "--set data.workers=2"
+    assert run.data.tags["verdict.try"] == "--set data.workers=3"
     assert run.data.tags["verdict.share"] == "23.1%"
     kept = store.client.download_artifacts(run.info.run_id, "verdict.txt", str(store.root))
     assert Path(kept).read_text() == printed

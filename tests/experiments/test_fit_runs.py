@@ -19,7 +19,7 @@ CONFIGS = REPOSITORY / "ds_configs"
 MIB = 2**20
 WIDE = (
     *("unet.channels=8", "unet.multipliers=[1,1]", "unet.norm_groups=4", "unet.attention_resolutions=[]"),
-    *("unet.middle_attention=false", "data.image_size=48", "data.workers=0", "optimizer.warmup_images=0"),
+    *("unet.middle_attention=false", "data.image_size=48", "optimizer.warmup_images=0"),
     *("samples.count=2", "train.accumulation=2"),
 )
 """Over 4 MiB for an image, so that a limit stands out from what a process takes anyway."""

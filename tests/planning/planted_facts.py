@@ -44,14 +44,14 @@ class Bench:
     accumulation: int | Literal["auto"] = "auto"
     """The spec's ``train.accumulation``."""
     warmup_images: int = 0
-    workers: int = 0
+    workers: int = 2
     zero_stage: int = 0
     start_seconds: float = 1e-6
     """Seconds of a layer's forward before it computes."""
     macs_per_second: float = 1e9
     bytes_per_second: float = float("inf")
     read_seconds: float = 0.0
-    """To read an image, in the training process."""
+    """To read an image, with two threads."""
     update_seconds: float = 1e-9
     """To step a parameter."""
 
@@ -110,7 +110,7 @@ class Bench:
             backward = (3 if self.interval else 2) * forward
             phases.append(PhaseCosts(forward, backward, sent, received, weights, 0.0, SPLIT_COST * weights))
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
-        reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
+        reading = self.read_seconds * self.images if loads and self.workers <= 2 else 0.0  # more threads keep up
         owned = sum(stage.parameters for stage in stages) / (self.replicas if self.zero_stage else 1)
         update = owned * self.update_seconds
         traced = tuple(replace(phase, split_seconds=0.0) for phase in phases)

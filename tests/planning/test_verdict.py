@@ -34,7 +34,7 @@ from tests.planning.planted_facts import BATCH, Bench
 
 RUN = Path("runs/a b")
 EDITS = {
-    "data wait": "--set data.workers=2",
+    "data wait": "--set data.workers=3",
     "imbalance": "--set 'ds.pipeline.partition=[3,9,13]' --set ds.pipeline.schedule=planned",
     "bubble": "--set ds.train_micro_batch_size_per_gpu=1 --set ds.gradient_accumulation_steps=32",
     "communication": "--set 'ds.pipeline.partition=[3,9,13]' --set ds.pipeline.schedule=planned",
@@ -168,23 +168,23 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     assert " ".join(said.split()).count(" data wait 23.1% ######### ") == 1
     assert "\nlargest cost: data wait, 23.1%: rank 0 waits 16 ms of a 73.7 ms step" in said
     files = "--spec 'runs/a b/spec.yaml' --deepspeed_config 'runs/a b/ds_config.json'"
-    command = f"try next: ddpm-ds train {files} --processes 2 --set data.workers=2"
+    command = f"try next: ddpm-ds train {files} --processes 2 --set data.workers=3"
     assert command in said.splitlines()
     assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
     assert all(len(line) <= 112 or line == command for line in said.splitlines())
-    assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=2"}
+    assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=3"}
     starting = judged(FAULTS["low utilisation"])  # which has another name in the text than as a tag
     said = text(starting, RUN)
     assert "\nlargest cost: kernel start-up, " in said and "low utilisation" not in said
     assert tags(starting)["verdict.top"] == "low utilisation"
 
 
-def test_as_many_loaders_as_keep_up() -> None:
-    """An image is computed in 2 ms and waited for 5 ms more, so it is read in 7: by four loaders at that pace."""
+def test_as_many_threads_as_keep_up() -> None:
+    """An image is computed in 2 ms and waited for 5 ms more, so two threads read it in 7: seven keep up."""
     facts = Bench(read_seconds=5e-3).traced()
     found = verdict(facts)
-    assert found.top == "data wait" and edit(found) == "--set data.workers=4"
-    assert "with data.workers = 0, from data.store_root = " in found.evidence
+    assert found.top == "data wait" and edit(found) == "--set data.workers=7"
+    assert "with data.workers = 2, from data.store_root = " in found.evidence
     spec = facts.spec.model_copy(update={"data": facts.spec.data.model_copy(update={"workers": 3})})
     assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=11"
 

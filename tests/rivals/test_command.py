@@ -20,7 +20,7 @@ IMAGES = 16
 TINY = [
     *("unet.channels=8", "unet.norm_groups=4", "unet.dropout=0.1", "unet.classes=10", "train.label_drop=0.2"),
     *("unet.multipliers=[1]", "unet.attention_resolutions=[]"),
-    *(f"train.batch_images={IMAGES}", "train.accumulation=4", "data.workers=0", "diffusion.loss=huber"),
+    *(f"train.batch_images={IMAGES}", "train.accumulation=4", "diffusion.loss=huber"),
     *("optimizer.learning_rate=0.03", "optimizer.warmup_images=64"),
     "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
 ]

@@ -14,7 +14,7 @@ from tests.launching import REPOSITORY, drafted
 
 CPU = torch.device("cpu")
 TINY = (
-    *("unet.channels=8", "unet.norm_groups=4", "train.batch_images=4", "data.workers=0"),
+    *("unet.channels=8", "unet.norm_groups=4", "train.batch_images=4"),
     *("optimizer.warmup_images=16", "optimizer.learning_rate=0.01"),
 )
 
