@@ -32,7 +32,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import EllipsisType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -481,6 +481,18 @@ class DatasetCache:
         parts += [each.key for each in self.buckets]
         parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
+
+
+class Subset(NamedTuple):
+    """Images of a cache, all buckets of aspect included, at rising positions."""
+
+    cache: DatasetCache
+    positions: Indices
+
+    @classmethod
+    def of(cls, cache: DatasetCache) -> Subset:
+        """Return all images of a cache."""
+        return cls(cache, np.arange(sum(cache.counts)))
 
 
 def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:

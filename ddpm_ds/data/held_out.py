@@ -11,12 +11,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ddpm_ds.data.buckets import shares_of
-from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField
+from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField, Subset
 from ddpm_ds.data.prepare import How, Recipe, Recipes, prepared
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
@@ -26,13 +26,6 @@ MOST_RANGES = 10
 """Maximum ranges of neighbouring images that are held out; only the ends of a range resemble images to train on."""
 HELD_OUT = "held-out/"
 """Prefix of a held-out source's files in the checksums of a run's images."""
-
-
-class Subset(NamedTuple):
-    """Images of a cache, all buckets of aspect included, at rising positions."""
-
-    cache: DatasetCache
-    positions: Indices
 
 
 def prepare_all(
@@ -123,7 +116,7 @@ def parts(data: DataSpec, cache: DatasetCache, other: DatasetCache) -> tuple[Sub
             "--set data.held_out_images=0 takes all"
         )
     positions = _split(other, data)[1] if 0 < asked < count else np.arange(count)
-    return Subset(cache, np.arange(sum(cache.counts))), Subset(other, positions)
+    return Subset.of(cache), Subset(other, positions)
 
 
 def _split(cache: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices
+from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices, Subset
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Stream
 
@@ -133,53 +133,66 @@ class MicroBatch(NamedTuple):
         return MicroBatch(work(self.images), work(self.labels), work(self.index), *others)
 
 
-def micro_batches(
-    cache: DatasetCache,
-    *,
-    fields: Set[str] = frozenset({IMAGES}),
-    among: Indices | None = None,
-    seed: int,
-    group: int | None = None,
-    batch_images: int,
-    micro_batch_images: int,
-    replicas: int,
-    replica: int,
-    start_images: int = 0,
-    workers: int = 2,
-    pin_memory: bool = False,
-) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of ``replica``, starting at image ``start_images`` of the run.
+@dataclass(frozen=True)
+class Share:
+    """Images of each batch that one of several replicas takes: they take turns, micro-batch by micro-batch.
 
-    Replicas take turns, so that a global batch has the same images in every layout. Example: batch of 8 images,
-    micro-batches of 2, 2 replicas, M = 2 micro-batches per replica::
+    So a global batch has the same images in every layout. Example: batch of 8 images, micro-batches of 2, 2 replicas,
+    M = 2 micro-batches per replica::
 
         position in batch   0 1   2 3   4 5   6 7
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). ``among`` are the
-    rising positions in the cache that are trained on (None: all). Of a cache with buckets of aspect, ``group`` images
-    that follow each other are of one bucket. ``workers`` threads read ahead; their errors are raised here.
-    ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images``, ``group`` or
-    ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and KeyError for a field that the
-    cache does not have.
+    Raises ValueError if ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
     """
-    turn = replicas * micro_batch_images
-    if batch_images % turn:
-        raise ValueError(f"batch_images = {batch_images} is no multiple of {replicas} x {micro_batch_images}")
-    if not 0 <= replica < replicas:
-        raise ValueError(f"replica = {replica} is not one of {replicas}")
-    first = start_images + replica * micro_batch_images
-    of_buckets = None if among is None else cache.by_bucket(among)
-    counts = cache.counts if of_buckets is None else tuple(map(len, of_buckets))
-    order: Order | BucketOrder = Order(counts[0], seed)
+
+    batch_images: int
+    micro_batch_images: int
+    replicas: int = 1
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_images % self.turn:
+            raise ValueError(
+                f"batch_images = {self.batch_images} is no multiple of {self.replicas} x {self.micro_batch_images}"
+            )
+        if not 0 <= self.replica < self.replicas:
+            raise ValueError(f"replica = {self.replica} is not one of {self.replicas}")
+
+    @property
+    def turn(self) -> int:
+        """Images of a micro-batch of each replica."""
+        return self.replicas * self.micro_batch_images
+
+
+def micro_batches(
+    images: Subset,
+    share: Share,
+    *,
+    fields: Set[str] = frozenset({IMAGES}),
+    seed: int,
+    group: int | None = None,
+    start_images: int = 0,
+    workers: int = 2,
+    pin_memory: bool = False,
+) -> Iterator[MicroBatch]:
+    """Yield the endless micro-batches of a replica, starting at image ``start_images`` of the run.
+
+    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). Of a cache with buckets of
+    aspect, ``group`` images that follow each other are of one bucket. ``workers`` threads read ahead; their errors are
+    raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``group`` or ``start_images``
+    of buckets is no multiple of the share's turn, and KeyError for a field that the cache does not have.
+    """
+    cache, among = images.cache, images.cache.by_bucket(images.positions)
+    order: Order | BucketOrder = Order(len(among[0]), seed)
     if group is not None:
-        order = BucketOrder(counts, seed, group)
-        if group % turn or start_images % turn:
-            raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {turn}")
+        order = BucketOrder(tuple(map(len, among)), seed, group)
+        if group % share.turn or start_images % share.turn:
+            raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {share.turn}")
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
-    reads = _Reads(cache, of_buckets, order, first, turn, micro_batch_images, pin_memory, fields)
+    reads = _Reads(cache, among, order, share, start_images, pin_memory, fields)
     return _ahead(reads, workers)
 
 
@@ -210,13 +223,12 @@ class _Reads:
     """Reads of one replica, by number, of several micro-batches each, which may cross the end of a batch."""
 
     cache: DatasetCache
-    among: tuple[Indices, ...] | None
-    """Positions that are trained on in each bucket of aspect, or in the cache without buckets; None is all."""
+    among: tuple[Indices, ...]
+    """Positions that are trained on in each bucket of aspect, or in the cache without buckets."""
     order: Order | BucketOrder
-    first: int
-    turn: int
-    size: int
-    pin_memory: bool
+    share: Share
+    start_images: int = 0
+    pin_memory: bool = False
     fields: Set[str] = frozenset({IMAGES})
     pool: ArrayPool = field(default_factory=ArrayPool)
 
@@ -226,17 +238,17 @@ class _Reads:
         if isinstance(self.order, BucketOrder):
             return 1
         image_bytes = sum(self.cache.fields[name].image_bytes for name in self.fields)
-        return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.size)
+        return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.share.micro_batch_images)
 
     def __getitem__(self, number: int) -> list[MicroBatch]:
-        count = self.micro_batches
-        turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
-        index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
+        count, size = self.micro_batches, self.share.micro_batch_images
+        turns = self.share.turn * np.arange(number * count, (number + 1) * count) + self.start_images
+        index = (turns[:, None] + self.share.replica * size + np.arange(size)).ravel()  # (count x size,)
         if isinstance(self.order, BucketOrder):
             bucket, places = self.order.images_at(index)
         else:
             bucket, places = 0, self.order.image_at(index)
-        cache, stored = self.cache.caches[bucket], places if self.among is None else self.among[bucket][places]
+        cache, stored = self.cache.caches[bucket], self.among[bucket][places]
         draws = None
         if cache.text is not None:
             draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
@@ -254,7 +266,7 @@ class _Reads:
             else:
                 tensors[name] = torch.from_numpy(self.pool.array(shape, values.dtype))
             values.read(stored, tensors[name].numpy(), draws)
-        rows = zip(*(tensor.split(self.size) for tensor in tensors.values()), strict=True)
+        rows = zip(*(tensor.split(size) for tensor in tensors.values()), strict=True)
         return [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in rows]
 
 

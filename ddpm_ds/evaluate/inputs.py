@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache, Indices
+from ddpm_ds.data.cache import DatasetCache, Indices, Subset
 from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
-from ddpm_ds.data.held_out import Subset, parts, prepare_held_out, training_and_held_out
+from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.diffusion.condition import Condition, Moves

@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import Subset, shuffled, training_and_held_out
+from ddpm_ds.data.cache import DatasetCache, Subset
+from ddpm_ds.data.held_out import shuffled, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.prepare import How, Recipes, images_of
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION

@@ -13,7 +13,7 @@ A replica takes any share of the calls, ``unet(*inputs(i))``, and adds each pred
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
-from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
+from ddpm_ds.data.cache import DatasetCache, Indices, Subset
+from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
@@ -34,7 +34,6 @@ from ddpm_ds.diffusion.process import Diffusion, mean_error
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.choices import OBJECTIVES
-from ddpm_ds.schema.layout import Layout
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0
@@ -188,33 +187,24 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
 
 def replica_batches(
     spec: RunSpec,
-    layout: Layout,
-    store: DatasetCache,
+    images: Subset,
+    share: Share,
     device: torch.device,
     *,
-    replicas: int,
-    replica: int,
-    among: Indices | None = None,
+    fields: Set[str],
     start_images: int = 0,
-    first: bool = True,
-    last: bool = True,
-    text: bool = False,
     encoders: TextEncoders | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of one of ``replicas`` on a rank's device, with the :func:`fields_read`.
+    """Yield the endless micro-batches of a replica on a rank's device, with the :func:`fields_read`.
 
     See :func:`ddpm_ds.data.loader.micro_batches`. ``encoders`` encode captions that are stored as tokens.
     """
     batches = micro_batches(
-        store,
-        fields=fields_read(spec, first=first, last=last, text=text),
-        among=among,
+        images,
+        share,
+        fields=fields,
         seed=spec.train.seed,
         group=spec.bucket_group,
-        batch_images=layout.batch_images,
-        micro_batch_images=layout.micro_batch_images,
-        replicas=replicas,
-        replica=replica,
         start_images=start_images,
         workers=spec.data.workers,
         pin_memory=device.type == "cuda",

@@ -20,10 +20,9 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import CONSTANTS
+from ddpm_ds.data.cache import CONSTANTS, Subset
 from ddpm_ds.data.captions import PROMPTS
-from ddpm_ds.data.held_out import Subset
-from ddpm_ds.data.loader import BucketOrder, MicroBatch
+from ddpm_ds.data.loader import BucketOrder, MicroBatch, Share
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
@@ -55,7 +54,7 @@ from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of, replica_batches
+from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, fields_read, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.start import Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of
@@ -333,21 +332,12 @@ def _batches(
     """Return this replica's micro-batches from the engine's progress on; None on a stage without data."""
     if not engine.reads_data:
         return None
-    store, among = images
-    return replica_batches(
-        spec,
-        layout,
-        store,
-        engine.device,
-        replicas=engine.dp_world_size,
-        replica=engine.grid.get_data_parallel_id(),
-        among=among,
-        start_images=engine.next_index,
-        first=engine.is_first_stage(),
-        last=engine.stage_id == engine.loss_stage,
-        text=bool(engine.readers),
-        encoders=encoders,
-    )
+    replica = engine.grid.get_data_parallel_id()
+    share = Share(layout.batch_images, layout.micro_batch_images, engine.dp_world_size, replica)
+    last = engine.stage_id == engine.loss_stage
+    fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
+    start = engine.next_index
+    return replica_batches(spec, images, share, engine.device, fields=fields, start_images=start, encoders=encoders)
 
 
 def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.config.spec import RunSpec, check_picture
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
-from ddpm_ds.data.held_out import Subset, checksums_of, parts, prepare_all
+from ddpm_ds.data.held_out import checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import check_steps, pixels_of
 from ddpm_ds.data.prepare import How
 from ddpm_ds.data.text import check_text

@@ -14,8 +14,8 @@ from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
 
 from ddpm_ds.config.spec_file import SPECS, load_spec
-from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.cache import DatasetCache, Subset
+from ddpm_ds.data.loader import MicroBatch, Share
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
@@ -24,7 +24,7 @@ from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan, machine_here, make_plan
-from ddpm_ds.train.objective import Denoising, Noised, replica_batches
+from ddpm_ds.train.objective import Denoising, Noised, fields_read, replica_batches
 from ddpm_ds.train.start import check_store
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
@@ -81,8 +81,9 @@ class Setting:
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
         """Yield the endless micro-batches of one of ``replicas``, from the first image on, on the device."""
         spec, layout = self.plan.spec, self.plan.ds.layout
-        text = spec.unet.text is not None
-        return replica_batches(spec, layout, self.store, self.device, replicas=replicas, replica=replica, text=text)
+        share = Share(layout.batch_images, layout.micro_batch_images, replicas, replica)
+        fields = fields_read(spec, first=True, last=True, text=spec.unet.text is not None)
+        return replica_batches(spec, Subset.of(self.store), share, self.device, fields=fields)
 
 
 class Optimizer:

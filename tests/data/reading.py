@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from ddpm_ds.data.cache import DatasetCache, Indices, Subset
 from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.loader import MicroBatch, Share, micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Pixels, Source
@@ -37,6 +39,21 @@ def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels
     there = pickle.loads(pickle.dumps(source))
     assert there.name(i) == source.name(i) and there.classes == source.classes
     return decoded(there, i, (size, size), channels)[0], int(there.labels[i])
+
+
+def loaded(
+    store: DatasetCache,
+    batch_images: int,
+    micro_batch_images: int | None = None,
+    replicas: int = 1,
+    replica: int = 0,
+    among: Indices | None = None,
+    **asked: Any,
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a replica, by default of the only one; of one for a batch, and in an order of seed 0."""
+    share = Share(batch_images, micro_batch_images or batch_images, replicas, replica)
+    images = Subset.of(store) if among is None else Subset(store, among)
+    return micro_batches(images, share, **{"seed": 0, **asked})
 
 
 def line_of(spec: DataSpec) -> str:

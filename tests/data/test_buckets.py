@@ -27,16 +27,18 @@ from ddpm_ds.data.buckets import (
     shares_of,
     sizes_of,
 )
+from ddpm_ds.data.cache import Subset
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
-from ddpm_ds.data.held_out import Subset, parts, prepare_all
+from ddpm_ds.data.held_out import parts, prepare_all
 from ddpm_ds.data.latents import check_steps, pixels_learned
-from ddpm_ds.data.loader import BucketOrder, micro_batches
+from ddpm_ds.data.loader import BucketOrder
 from ddpm_ds.data.prepare import How, Recipes, class_names, images_of, prepare
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.evaluate import inputs
 from ddpm_ds.ground.errors import DataError
 from tests.autoencoders import save_autoencoder
+from tests.data.reading import loaded
 from tests.launching import tiny_spec
 
 PLAIN: dict[str, Any] = {"dropout": 0.0, "attention_resolutions": [], "classes": 1}
@@ -198,15 +200,11 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     of_others = Subset(store, np.array([store.counts[0], sum(store.counts[:2])]))
     with patch.object(inputs, "held_out_images", lambda *_: of_others):
         assert inputs.held_out_captions(Mock()) == ["a", "a cat"]
-    batches = micro_batches(
+    batches = loaded(
         store,
         fields={"images", "text", "pooled", "sizes"},
-        seed=0,
         group=4,
         batch_images=4,
-        micro_batch_images=4,
-        replicas=1,
-        replica=0,
     )
     for _ in range(10):
         batch = next(batches)
@@ -294,9 +292,7 @@ def test_held_out_images_are_a_share_of_each_bucket_and_never_trained_on(spec_of
     of_buckets = store.by_bucket(held_out.positions)
     assert [len(at) for at in of_buckets] == [4, 2, 3]
     kept = {value for cache, at in zip(store.caches, of_buckets, strict=True) for value in seen_at(cache, at)}
-    batches = micro_batches(
-        store, among=trained.positions, seed=0, group=4, batch_images=4, micro_batch_images=4, replicas=1, replica=0
-    )
+    batches = loaded(store, among=trained.positions, group=4, batch_images=4)
     seen = [value for _ in range(40) for value in values_of(next(batches).images)]
     assert {*seen} == {*range(40)} - kept and len(kept) == 9
     other = parts(spec_of(held_out_images=9, held_out="last"), store, store)[1]
@@ -358,7 +354,7 @@ def test_micro_batches_of_all_replicas_have_one_size_and_go_on_after_a_stop(
     asked: dict[str, Any] = {"seed": 5, "group": 8, "batch_images": 8, "micro_batch_images": 2, "replicas": 2}
     order = BucketOrder(store.counts, seed=5, group=8)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    streams = [micro_batches(store, replica=replica, **asked) for replica in range(2)]
+    streams = [loaded(store, replica=replica, **asked) for replica in range(2)]
     for turn in range(20):
         batches = [next(stream) for stream in streams]
         bucket = order.bucket_at(4 * turn)
@@ -370,11 +366,11 @@ def test_micro_batches_of_all_replicas_have_one_size_and_go_on_after_a_stop(
         len(set(found[: store.counts[bucket]])) == min(len(found), store.counts[bucket])
         for bucket, found in seen.items()
     )
-    resumed, whole = (micro_batches(store, replica=1, start_images=first, **asked) for first in (24, 0))
+    resumed, whole = (loaded(store, replica=1, start_images=first, **asked) for first in (24, 0))
     for _ in range(6):
         next(whole)
     for _ in range(8):
         found, expected = next(resumed), next(whole)
         assert torch.equal(found.index, expected.index) and torch.equal(found.images, expected.images)
     with pytest.raises(ValueError, match="group = 8"):
-        micro_batches(store, replica=0, **{**asked, "replicas": 3, "batch_images": 12})
+        loaded(store, replica=0, **{**asked, "replicas": 3, "batch_images": 12})

@@ -21,7 +21,7 @@ from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
 from ddpm_ds.data.latents import pixels_learned
-from ddpm_ds.data.loader import MicroBatch, micro_batches
+from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
@@ -33,7 +33,7 @@ from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.train.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder
-from tests.data.reading import PICTURES, shard
+from tests.data.reading import PICTURES, loaded, shard
 from tests.data.reading import encoded as image_file
 from tests.launching import tiny_spec
 
@@ -77,8 +77,8 @@ def spec_of(encoders: Path, folder: Path, tmp_path: Path) -> SpecOf:
 
 def batch_of(cache: DatasetCache, size: int = 12, **changes: Any) -> MicroBatch:
     """The first micro-batch of a run."""
-    asked: dict[str, Any] = {"fields": TEXT_FIELDS, "seed": 0, "replicas": 1, "replica": 0} | changes
-    return next(micro_batches(cache, batch_images=size, micro_batch_images=size, **asked))
+    asked: dict[str, Any] = {"fields": TEXT_FIELDS, "seed": 0} | changes
+    return next(loaded(cache, batch_images=size, **asked))
 
 
 def captioned(cache: DatasetCache) -> list[list[str]]:
@@ -345,7 +345,7 @@ def test_a_caption_is_chosen_by_seed_and_index_alone(spec_of: SpecOf) -> None:
         for replica in (0, 1):
             given: dict[str, Any] = {"fields": fields, "seed": 0, "start_images": 24}
             given |= {"batch_images": 12, "micro_batch_images": 6, "replicas": 2, "replica": replica}
-            part = next(micro_batches(cache, **given))
+            part = next(loaded(cache, **given))
             mine = slice(24 + 6 * replica, 30 + 6 * replica)
             assert torch.equal(part.index, whole.index[mine])
             for name in fields:

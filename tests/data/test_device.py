@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
+from ddpm_ds.data.loader import MicroBatch, on_device
+from tests.data.reading import loaded
 
 CUDA = torch.device("cuda", 0)
 
@@ -85,9 +86,9 @@ def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(calls: 
 
 @pytest.mark.gpu
 def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: DatasetCache) -> None:
-    given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64, "replicas": 1, "replica": 0}
-    expected = list(islice(micro_batches(digits, **given), 40))
-    pinned = micro_batches(digits, **given, pin_memory=True)
+    given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64}
+    expected = list(islice(loaded(digits, **given), 40))
+    pinned = loaded(digits, **given, pin_memory=True)
     batches = on_device(map(checked_pinned, pinned), CUDA)
     next_ones: list[MicroBatch] = [next(batches)]
     busy = torch.randn(4096, 4096, device=CUDA)

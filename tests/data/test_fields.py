@@ -18,11 +18,10 @@ import zarr
 
 from ddpm_ds.data import cache, fields, writing
 from ddpm_ds.data.cache import StoredImages
-from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
-from tests.data.reading import refusal
+from tests.data.reading import loaded, refusal
 
 SpecOf = Callable[..., DataSpec]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -166,7 +165,7 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
             errors = np.sqrt(np.mean((read - values.astype(np.float32)) ** 2)) / read.std()
             assert store.meta.rounding[field][channel] == pytest.approx(errors, rel=1e-3, abs=1e-6)
             assert (errors > 0.01) == (name == "rain") and (name != "number" or not errors)
-    batch = next(micro_batches(store, seed=0, batch_images=COUNT, micro_batch_images=COUNT, replicas=1, replica=0))
+    batch = next(loaded(store, batch_images=COUNT))
     assert sorted(batch.images[:, 1].amax((1, 2)).tolist()) == sorted(store.images[:][:, 1].max((1, 2)).tolist())
     assert (store.centre((4, 6)).images[:] == store.images[:][:, :, 1:5, 2:8]).all()
 
@@ -344,8 +343,8 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = prepare(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), mask="sea", **NAMED))
-    given: dict[str, Any] = {"seed": 3, "batch_images": 8, "micro_batch_images": 4, "replicas": 1, "replica": 0}
-    whole = list(itertools.islice(micro_batches(store, fields=store.fields.keys(), **given), 5))
+    given: dict[str, Any] = {"seed": 3, "batch_images": 8, "micro_batch_images": 4}
+    whole = list(itertools.islice(loaded(store, fields=store.fields.keys(), **given), 5))
     reads, read = list[str](), StoredImages.read
 
     def counting(self: StoredImages, *arguments: Any, **options: Any) -> Any:
@@ -356,7 +355,7 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
     cases: list[tuple[str, ...]] = [("mask",), ("images", "condition", "vector"), ("condition",), ()]
     for asked in cases:
         reads.clear()
-        batches = micro_batches(store, fields=frozenset(asked), **given)
+        batches = loaded(store, fields=frozenset(asked), **given)
         taken = list(itertools.islice(batches, 5))
         del batches  # ends its threads
         assert set(reads) == set(asked)
@@ -366,7 +365,7 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
                 found, wanted = getattr(batch, name), getattr(other, name)
                 assert (found == wanted).all() if name in asked else found is None or found.shape == (4, 0)
     with pytest.raises(KeyError, match="depth"):
-        micro_batches(store, fields={"depth"}, **given)
+        loaded(store, fields={"depth"}, **given)
 
 
 def test_fields_of_several_files_are_those_of_one(

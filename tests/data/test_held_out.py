@@ -16,11 +16,11 @@ from PIL import Image
 from ddpm_ds.data.cache import CacheMeta, DatasetCache
 from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned
-from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import How, Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
+from tests.data.reading import loaded
 
 SpecOf = Callable[..., DataSpec]
 COUNT, OTHERS = 11, 5
@@ -73,9 +73,7 @@ def values(store: DatasetCache, positions: Any) -> set[int]:
 def test_all_images_of_one_source_are_trained_on_and_all_of_the_other_are_held_out(folders_spec: SpecOf) -> None:
     data = folders_spec()
     trained, held_out = parts(data, *prepare_all(data, How()))
-    batches = micro_batches(
-        trained.cache, among=trained.positions, seed=0, batch_images=4, micro_batch_images=4, replicas=1, replica=0
-    )
+    batches = loaded(trained.cache, among=trained.positions, batch_images=4)
     seen = {int(image[0, 0, 0]) for batch in islice(batches, 3) for image in batch.images}
     assert seen == {*range(6), *range(40, 46)} and values(*held_out) == {200, 201, 202, 203}
     assert held_out.cache.labels.tolist() == [0, 0, 1, 1]

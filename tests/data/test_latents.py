@@ -18,13 +18,13 @@ from ddpm_ds.cli import main as command
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data import latents
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, pixels_learned, pixels_of, to_pixels
-from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
+from tests.data.reading import loaded
 from tests.launching import REPOSITORY
 from tests.model_hub import ModelHub
 
@@ -73,7 +73,7 @@ def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
 
 def test_training_reads_latents_as_they_are(spec_of: SpecOf) -> None:
     store = prepare(spec_of(), encode_on=CPU)
-    batch = next(micro_batches(store, seed=0, batch_images=12, micro_batch_images=12, replicas=1, replica=0))
+    batch = next(loaded(store, batch_images=12))
     x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(batch.images, None, flips=False, size=(4, 4))
     assert x0.dtype == torch.float32 and x0.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(

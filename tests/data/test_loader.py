@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.held_out import split
-from ddpm_ds.data.loader import MicroBatch, Order, _Reads, micro_batches
+from ddpm_ds.data.loader import MicroBatch, Order, Share, _Reads
 from ddpm_ds.ground.errors import SpecError
+from tests.data.reading import loaded
 from tests.launching import PATIENCE_SECONDS
 
 counts = st.integers(1, 50)
@@ -45,7 +46,7 @@ def test_order_is_the_same_on_every_machine_and_version() -> None:
 
 def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:
     given: dict[str, Any] = {"seed": 3, "batch_images": 16, "micro_batch_images": 4, "replicas": 2, "replica": 0}
-    return list(islice(micro_batches(store, **(given | changes)), count))
+    return list(islice(loaded(store, **(given | changes)), count))
 
 
 def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
@@ -129,7 +130,7 @@ def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(dig
     def reads(size: int, shape: tuple[int, int, int]) -> int:
         meta = digits.meta.model_copy(update={"shape": shape})
         store = replace(digits, images=StoredImages(digits.path, meta))
-        return _Reads(store, None, Order(1797, 3), 0, size, size, False).micro_batches
+        return _Reads(store, (np.arange(1797),), Order(1797, 3), Share(size, size)).micro_batches
 
     assert reads(64, (1, 8, 8)) == 512 // 64
     assert reads(100, (3, 64, 64)) == 3  # of 341 images in 2^22 bytes
@@ -146,7 +147,7 @@ def test_threads_read_while_a_micro_batch_is_used(digits: DatasetCache, monkeypa
         return read(self, number)
 
     monkeypatch.setattr(_Reads, "__getitem__", noted)
-    batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
+    batches = loaded(digits, seed=3, batch_images=512)
     next(batches)
     assert sorted(reads.get(timeout=PATIENCE_SECONDS) for _ in range(3)) == [(0, False), (1, False), (2, False)]
     before = threading.active_count()
@@ -159,7 +160,7 @@ def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:
     meta = digits.meta.model_copy(update={"count": 20, "shape": (3, 64, 64)})
     np.save(tmp_path / "images.npy", np.zeros((20, 3, 64, 64), np.uint8))
     large = replace(digits, meta=meta, images=StoredImages(tmp_path, meta))
-    reads = _Reads(large, None, Order(20, 3), 0, 80, 80, False)
+    reads = _Reads(large, (np.arange(20),), Order(20, 3), Share(80, 80))
     _ = reads[0]  # maps the file
     tracemalloc.start()  # sees numpy's memory
     batches = reads[1]
@@ -178,7 +179,7 @@ def test_reads_reuse_freed_memory_alone(digits: DatasetCache, monkeypatch: pytes
         return empty(shape, *arguments, **options)
 
     monkeypatch.setattr(np, "empty", counted)
-    batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
+    batches = loaded(digits, seed=3, batch_images=512)
     kept = next(batches).images[:1].numpy()  # keeps the memory of all, as any part does
     for _ in range(40):
         next(batches)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import whole
-from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.cache import Subset
+from ddpm_ds.data.loader import MicroBatch, Share
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
@@ -83,13 +84,13 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
 
 def train(plan: RunDraft, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any]) -> None:
     """``STEPS`` steps; adds what they gave to ``report``."""
+    layout = plan.ds.layout
     batches = replica_batches(
         plan.spec,
-        plan.ds.layout,
-        prepare(plan.spec.data),
+        Subset.of(prepare(plan.spec.data)),
+        Share(layout.batch_images, layout.micro_batch_images, layout.replicas, engine.grid.get_data_parallel_id()),
         engine.device,
-        replicas=plan.ds.layout.replicas,
-        replica=engine.grid.get_data_parallel_id(),
+        fields={"images"},
         start_images=engine.next_index,
     )
     used: list[float] = []

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.held_out import split
-from ddpm_ds.data.loader import micro_batches
+from ddpm_ds.data.loader import Share, micro_batches
 from ddpm_ds.data.prepare import Recipes, prepare
 from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.train.objective import Denoising, HeldOutLoss
@@ -41,9 +41,7 @@ def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> lis
     """x_t, t, labels, x0, eps of the first 48 images as all replicas prepare them, in the order of training."""
     parts = []
     for replica in range(replicas):
-        batches = micro_batches(
-            store, seed=3, batch_images=48, micro_batch_images=micro, replicas=replicas, replica=replica
-        )
+        batches = micro_batches(Subset.of(store), Share(48, micro, replicas, replica), seed=3)
         stage = Denoising(spec, CPU)
         for batch in islice(batches, 48 // micro // replicas):
             prepared = stage.prepare(batch)
