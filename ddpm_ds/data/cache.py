@@ -94,7 +94,6 @@ class StoredField(Kept):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values in files."""
         return np.dtype(self.values)
 
     @property
@@ -203,9 +202,14 @@ class CacheMeta(Kept):
         """Number of images in each file."""
         return self.shards or (self.count,)
 
+    @property
+    def stored(self) -> Mapping[str, StoredField]:
+        """All fields, images among them."""
+        return self.fields or {IMAGES: field_of(self.kind, self.shape)}
+
     def field(self, name: str) -> StoredField:
         """Return the shape and type of a field."""
-        return self.fields[name] if self.fields else field_of(self.kind, self.shape)
+        return self.stored[name]
 
     def files_of(self, name: str) -> tuple[str, ...]:
         """Names of the files of a field."""
@@ -214,7 +218,7 @@ class CacheMeta(Kept):
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files of all fields."""
-        return tuple(file for name in self.fields or (IMAGES,) for file in self.files_of(name))
+        return tuple(file for name in self.stored for file in self.files_of(name))
 
 
 class ByPosition(ABC):
@@ -437,18 +441,16 @@ class DatasetCache:
         channels, *before = self.meta.shape
         if (*before,) == size:
             return self
-        whole = {name: stored for name, stored in self.meta.fields.items() if [*stored.shape[1:]] == before}
-        cropped = {
-            name: stored.model_copy(update={"shape": (stored.shape[0], *size)}) for name, stored in whole.items()
-        }
-        meta = self.meta.model_copy(update={"shape": (channels, *size), "fields": self.meta.fields | cropped})
-        images = {name: StoredImages(self.path, self.meta, size, name) for name in {IMAGES, *whole}}
-        constants = self.constants
+        fields, images = dict(self.meta.fields), {IMAGES: StoredImages(self.path, self.meta, size)}
+        for name, stored in self.meta.fields.items():
+            if [*stored.shape[1:]] == before:
+                fields[name] = stored.model_copy(update={"shape": (stored.shape[0], *size)})
+                images[name] = StoredImages(self.path, self.meta, size, name)
+        meta, constants = self.meta.model_copy(update={"shape": (channels, *size), "fields": fields}), self.constants
         if constants is not None and [*constants.shape[1:]] == before:
             constants = constants[images[IMAGES].inside]
-        return replace(
-            self, meta=meta, images=images.pop(IMAGES), others={**self.others, **images}, constants=constants
-        )
+        found = images.pop(IMAGES)
+        return replace(self, meta=meta, images=found, others={**self.others, **images}, constants=constants)
 
     @property
     def summary(self) -> str:
@@ -476,9 +478,8 @@ class DatasetCache:
     @property
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
-        parts = [self.meta.sha256[name] for name in self.meta.files]
-        parts += [] if self.text is None else [self.text.key]
-        parts += [each.key for each in self.buckets]
+        others = self.buckets if self.text is None else (self.text, *self.buckets)
+        parts = [*(self.meta.sha256[name] for name in self.meta.files), *(each.key for each in others)]
         parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
@@ -511,8 +512,8 @@ def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
     if any(len(stored.offset) not in (0, stored.shape[0]) for stored in meta.fields.values()):
         yield f"{META} has offsets of another number of channels"
     arrays = {
-        file: ((count, *meta.field(name).shape), meta.field(name))
-        for name in meta.fields or (IMAGES,)
+        file: ((count, *stored.shape), stored)
+        for name, stored in meta.stored.items()
         for file, count in zip(meta.files_of(name), meta.counts, strict=True)
     }
     if meta.constants is not None:

@@ -63,8 +63,12 @@ Latents: TypeAlias = "npt.NDArray[np.float16]"
 """(n, C, h, w)"""
 
 
+LAYERS = {"down_block_types", "up_block_types", "act_fn", "norm_num_groups", "sample_size", "mid_block_add_attention"}
+"""Keys of ``config.json`` that decide the layers alone."""
+
+
 class _Config(BaseModel):
-    """Content of ``config.json``, with the defaults of diffusers; keys of type object decide the layers alone."""
+    """Content of ``config.json``, with the defaults of diffusers, but for the keys of :data:`LAYERS`."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
@@ -83,12 +87,6 @@ class _Config(BaseModel):
     """Whether fp16 is too small, as SDXL's says. Where it is missing diffusers has true, but SD 1.5's fits."""
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
-    down_block_types: object = None
-    up_block_types: object = None
-    act_fn: object = None
-    norm_num_groups: object = None
-    sample_size: object = None
-    mid_block_add_attention: object = None
 
 
 @dataclass(frozen=True)
@@ -118,10 +116,10 @@ class Autoencoder:
             folder = name if name.exists() else _from_hub(name)
             content = parse_json(read_bytes(folder / CONFIG))
             decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not the version
-            read = {key: decisive[key] for key in decisive if key in _Config.model_fields or decisive[key]}
-            config = _Config.model_validate_json(
-                json.dumps(read | {"_class_name": content.get("_class_name")}), strict=True
-            )
+            others = {key: value for key, value in decisive.items() if key not in LAYERS}
+            read = {key: value for key, value in others.items() if key in _Config.model_fields or value}
+            read["_class_name"] = content.get("_class_name")
+            config = _Config.model_validate_json(json.dumps(read), strict=True)
             weights = _checksum(_weights(folder))
         except OSError as error:
             raise _unusable(name, f"{error.filename or name} can't be read ({error.strerror or error})") from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.data import cache, captions
 from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, sizes_of
@@ -269,8 +269,8 @@ def _text(path: Path, images: cache.DatasetCache, encoders: TextEncoders, how: H
     content = text_content(images, encoders)
     if how.progress:
         print(
-            f"{path.name}: {content.images:,} distinct captions of {content.image_bytes:,} bytes "
-            f"({encoders.spec.stored}) take {gib(content.images * content.image_bytes)}, "
+            f"{path.name}: {content.meta.count:,} distinct captions of {content.image_bytes:,} bytes "
+            f"({encoders.spec.stored}) take {gib(content.meta.count * content.image_bytes)}, "
             f"{gib(shutil.disk_usage(path.parent).free)} are free",
             file=sys.stderr,
         )
@@ -332,97 +332,73 @@ def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
     def chunks(numbers: range) -> Iterator[Chunk]:
         return captions.encoded_texts(encoders, texts[numbers.start : numbers.stop])
 
-    made_of, meta = captions.text_sources(images, encoders), images.meta
-    return Content("text", fields, len(texts), chunks, meta.source, meta.folder, made_of=made_of)
+    meta = _meta_of("text", fields, len(texts), source=images.meta.source, folder=images.meta.folder)
+    return Content(meta.model_copy(update={"sha256": captions.text_sources(images, encoders)}), chunks)
 
 
 def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) -> Content:
     """Return the encoding of all ``pixels`` to the latents of ``data``."""
-    meta, fields = pixels.meta, {cache.IMAGES: cache.field_of("latents", data.shape)}
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
             others = {name: [row.data for row in stored[part]] for name, stored in pixels.others.items()}
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
 
-    return Content(
-        "latents",
-        fields | {name: meta.field(name) for name in pixels.others},
-        len(pixels),
-        chunks,
-        meta.source,
-        meta.folder,
-        classes=meta.classes,
-        made_of=sources_of(pixels, coder.autoencoder),
-        origin=meta.origin,
-        captions=captions.written(captions.texts_of(pixels)) if data.text is not None else None,
-    )
+    fields = pixels.meta.fields and {**pixels.meta.fields, cache.IMAGES: cache.field_of("latents", data.shape)}
+    changes = {
+        "kind": "latents",
+        "shape": data.shape,
+        "fields": fields,
+        "sha256": sources_of(pixels, coder.autoencoder),
+    }
+    texts = captions.written(captions.texts_of(pixels)) if data.text is not None else None
+    return Content(pixels.meta.model_copy(update=changes), chunks, captions=texts)
 
 
 def residuals_content(fields: cache.DatasetCache, regression: Regression) -> Content:
     """Return the subtraction of predictions from all ``fields``."""
-    meta, stored = fields.meta, {name: fields.meta.field(name) for name in fields.fields}
-    stored[cache.IMAGES] = stored[cache.IMAGES].model_copy(update={"offset": ()})
-    return Content(
-        "fields",
-        stored,
-        len(fields),
-        lambda numbers: residuals(fields, regression, numbers),
-        meta.source,
-        meta.folder,
-        classes=meta.classes,
-        made_of=made_of(fields, regression),
-        origin=meta.origin,
-        constants=fields.constants,
-        coordinates=meta.coordinates,
-        masked=meta.masked,
-    )
+    images = fields.meta.field(cache.IMAGES).model_copy(update={"offset": ()})
+    stored = {**fields.meta.fields, cache.IMAGES: images}
+    meta = fields.meta.model_copy(update={"fields": stored, "sha256": made_of(fields, regression)})
+    return Content(meta, lambda numbers: residuals(fields, regression, numbers), constants=fields.constants)
 
 
 def source_content(recipe: Recipe) -> Content:
     """Open the source, before anything is decoded or written; raises DataError."""
     data, source = recipe.data, recipe.source
-    folder = data.name if data.path is None else str(data.path)
+    known: dict[str, Any] = {"source": data.source, "folder": data.name if data.path is None else str(data.path)}
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
     of_files = [str(look) for path, look in zip(source.paths, source.looks, strict=True) if path.is_file()]
+    most = data.max_bad_fraction
     if data.reads_arrays:
         fields = source.fields.centred()
         content = fields.content(*source.paths)
-        return Content(
-            "fields" if data.are_fields else "pixels",
-            fields.fields,
-            len(fields.labels),
-            fields.chunks,
-            data.source,
-            folder,
-            state=" ".join([content, *of_files]),
-            classes=fields.classes,
-            origin=source.origin(content),
-            constants=fields.constants,
-            coordinates=fields.coordinates,
-            masked=data.mask is not None,
-            max_bad_fraction=data.max_bad_fraction,
-        )
+        known |= {"classes": fields.classes, "coordinates": fields.coordinates, "masked": data.mask is not None}
+        kind: cache.Kind = "fields" if data.are_fields else "pixels"
+        meta = _meta_of(kind, fields.fields, len(fields.labels), origin=source.origin(content), **known)
+        return Content(meta, fields.chunks, " ".join([content, *of_files]), fields.constants, max_bad_fraction=most)
     pictures = source.pictures(recipe.bucket)
-    known = captions.known_captions(pictures, data)
+    texts, count = captions.known_captions(pictures, data), len(pictures.labels)
     content, are_files = sampled(pictures)
     stored = {cache.IMAGES: cache.field_of("pixels", data.stored_shape)}
-    if known is not None:
+    if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
-        stored[cache.CAPTIONS] = cache.StoredField(shape=(known.table.shape[1],), values="int32")
-    decoding = Decoding(pictures, data.stored_shape, None if known is None else known.table)
-    count = len(pictures.labels)
+        stored[cache.CAPTIONS] = cache.StoredField(shape=(texts.table.shape[1],), values="int32")
+    decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table)
     return Content(
-        "pixels",
-        stored,
-        count,
+        _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known),
         decoding.chunks,
-        data.source,
-        folder,
-        state=" ".join([content, *of_files]),
-        classes=pictures.classes,
-        origin=source.origin(content),
-        captions=None if known is None else captions.written(known.texts),
+        " ".join([content, *of_files]),
+        captions=None if texts is None else captions.written(texts.texts),
+        max_bad_fraction=most,
         by_processes=partial(by_processes, decoding) if are_files and count > FEW_IMAGES else None,
-        max_bad_fraction=data.max_bad_fraction,
     )
+
+
+def _meta_of(kind: cache.Kind, fields: Mapping[str, cache.StoredField], count: int, **known: Any) -> cache.CacheMeta:
+    """Return facts of a cache before it is made; ``fields`` of images alone are not kept."""
+    channels, height, width = fields[cache.IMAGES].shape
+    shape = (channels, height, width)
+    kept = {} if fields == {cache.IMAGES: cache.field_of(kind, shape)} else dict(fields)
+    empty: dict[str, Any] = {"classes": (".",), "skipped": 0, "sha256": {}}
+    return cache.CacheMeta(**{**empty, **known}, format=cache.FORMAT, kind=kind, fields=kept, count=count, shape=shape)

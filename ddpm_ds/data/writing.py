@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -70,25 +70,13 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 class Content:
     """Content of a cache, and the function that makes its images."""
 
-    kind: cache.Kind
-    fields: Mapping[str, cache.StoredField]
-    """Fields of an image, images among them."""
-    images: int
-    """Images of the source, including unreadable ones."""
+    meta: cache.CacheMeta
+    """Known facts: ``count`` includes unreadable images, and ``sha256`` has checksums of what they are made from."""
     chunks: Chunks
-    source: str
-    folder: str | None
     state: str = ""
     """State of the source; processes that find another one write a cache of their own."""
-    classes: tuple[str, ...] = (".",)
-    made_of: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of what the images are made from, also kept in ``meta.json``, by names that no file has."""
-    origin: cache.Origin | None = None
     constants: cache.Images | None = None
     """Fields that are the same for all images, float32 (C, H, W)."""
-    coordinates: tuple[cache.Coordinate, ...] = ()
-    masked: bool = False
-    """Whether values can be NaN, for masked ones."""
     captions: bytes | None = None
     """Content of the file of distinct captions."""
     max_bad_fraction: float = 0.0
@@ -98,18 +86,19 @@ class Content:
     @property
     def image_bytes(self) -> int:
         """Bytes per image, of all fields together."""
-        return sum(stored.nbytes for stored in self.fields.values())
+        return sum(stored.nbytes for stored in self.meta.stored.values())
 
     @property
     def shards(self) -> list[range]:
         """Images of the source in each file."""
-        step = max(1, SHARD_BYTES // self.image_bytes)
-        return [range(first, min(self.images, first + step)) for first in range(0, self.images, step)]
+        count, step = self.meta.count, max(1, SHARD_BYTES // self.image_bytes)
+        return [range(first, min(count, first + step)) for first in range(0, count, step)]
 
     @property
     def digest(self) -> str:
         """Hash of everything that processes which write one cache have to agree on."""
-        agreed = (self.kind, self.fields, self.images, SHARD_BYTES, self.state, sorted(self.made_of.items()))
+        meta = self.meta
+        agreed = (meta.kind, meta.stored, meta.count, SHARD_BYTES, self.state, sorted(meta.sha256.items()))
         return sha256(repr(agreed).encode()).hexdigest()
 
 
@@ -134,16 +123,16 @@ def write_cache(path: Path, content: Content, chunks: Chunks, progress: bool, be
     if path.exists():
         return
     folder = path.with_name(f".{path.name}.{content.digest[:8]}.preparing")
-    needed, free = content.images * content.image_bytes, shutil.disk_usage(path.parent).free
+    needed, free = content.meta.count * content.image_bytes, shutil.disk_usage(path.parent).free
     if needed > free and not folder.exists():
         raise DataError(
             f"data.store_root = {path.parent} has {gib(free)} free, and the "
-            f"{'texts' if content.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
+            f"{'texts' if content.meta.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
     folder.mkdir(exist_ok=True)
     try:
-        with tqdm(total=content.images, desc=f"preparing {path.name}", disable=not progress) as bar:
+        with tqdm(total=content.meta.count, desc=f"preparing {path.name}", disable=not progress) as bar:
             records = _Shards(path, folder, content, chunks, bar).write()
         _describe(folder, content, records)
         folder.rename(path)
@@ -191,13 +180,13 @@ class _Shards:
                     self.records[number] = self._read_record(number) or self._write_shard(number)
             missing, seconds = [number for number in missing if number not in self.records], -1  # as long as it takes
         self._check_skipped()  # of all processes
-        self.bar.update(self.content.images - self.bar.n)
+        self.bar.update(self.content.meta.count - self.bar.n)
         return [self.records[number] for number in every]
 
     def _check_skipped(self, now: Sequence[tuple[str, str]] = ()) -> None:
         """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows, ``now`` among them."""
         skipped = [image for number in sorted(self.records) for image in self.records[number].skipped] + [*now]
-        most, images = self.content.max_bad_fraction, self.content.images
+        most, images = self.content.max_bad_fraction, self.content.meta.count
         if len(skipped) > most * images:
             name, reason = skipped[0]
             raise DataError(
@@ -221,7 +210,7 @@ class _Shards:
         numbers = self.shards[number]
         labels, skipped, moments = list[int](), list[tuple[str, str]](), dict[str, Moments]()
         with ExitStack() as stack:
-            names = {name: self.folder / cache.shard_name(number, name) for name in self.content.fields}
+            names = {name: self.folder / cache.shard_name(number, name) for name in self.content.meta.stored}
             files = {name: stack.enter_context(_complete(path)) for name, path in names.items()}
             self._write_headers(files, len(numbers))
             for chunk in self.chunks(numbers):
@@ -252,7 +241,7 @@ class _Shards:
 
     def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
         for name, file in files.items():
-            stored = self.content.fields[name]
+            stored = self.content.meta.field(name)
             header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, header)
@@ -275,8 +264,7 @@ def _describe(folder: Path, content: Content, records: Sequence[Record]) -> None
     """Write the files of a cache other than its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
-    constants, fields = content.constants, content.fields
-    channels, height, width = fields[cache.IMAGES].shape
+    constants, fields = content.constants, sorted(content.meta.stored)
     contents = {cache.LABELS: _saved(np.array(labels, np.int64))}
     if constants is not None:
         contents[cache.CONSTANTS] = _saved(constants)
@@ -295,27 +283,17 @@ def _describe(folder: Path, content: Content, records: Sequence[Record]) -> None
         name: merged(np.array([each.moments[name] for each in records if name in each.moments]))
         for name in {name: None for record in records for name in record.moments}
     }
-    roundings = {name: measured[key] for name in sorted(fields) if (key := rounding_of(name)) in measured}
-    meta = cache.CacheMeta(
-        format=cache.FORMAT,
-        source=content.source,
-        folder=content.folder,
-        count=len(labels),
-        shape=(channels, height, width),
-        classes=content.classes,
-        skipped=len(skipped),
-        sha256=checksums | dict(content.made_of),
-        kind=content.kind,
-        shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
-        origin=content.origin,
-        constants=None if constants is None else cache.StoredField(shape=constants.shape, values="float32"),
-        statistics={name: Statistics.of(measured[name]) for name in sorted(fields) if name in measured},
-        rounding={name: shares_of_spread(measured[name], errors) for name, errors in roundings.items()},
-        coordinates=content.coordinates,
-        masked=content.masked,
-    )
-    if fields != {cache.IMAGES: meta.field(cache.IMAGES)}:
-        meta = meta.model_copy(update={"fields": dict(fields)})
+    roundings = {name: measured[key] for name in fields if (key := rounding_of(name)) in measured}
+    found: dict[str, object] = {
+        "count": len(labels),
+        "skipped": len(skipped),
+        "sha256": checksums | content.meta.sha256,
+        "shards": tuple(len(record.labels) for record in records) if len(records) > 1 else (),
+        "constants": None if constants is None else cache.StoredField(shape=constants.shape, values="float32"),
+        "statistics": {name: Statistics.of(measured[name]) for name in fields if name in measured},
+        "rounding": {name: shares_of_spread(measured[name], errors) for name, errors in roundings.items()},
+    }
+    meta = content.meta.model_copy(update=found)
     contents[cache.META] = (meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode()
     for name, each in contents.items():
         with _complete(folder / name) as file:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from sklearn.datasets import load_digits
 
 from ddpm_ds.data import cache, prepare, writing
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.sources.arrays import open_digits
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
@@ -40,16 +38,12 @@ def refused(path: Path, verify: bool = True) -> str:
     return message
 
 
-def test_the_digits_equal_scikit_learns() -> None:
-    found, expected = open_digits(DataSpec(source="digits", image_size=8, channels=1), False), load_digits()
-    assert np.array_equal(found.images, np.rint(expected.images * 255 / 16)) and found.images.dtype == np.uint8
-    assert np.array_equal(found.labels, expected.target) and found.classes == tuple("0123456789")
-
-
-def test_store_holds_the_digits(digits: DatasetCache) -> None:
-    assert (digits.images.shape, digits.images.dtype) == ((1797, 1, 8, 8), np.uint8)
-    assert (digits.labels.shape, digits.labels.dtype, len(digits)) == ((1797,), np.int64, 1797)
-    assert np.bincount(digits.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+def test_the_digits_equal_scikit_learns(digits: DatasetCache) -> None:
+    expected = load_digits()
+    assert (
+        np.array_equal(digits.images[:][:, 0], np.rint(expected.images * 255 / 16)) and digits.images.dtype == np.uint8
+    )
+    assert np.array_equal(digits.labels, expected.target) and digits.labels.dtype == np.int64 and len(digits) == 1797
     assert (digits.meta.source, digits.meta.skipped, digits.meta.classes) == ("digits", 0, tuple("0123456789"))
 
 
@@ -84,19 +78,10 @@ def test_a_changed_byte_is_found_by_its_checksum(copy: Path) -> None:
     assert "meta.json is not that of a data-set cache" in refused(copy)
 
 
-@pytest.mark.parametrize(
-    "shape", [[2**40] * 3, [10**30] * 3, [3, 2**16, 2**16], [1, 8, 16], [3, 8, 8], [0, 8, 8], [8, 8]]
-)
-def test_a_forged_shape_is_one_line_before_it_allocates(
-    shape: list[int], folder: Path, spec_of: Callable[..., DataSpec]
-) -> None:
-    spec = spec_of(source="folder", path=folder)
-    path = prepare.prepare(spec).path
-    change_meta(path, shape=shape)
-    with pytest.raises(
-        DataError, match=r"data-set cache is unusable: (meta.json|images.npy) .*; delete .* and prepare"
-    ):
-        prepare.prepare(spec)
+@pytest.mark.parametrize("shape", [[10**30] * 3, [3, 2**16, 2**16], [0, 8, 8], [8, 8]])
+def test_a_forged_shape_is_one_line_before_it_allocates(shape: list[int], copy: Path) -> None:
+    change_meta(copy, shape=shape)
+    assert refused(copy).startswith(("data-set cache is unusable: meta.json", "data-set cache is unusable: images.npy"))
 
 
 def test_a_cache_may_have_a_class_for_each_of_very_many_folders(copy: Path) -> None:

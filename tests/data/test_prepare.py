@@ -164,11 +164,10 @@ def test_preparation_prints_its_classes_with_their_numbers_of_images(
 
     (folder / "cats" / "2.png").write_text("not an image")
     assert line() == "11 images, 1 left out (skipped.txt) in 2 classes: cats 5, dogs 6"
+    assert line(folder / "dogs") == "6 images without classes"
     for number in range(20):
         shutil.copytree(folder / "dogs", folder / f"e{number:02}\n")
-    many = r"22 classes: 5 to 6 each, cats 5, dogs 6, e00\n 6, ..., e19\n 6"
-    assert line() == f"131 images, 1 left out (skipped.txt) in {many}"
-    assert line(folder / "dogs") == "6 images without classes"
+    assert line().endswith(r" in 22 classes: 5 to 6 each, cats 5, dogs 6, e00\n 6, ..., e19\n 6")
 
 
 def test_store_root_that_can_not_be_written_is_one_line(
@@ -326,26 +325,16 @@ def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_p
     assert class_names(tiny_spec(data=gone, sampler={"clip": "none"}).data, None, 10) == numbers
 
 
-def replaced(folder: Path) -> None:
-    for file in folder.glob("*/*"):
-        Image.new("L", (8, 8), 200).save(file)
-
-
-def grown(folder: Path) -> None:
-    shutil.copy(next((folder / "cats").iterdir()), folder / "cats" / "another.png")
-
-
-def sorted_anew(folder: Path) -> None:
-    (folder / "dogs").rename(folder / "wolves")
-
-
-@pytest.mark.parametrize("change", [replaced, grown, sorted_anew])
+@pytest.mark.parametrize("change", ["replaced", "grown", "sorted anew"])
 def test_a_replaced_source_gets_a_line_and_a_resumed_run_keeps_its_own(
-    change: Callable[[Path], None], folder: Path, spec_of: SpecOf
+    change: str, folder: Path, spec_of: SpecOf
 ) -> None:
     spec = spec_of(source="folder", path=folder)
     before = prepare(spec)
-    change(folder)
+    if change == "sorted anew":
+        (folder / "dogs").rename(folder / "wolves")
+    for file in [*folder.glob("*/*")] if change == "replaced" else [folder / "cats" / "new.png"] * (change == "grown"):
+        Image.new("L", (8, 8), 200).save(file)
     with pytest.raises(
         DataError, match=rf"^data.path = {spec.path} has other images than .* or delete {before.path} to"
     ):
@@ -361,10 +350,8 @@ def test_a_picture_of_a_large_source_that_changes_its_size_is_noticed(
     """Though the content of few is compared."""
     monkeypatch.setattr(origin, "SMALL_BYTES", 0)
     monkeypatch.setattr(origin, "SAMPLED_IMAGES", 2)
-    spec = spec_of(source="folder", path=folder)
-    prepare(spec)
-    with (folder / "cats" / "3.png").open("ab") as picture:
-        picture.write(b"x")
+    prepare(spec := spec_of(source="folder", path=folder))
+    (picture := folder / "cats" / "3.png").write_bytes(picture.read_bytes() + b"x")
     with pytest.raises(DataError, match="has other images than"):
         prepare(spec)
 
@@ -402,13 +389,11 @@ def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
     images, record = begun / "images.npy", begun / "shard.0.json"
     if damage == "bytes":
         images.write_bytes(images.read_bytes()[:-1] + b"x")
-    elif damage == "record":
-        record.write_text("{")
-    elif damage == "labels":
-        record.write_text(record.read_text().replace('"labels":[0,', '"labels":['))
-    else:
+    elif damage == "pipe":
         record.unlink()
         os.mkfifo(record)
+    else:
+        record.write_text("{" if damage == "record" else record.read_text().replace('"labels":[0,', '"labels":['))
     assert prepare(spec).meta == expected == prepare(spec, verify=True).meta and temporaries(spec) == []
 
 
