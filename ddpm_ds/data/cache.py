@@ -74,7 +74,7 @@ Images = npt.NDArray[Any]
 
 def shard_name(number: int, name: str = IMAGES) -> str:
     """Return the name of the ``number``-th file of a field; the first has no number."""
-    return f"{name}{f'.{number}' if number else ''}.npy"
+    return f"{name}.{number}.npy" if number else f"{name}.npy"
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]
@@ -217,7 +217,6 @@ class CacheMeta(Kept):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files of all fields."""
         return tuple(file for name in self.stored for file in self.files_of(name))
 
 
@@ -353,20 +352,16 @@ class DatasetCache:
         """Return this cache with its encoded captions, and as the first bucket of aspect with the others, whose
         checksums count among its own.
         """
-        others = {bucket_prefix(each.meta.shape): each for each in buckets} | ({TEXTS: text} if text else {})
-        sums = {
-            f"{prefix}{name}": checksum
-            for prefix, each in others.items()
-            for name, checksum in each.meta.sha256.items()
-        }
-        meta = self.meta.model_copy(update={"sha256": self.meta.sha256 | sums})
+        sums, others = dict(self.meta.sha256), {bucket_prefix(each.meta.shape): each for each in buckets}
+        for prefix, each in (others | ({TEXTS: text} if text else {})).items():
+            sums |= {f"{prefix}{name}": checksum for name, checksum in each.meta.sha256.items()}
+        meta = self.meta.model_copy(update={"sha256": sums})
         return replace(self, text=text or self.text, buckets=tuple(buckets), meta=meta)
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width of its images."""
-        height, width = self.images.shape[2:]
-        return height, width
+        return self.meta.shape[1], self.meta.shape[2]
 
     @property
     def caches(self) -> tuple[DatasetCache, ...]:
@@ -403,9 +398,8 @@ class DatasetCache:
             raise DataError(f"{path} has no {META}, so it is no data-set cache; name another, or move this folder away")
         try:
             meta = CacheMeta.read(path)
-            names = (*meta.files, LABELS)
-            names += (CONSTANTS,) if meta.constants else ()
-            names += (CAPTIONS_FILE,) if CAPTIONS in meta.fields else ()
+            beside = {CONSTANTS: meta.constants, CAPTIONS_FILE: CAPTIONS in meta.fields}
+            names = (*meta.files, LABELS, *(name for name, kept in beside.items() if kept))
             for name in names:
                 open_regular(path / name).close()
                 if name not in meta.sha256:
@@ -414,12 +408,12 @@ class DatasetCache:
                 for name, checksum in checksums(path, names, progress).items():
                     if meta.sha256[name] != checksum:
                         raise damaged(path, f"{name} has another checksum than meta.json says")
-            labels = map_array(path / LABELS)
+            labels = np.array(map_array(path / LABELS))
             if (wrong := next(_misfits(path, meta, labels), None)) is not None:
                 raise damaged(path, wrong)
-            others = {name: StoredImages(path, meta, name=name) for name in meta.fields if name != IMAGES}
+            fields = {name: StoredImages(path, meta, name=name) for name in meta.stored}
             constants = np.array(map_array(path / CONSTANTS)) if meta.constants else None
-            return cls(path, meta, StoredImages(path, meta), np.array(labels), others, constants)
+            return cls(path, meta, fields.pop(IMAGES), labels, fields, constants)
         except OSError as error:
             raise damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
         except ValidationError as error:
@@ -433,8 +427,8 @@ class DatasetCache:
         if statistics == self.meta.statistics:
             return self
         meta = self.meta.model_copy(update={"statistics": dict(statistics)})
-        others = {name: StoredImages(self.path, meta, name=name) for name in self.others}
-        return replace(self, meta=meta, images=StoredImages(self.path, meta), others=others)
+        fields = {name: StoredImages(self.path, meta, name=name) for name in meta.stored}
+        return replace(self, meta=meta, images=fields.pop(IMAGES), others=fields)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
         """Return this cache, without a copy, with all fields of the images' size centre-cropped to ``size``."""
@@ -531,12 +525,9 @@ def bucket_prefix(shape: tuple[int, int, int]) -> str:
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:
     """Compute the SHA-256 of files in ``folder``, by name, in threads; shows a bar on stderr after a second."""
-    total = sum((folder / name).stat().st_size for name in names)
-    title = f"checking {folder.name}"
-    with (
-        tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, disable=not progress) as bar,
-        ThreadPoolExecutor() as threads,
-    ):
+    total, title = sum((folder / name).stat().st_size for name in names), f"checking {folder.name}"
+    bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, disable=not progress)
+    with bar, ThreadPoolExecutor() as threads:
         return dict(zip(names, threads.map(lambda name: sha256_of(folder / name, bar), names), strict=True))
 
 

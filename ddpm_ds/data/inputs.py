@@ -103,14 +103,13 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
     stored = facts.fields[name]
     channels = sum(variable.channels for variable in variables)
     shapes = {(channels, *variable.shape[2 if len(variable.shape) in (2, 4) else 1 :]) for variable in variables}
-    names = ", ".join(variable.name for variable in variables)
+    names, at = ", ".join(variable.name for variable in variables), f"{OPTION} {arrays.path}"
     if shapes != {stored.shape}:
         there, learned = ("x".join(map(str, shape)) for shape in (sorted(shapes)[0], stored.shape))
-        raise DataError(f"{OPTION} {arrays.path}: {names} is {there} for each image, and the run learned {learned}")
+        raise DataError(f"{at}: {names} is {there} for each image, and the run learned {learned}")
     for variable in variables:
         if variable.dtype.kind not in ("u" if stored.values == "uint8" else "fiub"):
-            reason = f"has {variable.dtype}, and the run learned {stored.values}"
-            raise DataError(f"{OPTION} {arrays.path}: {variable.name} {reason}")
+            raise DataError(f"{at}: {variable.name} has {variable.dtype}, and the run learned {stored.values}")
     rows = [Rows(variable, MOST_BYTES // len(variables)) for variable in variables]
     means = facts.statistics[name].mean if data.mask == "nan" and name in facts.statistics else None
 
@@ -118,9 +117,7 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
         try:
             return stored.read(joined(stored, rows, i))
         except BROKEN as error:
-            raise DataError(
-                f"{OPTION} {arrays.path}: {names} can't be read at input {i} ({one_line(error)})"
-            ) from error
+            raise DataError(f"{at}: {names} can't be read at input {i} ({one_line(error)})") from error
 
     def read(positions: Indices) -> Values:
         found = np.stack([read_one(i) for i in positions.tolist()])
@@ -128,7 +125,7 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
             found = np.where(np.isnan(found), np.array(means, found.dtype)[:, None, None], found)
         if not np.isfinite(found).all():
             image = positions[int(np.isfinite(found).reshape(len(found), -1).all(axis=1).argmin())]
-            raise DataError(f"{OPTION} {arrays.path}: {names} is not finite in input {image}; replace such values")
+            raise DataError(f"{at}: {names} is not finite in input {image}; replace such values")
         return found
 
     return Reading(read)

@@ -143,7 +143,6 @@ class Autoencoder:
 
     @property
     def weights(self) -> Path:
-        """File of its weights."""
         return _weights(self.folder)
 
     def copy_to(self, folder: Path) -> None:

@@ -118,17 +118,17 @@ class LazySource:
         if all(before == now for before, now in looks):
             return
         if all(now is None or before[0] == now[0] for before, now in looks):
+            content = origin.content
+            if content.startswith(SAMPLED):
+                note = (
+                    f"data.path = {data.path} was written after {cache} was made of it, and is compared by some "
+                    f"images; if others have changed delete {cache}"
+                )
             try:
-                content = self.fields.content(*self.paths) if data.reads_arrays else sampled(self.pictures(bucket))[0]
+                whole = data.reads_arrays
+                content = self.fields.content(*self.paths) if whole else sampled(self.pictures(bucket))[0]
             except (DataError, OSError) as error:
-                content = origin.content
                 note = f"{error}; the images in {cache} are used" if os.path.lexists(data.path) else ""
-            else:
-                if data.reads_arrays and content.startswith(SAMPLED):
-                    note = (
-                        f"data.path = {data.path} was written after {cache} was made of it, and is compared by some "
-                        f"images; if others have changed delete {cache}"
-                    )
             if content == origin.content:
                 if note and self._progress:
                     print(note, file=sys.stderr)
@@ -170,9 +170,8 @@ def looks_of(path: Path, whole: bool) -> dict[str, Look]:
     for above, folders_here, files_here in () if whole else os.walk(path):
         folders += (os.path.join(above, name) for name in folders_here)
         files += (os.path.join(above, name) for name in files_here)
-    names = (
-        os.path.relpath(each, path) for some in (folders, files) for each in some[:: max(1, len(some) // LOOKED_AT)]
-    )
+    some = [each for every in (folders, files) for each in every[:: max(1, len(every) // LOOKED_AT)]]
+    names = (os.path.relpath(each, path) for each in some)
     found = ((name, _look(path / name, whole)) for name in names if printable(name) == name)  # others are no JSON
     return {name: look for name, look in found if look is not None}
 

@@ -163,12 +163,11 @@ def class_names(data: DataSpec, group: int | None, classes: int | None) -> Seque
 
     ``group`` is the number of consecutive images that share a bucket of aspect, None without buckets.
     """
-    numbers = [str(label) for label in range(classes or 0)]
     with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         names = cache.CacheMeta.read(Recipes(data).known(group).path).classes
-        if len(names) == len(numbers):
+        if len(names) == classes:
             return names
-    return numbers
+    return [str(label) for label in range(classes or 0)]
 
 
 def prepare(
@@ -180,14 +179,12 @@ def prepare(
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
     group: int = 1,
-    sizes: Sequence[Size] | None = None,
 ) -> cache.DatasetCache:
-    """Return the data-set cache of ``spec``, with its encoded captions if it has some, making all that is missing.
+    """Return the data-set cache of ``spec``, making all that is missing, as :func:`prepared`.
 
-    With buckets of aspect it is the cache of the first bucket with those of the others, as :meth:`Recipes.all` decides
-    by ``group`` and ``sizes``; :class:`How` has the other options. See :func:`prepared`.
+    :class:`How` has the options; ``group`` is the least images of a bucket of aspect.
     """
-    recipes = Recipes(spec, progress).all(group, sizes)
+    recipes = Recipes(spec, progress).all(group)
     return prepared(recipes, How(progress, verify, encode_on, regression), learned)
 
 
@@ -232,12 +229,12 @@ def images_of(recipe: Recipe, how: How, learned: Mapping[str, str] | None = None
             raise cache.damaged(path, f"{cache.META} says images of {found.meta.shape}, the spec {data.stored_shape}")
         if how.verify is not False and found.meta.sha256 != learned:
             recipe.source.check_unchanged(found.meta.origin, recipe.bucket, path)
-        if base is not None and base.path.exists():
-            if autoencoder is not None and how.encode_on is not None:
-                _check_made_of(found, sources_of(images_of(base, How(how.progress)), autoencoder), "latents", "pixels")
-            if how.regression is not None:
-                now = made_of(images_of(base, How(how.progress)), how.regression)
-                _check_made_of(found, now, "residuals", "fields")
+        if base is not None and base.path.exists() and (how.encode_on is not None or how.regression is not None):
+            now = images_of(base, How(how.progress))
+            if autoencoder is not None:
+                _check_made_of(found, sources_of(now, autoencoder), "latents", "pixels")
+            elif how.regression is not None:
+                _check_made_of(found, made_of(now, how.regression), "residuals", "fields")
     elif autoencoder is not None and how.encode_on is None:
         raise _missing(f"data.autoencoder = {autoencoder.name}: there are no latents at {path}; make them")
     elif data.residual_of is not None and how.regression is None:
@@ -308,8 +305,7 @@ def _made(path: Path, make: Callable[[], Content], progress: bool) -> cache.Data
 
 def _check_made_of(found: cache.DatasetCache, sources: Mapping[str, str], what: str, base: str) -> None:
     """Refuse latents or residuals that were made of another ``base`` than there is now."""
-    changed = {name for name, checksum in sources.items() if found.meta.sha256.get(name) != checksum}
-    if changed:
+    if changed := {name for name, checksum in sources.items() if found.meta.sha256.get(name) != checksum}:
         base = "weights" if REGRESSION in changed else base
         raise DataError(f"{found.path} has {what} of other {base} than there are now; delete it and try again")
 

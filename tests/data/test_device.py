@@ -86,10 +86,8 @@ def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(calls: 
 
 @pytest.mark.gpu
 def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: DatasetCache) -> None:
-    given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64}
-    expected = list(islice(loaded(digits, **given), 40))
-    pinned = loaded(digits, **given, pin_memory=True)
-    batches = on_device(map(checked_pinned, pinned), CUDA)
+    expected = list(islice(loaded(digits, 64), 40))
+    batches = on_device(map(checked_pinned, loaded(digits, 64, pin_memory=True)), CUDA)
     next_ones: list[MicroBatch] = [next(batches)]
     busy = torch.randn(4096, 4096, device=CUDA)
     torch.cuda.set_sync_debug_mode("error")

@@ -71,19 +71,13 @@ def test_replicas_take_turns_within_a_batch(digits: DatasetCache) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    replicas=st.integers(1, 4),
-    micro=st.integers(1, 5),
-    each=st.integers(1, 4),
-    start=st.integers(0, 5000),
-)
+@given(replicas=st.integers(1, 4), micro=st.integers(1, 5), each=st.integers(1, 4), start=st.integers(0, 5000))
 def test_global_batch_is_the_same_images_in_every_layout(
     digits: DatasetCache, replicas: int, micro: int, each: int, start: int
 ) -> None:
     batch = replicas * micro * each
-    layout: dict[str, Any] = {"batch_images": batch, "micro_batch_images": micro, "replicas": replicas}
-    layout |= {"start_images": start}
-    streams = [take(digits, 2 * each, replica=replica, **layout) for replica in range(replicas)]
+    layout: dict[str, Any] = {"batch_images": batch, "micro_batch_images": micro, "start_images": start}
+    streams = [take(digits, 2 * each, replicas=replicas, replica=replica, **layout) for replica in range(replicas)]
     for step in range(2):
         parts = [part for stream in streams for part in stream[step * each : (step + 1) * each]]
         index = torch.cat([part.index for part in parts])
@@ -217,7 +211,6 @@ def test_images_are_held_out_by_time() -> None:
 def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(digits: DatasetCache) -> None:
     numbered = replace(digits, labels=np.arange(len(digits)))
     among, held_out = split(20, 4)
-    layout: dict[str, Any] = {"batch_images": 4, "micro_batch_images": 4, "replicas": 1}
-    images = [int(label) for batch in take(numbered, 8, among=among, **layout) for label in batch.labels]
+    images = [int(label) for batch in islice(loaded(numbered, 4, among=among), 8) for label in batch.labels]
     for epoch in (images[:16], images[16:]):
         assert sorted(epoch) == list(among) and not set(epoch) & set(held_out)

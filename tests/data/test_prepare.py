@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,13 +20,12 @@ from PIL import Image
 
 from ddpm_ds.data import decoding, origin, writing
 from ddpm_ds.data import prepare as prepare_module
-from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.origin import SAMPLED_IMAGES
 from ddpm_ds.data.prepare import Recipes, class_names, prepare
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 SpecOf = Callable[..., DataSpec]
 
@@ -112,16 +110,15 @@ def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: Sp
 
 
 def test_pixels_keep_their_places_and_bugs_of_a_source_are_not_swallowed(
-    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    (tmp_path / "one").mkdir()
-    Image.fromarray(pixels).save(tmp_path / "one" / "a.png")
-    store = prepare(spec_of(source="folder", path=tmp_path / "one", channels=3))
+    Image.fromarray(pixels).save(folder / "cats" / "0.png")
+    store = prepare(spec_of(source="folder", path=folder, channels=3))
     assert (store.images[0].transpose(1, 2, 0) == pixels).all()
     monkeypatch.setattr(FolderSource, "read", Mock(side_effect=KeyError("a bug")))
     with pytest.raises(KeyError, match="a bug"):
-        prepare(spec_of(source="folder", path=tmp_path / "one"))
+        prepare(spec_of(source="folder", path=folder))
 
 
 def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(
@@ -310,19 +307,13 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
     assert not psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1]
 
 
-def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
-    spec = tiny_spec(data={"source": "folder", "path": str(tmp_path / "pictures"), "store_root": str(tmp_path)})
-    numbers = [str(label) for label in range(10)]
-    assert class_names(spec.data, None, spec.unet.classes) == numbers
-    Recipes(spec.data).of().path.mkdir()
-    for names, expected in ((10, ("cat",) * 10), (9, numbers)):
-        kept: dict[str, Any] = {"format": 1, "source": "folder", "folder": None, "count": 0, "shape": (1, 8, 8)}
-        meta = CacheMeta(**kept, classes=("cat",) * names, skipped=0, sha256={})
-        (Recipes(spec.data).of().path / "meta.json").write_text(meta.model_dump_json())
-        assert class_names(spec.data, None, spec.unet.classes) == expected
-    assert not class_names(spec.data, None, None)
-    gone = {"horizontal_flips": False, "channels": 4, "autoencoder": tmp_path / "gone", "store_root": tmp_path}
-    assert class_names(tiny_spec(data=gone, sampler={"clip": "none"}).data, None, 10) == numbers
+def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(folder: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(source="folder", path=folder)
+    assert class_names(spec, None, 2) == ["0", "1"] and not class_names(spec, None, None)
+    prepare(spec)
+    assert class_names(spec, None, 2) == ("cats", "dogs") and class_names(spec, None, 3) == ["0", "1", "2"]
+    gone = spec_of(channels=4, autoencoder=folder / "gone")
+    assert class_names(gone, None, 2) == ["0", "1"]
 
 
 @pytest.mark.parametrize("change", ["replaced", "grown", "sorted anew"])
