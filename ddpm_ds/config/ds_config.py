@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, given_at
+from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, effective, given_at
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, preset, presets
 from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
@@ -120,7 +119,7 @@ def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
 
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
     """Return the model of the keys that have no fault of their own."""
-    values = copy.deepcopy(config)
+    values = effective(config)
     while True:
         try:
             return DS_CONFIG.read(values)

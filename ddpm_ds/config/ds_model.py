@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ddpm_ds.ground.units import MOST_IMAGES, MOST_PROCESSES
 from ddpm_ds.schema.layout import Precision
@@ -20,7 +20,6 @@ from ddpm_ds.schema.section import (
     broken_rule,
     is_off,
     needs,
-    no_number,
     no_switch,
     only_with,
     shown,
@@ -29,8 +28,6 @@ from ddpm_ds.schema.types import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePat
 
 Auto = Literal["auto"]
 """A value that follows from the spec, the processes or the device, as if the key were left out."""
-No = Annotated[Literal[False], BeforeValidator(no_number)]
-Yes = Annotated[Literal[True], BeforeValidator(no_number)]
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 Steps = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -67,13 +64,6 @@ def _why(reason: str) -> Any:
     return Field(json_schema_extra={"reason": reason})
 
 
-class Off(Section):
-    """A block that this project does not use, and that may only be off."""
-
-    model_config = ConfigDict(extra="allow")
-    enabled: No = False
-
-
 class Fp16(Section):
     """Half precision with a loss scale; not with bf16."""
 
@@ -91,8 +81,6 @@ class Fp16(Section):
     """Refill the hysteresis at every good step. Only with ZeRO 1 or 2."""
     min_loss_scale: Annotated[int, Field(ge=1, le=2**32)] = 1
     """Floor of the scale; a run that overflows there stops."""
-    auto_cast: Annotated[No, _why("the engine casts its own input")] = False
-    fp16_master_weights_and_grads: Annotated[No, _why("master weights are fp32")] = False
 
 
 class Bf16(Section):
@@ -142,16 +130,6 @@ class Zero(Section):
     """One reduction for all ranks; ZeRO-1 scatters instead. Only with ZeRO 1 or 2."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
     """Adam's state in host memory."""
-    overlap_comm: Annotated[No | None, _why("DeepSpeed turns it off under a pipeline")] = None
-    contiguous_gradients: Annotated[Yes, _why("the ZeRO-2 path is tested with it on")] = True
-    allgather_partitions: Annotated[Yes, _why("DeepSpeed reads it and never uses it")] = True
-    compute_grad_norm: Annotated[Yes, _why("train/total_grad_norm and the finite check need it")] = True
-    ignore_unused_parameters: Annotated[Yes, _why("every parameter has a gradient")] = True
-    round_robin_gradients: Annotated[
-        No, _why("it reorders the flat partitions and was not tested under a pipeline")
-    ] = False
-    load_from_fp32_weights: Annotated[Yes, _why("this project writes checkpoints of its own")] = True
-    elastic_checkpoint: Annotated[No, _why("this project writes checkpoints of its own")] = False
 
 
 class OptimizerParams(Section):
@@ -171,9 +149,6 @@ class OptimizerParams(Section):
     """PyTorch's variant. AdamW8bit ignores it."""
     foreach: Annotated[bool | None, PYTORCHS] = None
     """PyTorch's variant. AdamW8bit ignores it."""
-    adam_w_mode: Annotated[Yes, _why("the spec's weight decay is decoupled")] = True
-    bias_correction: Annotated[Yes, _why("the spec means Adam as published")] = True
-    amsgrad: Annotated[No, _why("its third moment is not in checkpoints")] = False
 
 
 class Optimizer(Section):
@@ -207,7 +182,6 @@ class SchedulerParams(Section):
     """"auto" is the spec's `train.images` / batch, rounded up. Not for WarmupLR."""
     cos_min_ratio: Share = 1e-4
     """Last share of the learning rate; only for WarmupCosineLR."""
-    last_batch_iteration: Annotated[Literal[-1], _why("resuming sets it")] = -1
 
 
 class Scheduler(Section):
@@ -277,26 +251,6 @@ class Pipeline(Section):
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False
     """PyTorch's older checkpointing."""
-    pipe_partitioned: bool = True
-    """Changes nothing under a pipeline."""
-    grad_partitioned: bool = True
-    """Changes nothing under a pipeline."""
-    seed_layers: Annotated[No, _why("weights follow from the seed and the layer alone")] = False
-
-
-_DAMAGES = "it empties tensors in place that a U-Net hands on as skips; see pipeline.activation_checkpoint_interval"
-_NEVER_READ = "its engines never read it; see pipeline.activation_checkpoint_interval"
-
-
-class ActivationCheckpointing(Section):
-    """DeepSpeed's block, which may only be off: use `pipeline.activation_checkpoint_interval`."""
-
-    partition_activations: Annotated[No, _why(_DAMAGES)] = False
-    cpu_checkpointing: Annotated[No, _why(_DAMAGES)] = False
-    contiguous_memory_optimization: Annotated[No, _why("the micro-batches in flight overrun its buffers")] = False
-    number_checkpoints: Annotated[None, _why(_NEVER_READ)] = None
-    synchronize_checkpoint_boundary: Annotated[No, _why(_NEVER_READ)] = False
-    profile: Annotated[No, _why(_NEVER_READ)] = False
 
 
 class CommsLogger(Section):
@@ -329,34 +283,6 @@ class FlopsProfiler(Section):
     """Print the whole tree of modules."""
     output_file: FilePath | None = None
     """For the stages' texts, instead of RUN_DIR/flops/flops; `.stage0.txt` ... are appended."""
-    recompute_fwd_factor: Annotated[
-        Literal[0], BeforeValidator(no_switch), _why("recomputation is not counted as work")
-    ] = 0
-
-
-class Throughput(Section):
-    """Only off: this engine measures throughput itself, without waiting for the device."""
-
-    enabled: Annotated[No, _why("this engine measures throughput itself, without waiting")] = False
-    synchronized: bool = True
-    """Changes nothing under a pipeline."""
-
-
-class Timers(Section):
-    """DeepSpeed's timers, which may only be off."""
-
-    throughput: Throughput = Throughput()
-    """DeepSpeed's measure of throughput."""
-
-
-class Checkpoint(Section):
-    """DeepSpeed's block, which may only be off: this project writes checkpoints of its own."""
-
-    load_universal: Annotated[No, _why("this project writes checkpoints of its own")] = False
-    use_node_local_storage: Annotated[No, _why("this project writes checkpoints of its own")] = False
-
-
-Tracker = Annotated[Off, _why("this engine does not write to it; runs are tracked in MLflow")]
 
 
 class DsConfig(Section):
@@ -405,8 +331,6 @@ class DsConfig(Section):
     """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where each process has the
     whole U-Net, alone or as one of several replicas; true also in tensor groups and, as one graph for each part between
     two messages, in pipelines."""
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    """Only off."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which gradients are reduced."""
     comms_logger: CommsLogger = CommsLogger()
@@ -419,35 +343,15 @@ class DsConfig(Section):
     steps_per_print: Steps | Auto | None = None
     """Steps between lines in DeepSpeed's log (`--verbose`); null prints none. "auto", the default with
     wall_clock_breakdown, is `logging.log_every_images` / batch, rounded up."""
-    timers: Timers = Timers()
-    """Only off."""
     dump_state: bool = False
     """The engine's state at start, in DeepSpeed's log (`--verbose`)."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
     """Level of DeepSpeed's logger."""
-    checkpoint: Checkpoint = Checkpoint()
-    """Only off."""
-    tensorboard: Tracker = Off()
-    wandb: Tracker = Off()
-    csv_monitor: Tracker = Off()
-    comet: Tracker = Off()
-    autotuning: Annotated[Off, _why("it restarts a program that it does not know")] = Off()
-    torch_autocast: Annotated[Off, _why("the layers choose their own arithmetic, by the fp16 or bf16 block")] = Off()
-    data_efficiency: Annotated[Off, _why("batches come from this project's own loader")] = Off()
-    dataloader_drop_last: Annotated[No, _why("batches come from this project's own loader")] = False
-    prescale_gradients: Annotated[No, _why("ZeRO-2 refuses it and ZeRO-1 ignores it")] = False
-    gradient_predivide_factor: Annotated[
-        Literal[1], BeforeValidator(no_switch), _why("ZeRO-2 refuses it and ZeRO-1 ignores it")
-    ] = 1
-    zero_allow_untested_optimizer: Annotated[No, _why("Adam and AdamW are the optimizers here, and tested")] = False
-    zero_force_ds_cpu_optimizer: Annotated[Yes, _why("it is about optimizers passed as objects")] = True
-    disable_allgather: Annotated[No, _why("DeepSpeed reads it and never uses it")] = False
-    memory_breakdown: Annotated[No, _why("DeepSpeed logs it in hooks that this engine replaces")] = False
 
     @property
     def given(self) -> dict[str, Any]:
-        """The keys that were given, as a JSON, without the blocks that are off."""
-        return self.model_dump(mode="json", exclude_unset=True, exclude=UNUSED)
+        """The keys that were given, as a JSON."""
+        return self.model_dump(mode="json", exclude_unset=True)
 
     @property
     def precision(self) -> Precision:
@@ -475,25 +379,52 @@ class DsConfig(Section):
         return self.data_types.grad_accum_dtype == "fp32"
 
 
-_REMOVED = "DeepSpeed removed it"
-_ZERO3 = "only ZeRO-3 reads it, which a pipeline can't use"
-_NVME = "only NVMe offload reads it, which is not tested here"
-_AXES = "replicas follow from the processes, pipeline.stages and pipeline.tensor, the only parallelism here"
 _REASONS = {
-    _REMOVED: "amp compression_training curriculum_learning eigenvalue elasticity nebula progressive_layer_drop "
-    "quantize_training sparse_attention sparse_gradients",
-    _ZERO3: "cpu_offload_param gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance offload_param "
-    "param_persistence_threshold prefetch_bucket_size stage3_gather_16bit_weights_on_model_save "
-    "stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance "
-    "stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size "
-    "zero_quantized_gradients zero_quantized_weights",
-    _NVME: "aio buffer_count fast_init nvme_path pipeline_read pipeline_write",
-    _AXES: "data_parallel_size expert_parallel sequence_parallel_size tensor_parallel",
+    "DeepSpeed removed it": "amp compression_training curriculum_learning eigenvalue elasticity nebula "
+    "progressive_layer_drop quantize_training sparse_attention sparse_gradients",
+    "only ZeRO-3 reads it, which a pipeline can't use": "cpu_offload_param gather_16bit_weights_on_model_save "
+    "max_live_parameters max_reuse_distance offload_param param_persistence_threshold prefetch_bucket_size "
+    "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size "
+    "zero_hpz_partition_size zero_quantized_gradients zero_quantized_weights",
+    "only NVMe offload reads it, which is not tested here": "aio buffer_count fast_init nvme_path pipeline_read "
+    "pipeline_write",
+    "replicas follow from the processes, pipeline.stages and pipeline.tensor, the only parallelism here": (
+        "data_parallel_size expert_parallel sequence_parallel_size tensor_parallel"
+    ),
     "it is an old name": "allgather_size bfloat16 cpu_offload cpu_offload_use_pin_memory",
     "DeepSpeed refuses it here": "optimizer.params.max_grad_norm",
+    "DeepSpeed turns it off under a pipeline": "overlap_comm",
+    "DeepSpeed reads it and never uses it": "allgather_partitions disable_allgather grad_partitioned pipe_partitioned",
+    "ZeRO-2 refuses it and ZeRO-1 ignores it": "gradient_predivide_factor prescale_gradients",
+    "it is not tested under a pipeline": "contiguous_gradients round_robin_gradients",
+    "the engine casts its own input, and master weights are fp32": "auto_cast fp16_master_weights_and_grads",
+    "train/total_grad_norm and the finite check need it": "compute_grad_norm",
+    "every parameter has a gradient": "ignore_unused_parameters",
+    "the spec describes AdamW as published, with decoupled decay": "adam_w_mode amsgrad bias_correction",
+    "only optimizers from elsewhere need it": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    "weights follow from the seed and the layer alone": "seed_layers",
+    "it does nothing under a pipeline, or damages a U-Net's skips; see pipeline.activation_checkpoint_interval": (
+        "activation_checkpointing"
+    ),
+    "recomputation is not counted as work": "recompute_fwd_factor",
+    "this project writes checkpoints of its own": "checkpoint elastic_checkpoint last_batch_iteration "
+    "load_from_fp32_weights",
+    "this engine measures throughput itself, without waiting": "timers",
+    "this engine does not write to it; runs are tracked in MLflow": "comet csv_monitor tensorboard wandb",
+    "it restarts a program that it does not know": "autotuning",
+    "the layers choose their own arithmetic, by the fp16 or bf16 block": "torch_autocast",
+    "batches come from this project's own loader": "data_efficiency dataloader_drop_last",
+    "DeepSpeed logs it in hooks that this engine replaces": "memory_breakdown",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Reasons why keys that people write are refused, by dotted key, or by name in any block."""
+"""Reasons why keys that people write are refused unless they are off, by dotted key, or by name in any block."""
+_ON = (
+    "adam_w_mode allgather_partitions bias_correction compute_grad_norm contiguous_gradients grad_partitioned "
+    "ignore_unused_parameters load_from_fp32_weights pipe_partitioned zero_force_ds_cpu_optimizer"
+)
+USUAL = {"gradient_predivide_factor": 1, "last_batch_iteration": -1} | dict.fromkeys(_ON.split(), True)
+"""The only value of those that are not off, DeepSpeed's default, by name."""
 RENAMED: dict[str, tuple[str, object]] = {
     "bfloat16": ("bf16.enabled", True),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", "cpu"),
@@ -518,6 +449,24 @@ SYNONYMS = {
     "partition_method": "pipeline.partition",
 }
 """Names that people type, in any block, for a key."""
+
+
+def effective(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return a JSON, or the block ``within`` it, without refused keys that change nothing."""
+    kept = {}
+    for name, value in values.items():
+        key = within + name
+        refused = key in REFUSED or name in REFUSED
+        if not refused or RENAMED.get(key, ("",))[0] == "gradient_clipping" or not _changes_nothing(name, value):
+            kept[name] = effective(value, f"{key}.") if isinstance(value, dict) else value
+    return kept
+
+
+def _changes_nothing(name: str, value: object) -> bool:
+    """Return whether a refused key is off, or a block of such keys, or as DeepSpeed would have it."""
+    if isinstance(value, dict) and not {"enabled", "device"} & {*value}:
+        return all(_changes_nothing(inner, inside) for inner, inside in value.items())
+    return value == USUAL[name] if name in USUAL else is_off(value)
 
 
 def given_at(values: Mapping[str, object], key: str) -> object:
@@ -558,13 +507,11 @@ def _unknown(key: str, value: object, values: Mapping[str, object]) -> str | Non
     if reason := REFUSED.get(key) or REFUSED.get(name):
         new, on = RENAMED.get(key, ("", None))
         instead, held = "remove it", value.get("enabled") if isinstance(value, dict) else value
-        if new and given_at(values, new) is None and (not is_off(held) or new == "gradient_clipping"):
+        if new and given_at(values, new) is None:
             instead = f"write {nested(new, 0 if is_off(held) else held if on is None else on)} instead"
         return f"{key} = {shown(value)} is refused: {reason}; {instead}"
     return None
 
 
-UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(field.default, Off)}
-"""Blocks that are off, and not handed to DeepSpeed, which may not know their keys."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""

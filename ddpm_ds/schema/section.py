@@ -57,13 +57,6 @@ def no_switch(value: object) -> object:
     return value
 
 
-def no_number(value: object) -> object:
-    """Refuse 0 and 1 where false or true is the only choice, for the same reason."""
-    if not isinstance(value, bool):
-        raise PydanticKnownError("bool_type")
-    return value
-
-
 @dataclass(frozen=True)
 class Needs:
     """Mark of a field whose value needs conditions, by :func:`only_with` or :func:`needs`."""
@@ -250,9 +243,7 @@ class Format(Generic[S]):
         known = self._names(sections)
         if (synonym := self.synonyms.get(".".join(location)) or self.synonyms.get(name)) and name not in known:
             return synonym
-        section = self.at(sections)
-        free = [each for each, part in _fields_of(section).items() if "const" not in part] if section else []
-        if near := difflib.get_close_matches(name, free, n=1):
+        if near := difflib.get_close_matches(name, known, n=1):
             return self.dotted([*sections, near[0]])
         elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
         return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 4) else ""
@@ -308,9 +299,7 @@ class Format(Generic[S]):
             for key, part in section["properties"].items():
                 dotted = f"{name}.{key}" if name else key
                 named = next((option["$ref"] for option in (part, *part.get("anyOf", ())) if "$ref" in option), None)
-                if named and "reason" in part:
-                    kind, default = f'{self.section} {{"enabled": false}}', ""
-                elif named:
+                if named:
                     within.append((dotted, schema["$defs"][named.rpartition("/")[2]]))
                     link = f"#{dotted.replace('.', '')}"
                     kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
