@@ -18,9 +18,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
-from pydantic_core.core_schema import CallableSchema, IsInstanceSchema
 
 from ddpm_ds.ground.errors import MOST_FAULTS, SpecError
 from ddpm_ds.ground.units import limit
@@ -461,30 +460,25 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         try:
             given = model().model_validate(bound.arguments)
         except ValidationError as error:
-            raise SpecError(f"{function.__name__}: {_argument_fault(error, bound.arguments, model())}") from None
+            raise SpecError(f"{function.__name__}: {_argument_fault(error, bound.arguments)}") from None
         bound.arguments.update({name: getattr(given, name) for name in bound.arguments})
         return function(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _argument_fault(error: ValidationError, arguments: Mapping[str, object], model: type[BaseModel]) -> str:
+def _argument_fault(error: ValidationError, arguments: Mapping[str, object]) -> str:
     problem = error.errors()[0]
     name, *within = map(str, problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    key, value, message = name, arguments[name], problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":  # from a check of our own, already one line
         return message
+    if isinstance(value, BaseModel) and within:  # a spec that was changed without being checked
+        key, value = ".".join([name, *within]), problem["input"]
     if problem["type"] == "rule":
-        return f"{name} = {shown(arguments[name])} {message}"
-    if isinstance(arguments[name], BaseModel) and within:  # a spec that was changed without being checked
-        return f"{'.'.join([name, *within])} = {shown(problem['input'])}: {message[:1].lower()}{message[1:]}"
-    field = model.model_fields[name]
-    alone: dict[str, Any] = {name: (field.annotation, field)}  # the schema of all arguments takes ten times as long
-    schema = create_model(model.__name__, __config__=model.model_config, **alone).model_json_schema(
-        schema_generator=_Words
-    )
-    takes = expected(schema["properties"][name])
-    return f"{name} = {shown(arguments[name])} should be {takes}"
+        return f"{key} = {shown(value)} {message}"
+    takes = dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name)
+    return f"{key} = {shown(value)}: {' or '.join(one[:1].lower() + one[1:] for one in takes)}"
 
 
 class _Names(dict[str, object]):
@@ -492,16 +486,6 @@ class _Names(dict[str, object]):
 
     def __missing__(self, name: str) -> object:
         return Any
-
-
-class _Words(GenerateJsonSchema):
-    """Schema that has words for the types that JSON lacks."""
-
-    def is_instance_schema(self, schema: IsInstanceSchema) -> JsonSchemaValue:
-        return {"type": f"a {schema['cls'].__name__}"}
-
-    def callable_schema(self, schema: CallableSchema) -> JsonSchemaValue:
-        return {"type": "a function"}
 
 
 TEXT_CHARACTERS = 6000  # MLflow's limit for the value of a param
