@@ -30,8 +30,6 @@ Auto = Literal["auto"]
 """A value that follows from the spec, the processes or the device, as if the key were left out."""
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 Steps = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(ge=0.0, le=MOST_LEARNING_RATE)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
 MOST_BUCKET = 2**31
 """Maximum elements of a bucket: 8 GiB of fp32."""
@@ -166,32 +164,24 @@ class Optimizer(Section):
 
 
 class SchedulerParams(Section):
-    """Settings of a schedule of the learning rate."""
+    """Settings of the warm-up."""
 
-    warmup_min_lr: Rate | Auto = "auto"
-    """"auto" is 0. Not for WarmupCosineLR."""
+    warmup_min_lr: Annotated[
+        Annotated[Literal[0], BeforeValidator(no_switch)] | Auto, _why("every warm-up begins at 0")
+    ] = "auto"
     warmup_max_lr: PositiveRate | Auto = "auto"
-    """"auto" is the spec's `optimizer.learning_rate`. Not for WarmupCosineLR."""
-    warmup_min_ratio: Share | Auto = "auto"
-    """"auto" is 0. Only for WarmupCosineLR."""
+    """"auto" is the spec's `optimizer.learning_rate`."""
     warmup_num_steps: Steps | Auto = "auto"
     """"auto" is the spec's `optimizer.warmup_images` / batch, rounded up."""
-    warmup_type: Literal["linear", "log", "auto"] = "auto"
-    """"auto" is linear; DeepSpeed's default is log."""
-    total_num_steps: Steps | Auto = "auto"
-    """"auto" is the spec's `train.images` / batch, rounded up. Not for WarmupLR."""
-    cos_min_ratio: Share = 1e-4
-    """Last share of the learning rate; only for WarmupCosineLR."""
+    warmup_type: Annotated[Literal["linear", "auto"], _why("every warm-up is linear")] = "auto"
 
 
 class Scheduler(Section):
-    """Schedule of the learning rate, required with the spec's `optimizer.warmup_images`. If that is 0, or the spec's
-    `optimizer.decay` decides the learning rate, a WarmupLR is dropped."""
+    """Warm-up of the learning rate, required with the spec's `optimizer.warmup_images`. If that is 0, or the spec's
+    `optimizer.decay` decides the learning rate, the block is dropped."""
 
-    type: Annotated[
-        Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"], _why("others bring learning rates of their own")
-    ] = None  # type: ignore[assignment] # likewise
-    """Required in this block: constant, linear decay or cosine decay after the warm-up."""
+    type: Annotated[Literal["WarmupLR"], _why("for a decay use the spec's optimizer.decay")] = None  # type: ignore[assignment] # likewise
+    """Required in this block."""
     params: SchedulerParams = SchedulerParams()
     """Its settings."""
 
@@ -308,7 +298,7 @@ class DsConfig(Section):
     gradient_clipping: Annotated[float, Field(ge=0.0, le=1e9)] = 1.0
     """Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."""
     scheduler: Scheduler = Scheduler()
-    """Schedule of the learning rate."""
+    """Warm-up of the learning rate."""
     pipeline: Pipeline = Pipeline()
     """Cuts and schedule."""
     compile: Annotated[
