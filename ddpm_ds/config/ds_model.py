@@ -76,7 +76,7 @@ class Fp16(Section):
     hysteresis: Steps = 2
     """Overflows before the scale halves; without ZeRO only 1."""
     consecutive_hysteresis: Annotated[bool, ZERO_ONLY] = False
-    """Refill the hysteresis at every good step. Only with ZeRO 1 or 2."""
+    """Refill the hysteresis at every good step."""
     min_loss_scale: Annotated[int, Field(ge=1, le=2**32)] = 1
     """Floor of the scale; a run that overflows there stops."""
 
@@ -94,11 +94,11 @@ class DataTypes(Section):
     """Types other than the model's."""
 
     grad_accum_dtype: Annotated[Literal["fp32"] | None, only_with(WITH_ZERO, "fp16.enabled or bf16.enabled")] = None
-    """Accumulate gradients of fp16 or bf16 in fp32. Only with ZeRO 1 or 2."""
+    """Accumulate gradients of fp16 or bf16 in fp32."""
 
 
 class OffloadOptimizer(Section):
-    """Adam's state in host memory, where PyTorch's fused AdamW steps it. Only with ZeRO 1 or 2."""
+    """Adam's state in host memory, where PyTorch's fused AdamW steps it."""
 
     device: Annotated[Literal["none", "cpu"], _why("NVMe is not tested here")] = "none"
     """Where the state is."""
@@ -116,18 +116,16 @@ class Zero(Section):
     ] = 0
     """0 partitions nothing, 1 the optimizer's state, 2 also gradients."""
     reduce_bucket_size: Annotated[Annotated[int, Field(ge=1, le=MOST_BUCKET)] | Auto, ZERO_ONLY] = "auto"
-    """Elements reduced at a time, for which memory is allocated; "auto" is 8388608 (2 to the 23rd), while DeepSpeed's
-    default is 500 million. Only with ZeRO 1 or 2."""
+    """Elements reduced at a time, for which memory is allocated; "auto" is 8388608, DeepSpeed's default 500 million."""
     allgather_bucket_size: Annotated[Annotated[int, Field(ge=2, le=MOST_BUCKET, multiple_of=2)] | Auto, ZERO_ONLY] = (
         "auto"
     )
-    """Elements gathered at a time; "auto" is 8388608 (2 to the 23rd). Only with ZeRO 1 or 2."""
+    """Elements gathered at a time; "auto" is 8388608."""
     reduce_scatter: Annotated[bool, ZERO_ONLY] = True
-    """false: all-reduce instead. Only with ZeRO 1 or 2."""
+    """false: all-reduce instead."""
     use_multi_rank_bucket_allreduce: Annotated[bool, ZERO_ONLY] = True
-    """One reduction for all ranks; ZeRO-1 scatters instead. Only with ZeRO 1 or 2."""
+    """One reduction for all ranks; ZeRO-1 scatters instead."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
-    """Adam's state in host memory."""
 
 
 class OptimizerParams(Section):
@@ -157,10 +155,8 @@ class Optimizer(Section):
         BeforeValidator(lambda kind: _SPELLINGS.get(kind.lower(), kind) if isinstance(kind, str) else kind),
         _why("the spec's optimizer section describes AdamW"),
     ] = None  # type: ignore[assignment] # a missing type is found beside the other keys
-    """Required; in any case of letters. All are AdamW, as in DeepSpeed: weight decay is decoupled. AdamW8bit, which is
-    this project's, keeps the moments of weights in 8 bits (docs/performance.md)."""
+    """Required. All are AdamW, with decoupled weight decay. AdamW8bit, this project's, keeps moments in 8 bits."""
     params: OptimizerParams = OptimizerParams()
-    """Its settings."""
 
 
 class SchedulerParams(Section):
@@ -183,7 +179,6 @@ class Scheduler(Section):
     type: Annotated[Literal["WarmupLR"], _why("for a decay use the spec's optimizer.decay")] = None  # type: ignore[assignment] # likewise
     """Required in this block."""
     params: SchedulerParams = SchedulerParams()
-    """Its settings."""
 
 
 def _block_of_auto(value: object) -> object:
@@ -194,8 +189,7 @@ def _block_of_auto(value: object) -> object:
 
 
 class TensorGroups(Section):
-    """Groups of neighbouring ranks that compute layers of a stage together, each with a part of their weights
-    (docs/tensor.md)."""
+    """Groups of neighbouring ranks that compute layers together, each with a part of the weights (docs/tensor.md)."""
 
     size: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = 1
     """Number of ranks of a group; 1 splits nothing. "auto" leaves the whole block to the planner."""
@@ -203,8 +197,7 @@ class TensorGroups(Section):
     """Levels of the U-Net whose layers are split: 0 is full size, and the middle belongs to the last. "auto" leaves to
     the planner how many, from level 0 on."""
     layers: tuple[str, ...] = ()
-    """Names of the layers that are split instead, or patterns of names, such as "up.0.*" (docs/design.md has the
-    names of a U-Net)."""
+    """Names of the layers that are split instead, or patterns of names (docs/design.md), such as "up.0.*"."""
 
 
 class Pipeline(Section):
@@ -214,48 +207,29 @@ class Pipeline(Section):
     """Number of stages, unless `-p` is given; "auto" is the number that a list in `partition` implies, else the
     planner's choice (docs/planner.md)."""
     partition: CutMethod | Cuts | Auto = "auto"
-    """Balance of the cuts (the slowest rank's flops, parameters, number of layers, or seconds, for which each layer
-    is timed when the run starts), or a rising list of the first layers of stage 1, 2, ... (a fold has two stages for
-    each of `stages`). "auto" is "flops"."""
+    """Measure by which the cuts balance ranks ("measured" times each layer at the start, "uniform" counts layers), or a
+    list of the first layers of stage 1, 2, ... (a fold has two stages for each of `stages`). "auto" is "flops"."""
     schedule: Literal["1f1b", "folded", "planned", "auto"] = "auto"
-    """This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, so
-    that skips stay there; or an order computed for the run on the same stages, with separate weight gradients. "auto"
-    is "planned"; "1f1b" on one stage, and if a list in `partition` has one cut fewer than `stages`."""
+    """This project's key: one forward, one backward; or DualPipeV over mirrored stages, two on each rank, so that skips
+    stay there; or an order computed for the run on such stages, with separate weight gradients. "auto" is "planned", or
+    "1f1b" on one stage and where a list in `partition` has one cut fewer than `stages`."""
     in_flight: Annotated[Batch | Auto, PLANNED] = "auto"
-    """This project's key, for a planned schedule: maximum micro-batches that a rank holds, from their first forward to
-    their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of this many
-    together. "auto" is two for each stage, three under ZeRO-2 with replicas, or one if memory is short; 1 on a single
-    stage."""
+    """This project's key: maximum micro-batches that a rank keeps, from their first forward to their last weight
+    gradients; a single stage computes those of this many together. "auto" is 2 for each stage, 3 under ZeRO-2 with
+    replicas, 1 if memory is short or on a single stage."""
     replan: Annotated[bool, PLANNED] = False
-    """This project's key: recompute the order of a planned schedule from the times of the traced steps. Numbers change
-    by rounding, always at the same step."""
+    """This project's key: compute the order anew from the times of the traced steps. Numbers change by rounding."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
-    """This project's key: whether several hosts share the stages of a pipeline, or have whole pipelines. "auto" is the
-    axis with fewer bytes per step for the busiest host (docs/planner.md)."""
+    """This project's key: whether hosts share the stages of a pipeline, or have whole pipelines. "auto" is the axis
+    with fewer bytes per step for the busiest host (docs/planner.md)."""
     tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (
         TensorGroups()
     )
-    """This project's key: layers that are split among the ranks of tensor groups. Without it nothing is split; "auto"
-    leaves it to the planner."""
+    """This project's key: layers that tensor groups split. Without it nothing is split; "auto" asks the planner."""
     activation_checkpoint_interval: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Auto = "auto"
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False
     """PyTorch's older checkpointing."""
-
-
-class CommsLogger(Section):
-    """DeepSpeed times its collectives, but not messages between stages, and waits for the device at each."""
-
-    enabled: bool = False
-    """Time them."""
-    prof_all: bool = True
-    """All collectives."""
-    prof_ops: tuple[str, ...] = ()
-    """Names of collectives, if prof_all is false."""
-    verbose: bool = False
-    """Log each of them."""
-    debug: bool = False
-    """Log who calls them."""
 
 
 class FlopsProfiler(Section):
@@ -286,21 +260,14 @@ class DsConfig(Section):
     """Micro-batches per replica and step. "auto" is the spec's `train.accumulation`; if that is auto too: 1 with one
     stage, else the smallest divisor of the replica's batch that is at least 4 x stages."""
     fp16: Fp16 = Fp16()
-    """Half precision."""
     bf16: Bf16 = Bf16()
-    """bfloat16."""
     data_types: DataTypes = DataTypes()
-    """Types other than the model's."""
     zero_optimization: Zero = Zero()
-    """ZeRO."""
     optimizer: Optimizer = Optimizer()
-    """The optimizer."""
     gradient_clipping: Annotated[float, Field(ge=0.0, le=1e9)] = 1.0
     """Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."""
     scheduler: Scheduler = Scheduler()
-    """Warm-up of the learning rate."""
     pipeline: Pipeline = Pipeline()
-    """Cuts and schedule."""
     compile: Annotated[
         bool, _why("DeepSpeed's block, for DeepCompile, replaces the backward that the pipeline schedules")
     ] = False
@@ -323,13 +290,10 @@ class DsConfig(Section):
     two messages, in pipelines."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which gradients are reduced."""
-    comms_logger: CommsLogger = CommsLogger()
-    """Times of collectives."""
     wall_clock_breakdown: bool = False
     """Time of each pipeline instruction, every steps_per_print steps, in DeepSpeed's log (`--verbose`). It waits for
     the device at each."""
     flops_profiler: FlopsProfiler = FlopsProfiler()
-    """DeepSpeed's profile of each stage."""
     steps_per_print: Steps | Auto | None = None
     """Steps between lines in DeepSpeed's log (`--verbose`); null prints none. "auto", the default with
     wall_clock_breakdown, is `logging.log_every_images` / batch, rounded up."""
@@ -402,6 +366,7 @@ _REASONS = {
     "load_from_fp32_weights",
     "this engine measures throughput itself, without waiting": "timers",
     "this engine does not write to it; runs are tracked in MLflow": "comet csv_monitor tensorboard wandb",
+    "it waits for the device at each collective, and knows no message; trace a step instead": "comms_logger",
     "it restarts a program that it does not know": "autotuning",
     "the layers choose their own arithmetic, by the fp16 or bf16 block": "torch_autocast",
     "batches come from this project's own loader": "data_efficiency dataloader_drop_last",
@@ -422,22 +387,19 @@ RENAMED: dict[str, tuple[str, object]] = {
     "optimizer.params.max_grad_norm": ("gradient_clipping", None),
 }
 """Refused keys for which there is another, and its value if the refused one is on; None means the same value."""
-SYNONYMS = {
-    "learning_rate": "optimizer.params.lr",
-    "warmup_steps": "scheduler.params.warmup_num_steps",
-    "batch_size": "train_batch_size",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "chunks": "gradient_accumulation_steps",
-    "max_grad_norm": "gradient_clipping",
-    "clip_grad": "gradient_clipping",
-    "zero_stage": "zero_optimization.stage",
-    "num_stages": "pipeline.stages",
-    "tp_size": "pipeline.tensor.size",
-    "tensor_parallel_size": "pipeline.tensor.size",
-    "tensor_model_parallel_size": "pipeline.tensor.size",
-    "pipeline_parallel_size": "pipeline.stages",
-    "partition_method": "pipeline.partition",
+_SYNONYMS = {
+    "optimizer.params.lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "chunks",
+    "gradient_clipping": "max_grad_norm clip_grad",
+    "zero_optimization.stage": "zero_stage",
+    "pipeline.stages": "num_stages pipeline_parallel_size",
+    "pipeline.tensor.size": "tp_size tensor_parallel_size tensor_model_parallel_size",
+    "pipeline.partition": "partition_method",
 }
+SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.split()}
 """Names that people type, in any block, for a key."""
 
 

@@ -314,16 +314,9 @@ class Format(Generic[S]):
                 meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
                 needed = dict(part.get("needs", {}))
                 always = [*part.get("only_with", ()), *needed.pop("*", ())]
-                for value, conditions in ({"Only": always} | needed if always else needed).items():
-                    ways = [
-                        [
-                            (f"`{name}`", words.replace("|", " or "))
-                            for name, _, words in (way.partition("=") for way in one.split(" or "))
-                        ]
-                        for one in conditions
-                    ]
-                    texts = (" or ".join(": ".join(filter(None, way)) for way in each) for each in ways)
-                    meaning += [f"{value} {'' if value == 'Only' else 'only '}with {', and '.join(texts)}."]
+                for value, conditions in ({"": always} | needed if always else needed).items():
+                    texts = ", and ".join(f"`{one.replace('|', ' or ')}`" for one in conditions)
+                    meaning += [f"{value} only with {texts}." if value else f"Only with {texts}."]
                 line = f"| `{key}` | {kind} | {default} | {' '.join(filter(None, meaning))} |"
                 lines.append(line.replace("  ", " "))
             lines.append("")
