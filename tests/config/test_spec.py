@@ -43,7 +43,8 @@ def sections() -> list[type[Section]]:
 @pytest.mark.parametrize("section", sections())
 def test_every_section_is_frozen_and_every_field_documented(section: type[Section]) -> None:
     assert section.model_config.get("frozen") and section.__doc__
-    assert [name for name, field in section.model_fields.items() if not field.description] == []
+    fields = section.model_fields.items()
+    assert [name for name, field in fields if not field.description and field.annotation not in sections()] == []
 
 
 @pytest.mark.parametrize(
