@@ -18,7 +18,6 @@ from make_text import write_encoders
 from PIL import ExifTags, Image
 
 from ddpm_ds.data import captions
-from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
 from ddpm_ds.data.latents import pixels_learned
@@ -399,11 +398,10 @@ def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path
     assert again.meta == latents.meta and again.key == latents.key
 
 
-def test_processes_store_the_same_captions_and_sizes(
+def test_threads_store_the_same_captions_and_sizes(
     spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = prepare_images(spec_of())
-    monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
     many = prepare_images(spec_of(store_root=tmp_path / "many"))
     assert many.meta.sha256 == one.meta.sha256 and {"captions.npy", "sizes.npy"} <= one.meta.sha256.keys()

@@ -27,7 +27,6 @@ from ddpm_ds.data.sources.base import (
     NETWORK_TIMEOUT_SECONDS,
     UNLABELLED,
     Labels,
-    Names,
     Pixels,
     Source,
     labelled,
@@ -202,5 +201,5 @@ def _torchvision_source(opened: object, key: str) -> Source:
     named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     classes, numbers = labelled(numbers, names if named else None)
     if pixels is None:
-        return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
+        return FolderSource(classes, numbers, Path("/"), [os.path.abspath(image).lstrip("/") for image in images])
     return ArraySource(classes, numbers, pixels)

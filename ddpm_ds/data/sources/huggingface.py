@@ -41,9 +41,6 @@ class HuggingFaceSource:
         tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
         self._rows = pa.concat_tables(tables).column(self.column)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return HuggingFaceSource, (self.classes, self.labels, self.files, self.column, self.root)
-
     def __len__(self) -> int:
         return len(self._rows)
 

@@ -10,6 +10,7 @@ import os
 import tarfile
 from array import array
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,6 @@ from ddpm_ds.data.sources.base import (
     UNLABELLED,
     Captions,
     Labels,
-    Names,
     check_size,
     is_image,
     labelled,
@@ -54,12 +54,12 @@ _Members: TypeAlias = "dict[str, tuple[str, int, int]]"
 
 @dataclass
 class WebDatasetSource:
-    """Images of tar shards, ordered by shard name and then by member; each process opens a shard at its first read."""
+    """Images of tar shards, ordered by shard name and then by member."""
 
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
     shards: tuple[Path, ...]
-    files: Names = field(repr=False)
+    files: Sequence[str] = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
     """Index of each image's shard, the offset of its content and its size in bytes: (N, 3)."""
     captions: Captions | None = field(default=None, repr=False)
@@ -112,7 +112,7 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
         others = {name: place for each in texts if isinstance(each, dict) for name, place in each.items()}
         captions.advice = under_other_keys(others, key) if others else ""
     table = np.array(places, np.int64).reshape(-1, 3)
-    source = WebDatasetSource(classes, numbers, shards, Names(names), table, captions)
+    source = WebDatasetSource(classes, numbers, shards, names, table, captions)
     if len(without := np.flatnonzero(numbers == UNLABELLED)):
         raise DataError(
             f"data.path = {spec.path}: {len(without):,} of {len(names):,} images have no label, first "
