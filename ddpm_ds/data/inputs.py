@@ -36,7 +36,6 @@ SOURCES = {
     **dict.fromkeys((".h5", ".hdf5", ".he5"), "hdf5"),
     **dict.fromkeys((".nc", ".nc4"), "netcdf"),
     ".zarr": "zarr",
-    ".tar": "webdataset",
 }
 """Sources by the suffix of a path; another one is of the run's own source, or a folder of pictures."""
 

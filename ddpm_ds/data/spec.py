@@ -121,8 +121,7 @@ class DataSpec(Section):
     source: Annotated[str, types.one_of(SOURCES), types.listed("Where images come from", SOURCES)]
     path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
     """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for
-    `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
-    a path."""
+    `arrays` and `hdf5`; a folder for `zarr`; either for `huggingface` and `netcdf`. Other sources refuse a path."""
     name: Annotated[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None,
         only_with(types.read_by_source("name")),

@@ -93,11 +93,9 @@ SOURCES = {
         labels="they are the array labels of a .npz",
         arrays=True,
     ),
-    "webdataset": SourceChoice(
-        "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg", captions=True
-    ),
     "huggingface": SourceChoice(
-        "a data set of the datasets library, of parquet or of arrow files at `path`, or on the hub by `name`",
+        "a data set of the datasets library, of parquet or of arrow files or of WebDataset's tar shards at `path`, or "
+        "on the hub by `name`",
         path="PATH",
         name="OWNER/NAME",
         labels="name their column with --set data.label_column=COLUMN",

@@ -33,8 +33,7 @@ from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.train.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder
-from tests.data.reading import PICTURES, shard
-from tests.data.reading import encoded as image_file
+from tests.data.reading import PICTURES
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
@@ -212,20 +211,6 @@ def test_what_other_trainers_mean_by_names_gets_a_line(
     assert "of 10_cat/3.txt, 10_cat/3.caption, 10_cat/3.json the first is read" in message
     open_source(spec_of(path=tmp_path / "few"), progress=True)
     assert not capsys.readouterr().err, "once, however often the source is opened"
-
-
-def test_captions_of_a_shard_are_in_its_json_or_txt_and_other_keys_are_named(spec_of: SpecOf, tmp_path: Path) -> None:
-    (one, two), path = (image_file(pixels) for pixels in PICTURES[:2]), tmp_path / "x.tar"
-    shard(path, {"a.png": one, "a.json": b'{"caption": ["one", "two"]}', "a.txt": b"no", "b.png": two, "b.json": b"{}"})
-    spec = spec_of(source="webdataset", path=path)
-    with pytest.raises(DataError, match=r"first x\.tar/b\.png; give each a .txt"):
-        captions.known_captions(open_source(spec), spec)
-    shard(path, {"a.png": one, "a.json": b'{"caption": ["one", "two"]}', "b.png": two, "b.txt": b"3"})
-    with pytest.raises(DataError, match=r"first x\.tar/a\.png; a\.json has no text, but caption: --set"):
-        captions.known_captions(open_source(spec), spec)
-    shard(path, {"a.png": one, "a.txt": b"no", "a.json": b'{"caption": ["one", "two"]}', "b.png": two, "b.txt": b"3\n"})
-    named = spec_of({"captions": "caption"}, source="webdataset", path=path)
-    assert captioned(prepare_images(named)) == [["one", "two"], ["3"]]
 
 
 @pytest.mark.parametrize("values", [["one", "two"], [["one", "other"], ["two"]]])

@@ -14,7 +14,6 @@ from ddpm_ds.data.sources.files import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
 from ddpm_ds.data.sources.variables import open_stored
-from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
@@ -23,7 +22,6 @@ OPENERS: dict[str, Opener] = {
     "cifar10": open_torchvision,
     "folder": open_folder,
     "arrays": open_arrays,
-    "webdataset": open_webdataset,
     "huggingface": open_huggingface,
     "torchvision": open_torchvision,
 }
