@@ -126,14 +126,12 @@ class DataSpec(Section):
         Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None,
         only_with(types.read_by_source("name")),
     ] = None
-    """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
-    or of the class in torchvision.datasets, such as CIFAR100."""
+    """Name of the data set on the Hugging Face hub: `OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several."""
     split: Annotated[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None,
         only_with(types.read_by_source("split")),
     ] = None
-    """Split of the data set that `huggingface` or `torchvision` reads; null means train, else the only split or
-    torchvision's default."""
+    """Split of the data set that `huggingface` reads; null means train, or else the only split."""
     image_column: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("image_column"))
     ] = None

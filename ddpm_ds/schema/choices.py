@@ -102,7 +102,6 @@ SOURCES = {
         keys=("split", "image_column", "label_column"),
         captions=True,
     ),
-    "torchvision": SourceChoice("one of torchvision's by `name`, downloaded", name="CIFAR100", keys=("split",)),
     "hdf5": SourceChoice(
         "fields in the HDF5 file `path`", path="FILE", labels=LABELS_ARRAY, pictures=False, arrays=True
     ),

@@ -150,7 +150,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         (
             "data.source=mnist",
             'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "arrays" or '
-            '"huggingface" or "torchvision" or "hdf5" or "zarr" or "netcdf"',
+            '"huggingface" or "hdf5" or "zarr" or "netcdf"',
         ),
         (
             "data.name=a b",

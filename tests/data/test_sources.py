@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import struct
 import warnings
 import zipfile
@@ -17,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+from tqdm import tqdm
 
 from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.data.sources.base import Opener, UnreadableImage
+from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, Opener, UnreadableImage
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.schema.choices import SOURCES, SourceChoice
@@ -53,6 +55,36 @@ def test_digits_are_8x8_grey_over_the_full_range(spec_of: SpecOf) -> None:
     assert max(at(source, i)[0].max() for i in range(20)) == 255
     pixels, _ = at(open_source(spec_of()), 0, 16, 3)
     assert pixels.shape == (16, 16, 3) and (pixels[..., 0] == pixels[..., 2]).all()
+
+
+def test_cifar10_is_downloaded_with_a_bar_where_asked_for_and_by_hand_without_a_network(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, fault = spec_of(source="cifar10", image_size=32, channels=3), list[OSError]()
+
+    class Downloaded:
+        url, filename = "https://host/c.tar.gz", "c.tar.gz"
+        classes, targets, data = ["cat", "dog"], [1, 0], np.stack([COLOUR[0], COLOUR[1]])
+
+        def __init__(self, folder: str, download: bool) -> None:
+            assert download and folder == f"{tmp_path}/stores/downloads"
+            assert socket.getdefaulttimeout() == NETWORK_TIMEOUT_SECONDS
+            for _ in tqdm(range(1)):
+                if fault:
+                    raise fault[0]
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", Downloaded)
+    for progress in (False, True):
+        source = open_source(spec, progress)
+        out, err = capsys.readouterr()
+        assert out == "" and ("100%" in err) == progress and socket.getdefaulttimeout() is None
+    assert source.classes == ("cat", "dog") and at(source, 0, channels=3)[1] == 1
+    assert (at(source, 1, channels=3)[0] == COLOUR[1]).all()
+    fault.append(socket.gaierror(-2, "Name or service not known"))
+    assert line_of(spec).endswith(
+        f"downloaded (Name or service not known); get https://host/c.tar.gz by hand and put it at {tmp_path}"
+        "/stores/downloads/c.tar.gz"
+    )
 
 
 @pytest.mark.parametrize("width, height", [(64, 32), (32, 64), (6, 3), (8, 8), (1, 9)])
