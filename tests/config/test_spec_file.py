@@ -149,8 +149,8 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         ("train.accumulation=some", 'train.accumulation = "some" should be a whole number from 1 to 2^20 or "auto"'),
         (
             "data.source=mnist",
-            'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "arrays" or "webdataset" or '
-            '"huggingface" or "torchvision" or "hdf5" or "zarr" or "netcdf"',
+            'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "arrays" or '
+            '"huggingface" or "hdf5" or "zarr" or "netcdf"',
         ),
         (
             "data.name=a b",
