@@ -31,9 +31,9 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, harmonic_mean
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-from pydantic import TypeAdapter
+from pydantic import NonNegativeInt, TypeAdapter
 
 from ddpm_ds.checkpoint.folder import PROBE, checkpoint_name, images_of, names
 from ddpm_ds.config.spec import RunSpec
@@ -90,9 +90,8 @@ EVENTS = "events.jsonl"
 """File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
 POINTS = (METRICS, EVALUATIONS, OBSERVATIONS)
 """Files of a run's points."""
-SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
-_POSITIONS = TypeAdapter(dict[str, int])
+_POSITION = TypeAdapter(dict[Literal["sent"], NonNegativeInt])
 
 
 def new_run_dir(name: str) -> Path:
@@ -451,33 +450,21 @@ def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
 
 
 class Cursor:
-    """Bytes that MLflow has of an event file, and of the hosts' files of system metrics beside it.
+    """Number of bytes of an event file that MLflow has, ``sent``; the sender alone saves it in a small file.
 
-    The sender alone writes them into a small file. Without it everything is sent again, which changes nothing.
+    Without that file everything is sent again, which changes nothing.
     """
 
     def __init__(self, events: Path) -> None:
-        self.path = events.with_suffix(".sent.json")
-        self._sent: dict[str, int] = {}
-        with suppress(OSError, ValueError):
-            self._sent = _POSITIONS.validate_python(read_json(self.path), strict=True)
-
-    def sent(self, file: Path) -> int:
-        """Return the bytes of a file that MLflow has; 0 if the file is now shorter."""
-        sent = self._sent.get(self._name(file), 0)
-        return sent if sent and sent <= file.stat().st_size else 0
-
-    def move(self, file: Path, sent: int) -> None:
-        """Note, until the next :meth:`save`, how much of a file MLflow has."""
-        self._sent[self._name(file)] = sent
-
-    def _name(self, file: Path) -> str:
-        return str(file.relative_to(self.path.parent))
+        self.path, self.sent = events.with_suffix(".sent.json"), 0
+        with suppress(OSError, ValueError, KeyError):
+            sent = _POSITION.validate_python(read_json(self.path), strict=True)["sent"]
+            self.sent = sent if sent <= events.stat().st_size else 0
 
     def save(self) -> None:
         """Write the file; a disk that refuses only has more sent again."""
         with suppress(OSError):
-            files.replace_file(self.path, json.dumps(self._sent).encode() + b"\n")
+            files.replace_file(self.path, json.dumps({"sent": self.sent}).encode() + b"\n")
 
 
 def place_of(start: Record) -> str:
@@ -503,7 +490,7 @@ def end_killed(events: Path, log: Callable[[str], None]) -> None:
 def unsent(events: Path) -> str | None:
     """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
     with suppress(OSError):  # which its writer has reported
-        last, count = begun(events), sum(1 for _ in lines(events, Cursor(events).sent(events)))
+        last, count = begun(events), sum(1 for _ in lines(events, Cursor(events).sent))
         if last is not None and count:
             records = f"{count:,} {'record' if count == 1 else 'records'}"
             return f"not sent: {records} to {place_of(last[0])}; to send them: {send_command(events)}"

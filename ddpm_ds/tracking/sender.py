@@ -7,16 +7,8 @@ Rank 0 starts it with its own process id, before it imports PyTorch, so that MLf
 A line with a path names the event file of a :class:`~ddpm_ds.tracking.tracker.Tracker`. The process ends when MLflow
 has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be sent in the next seconds stays
 in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). Its replies are lines of JSON:
-{"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}.
-
-With a run's folder and a rank as further arguments it only collects the system metrics of a host - CPU, memory, disk,
-network, GPUs - by MLflow's classes and names:
-
-    host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
-    host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ MLflow
-
-So other hosts need neither the tracking server nor its password, and an SQLite file, which several hosts must not
-write, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
+{"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}, and
+{"metrics": values}, readings of this host, which the trainer appends to its events.
 """
 
 from __future__ import annotations
@@ -28,12 +20,11 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -45,7 +36,7 @@ from PIL import Image, UnidentifiedImageError  # here, since threads that import
 
 from ddpm_ds.ground.errors import OptionError, SpecError, UserError, print_to_stderr
 from ddpm_ds.ground.options import limited_seconds
-from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
+from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.tracking.address import (
     DATABASES,
     MLFLOW,
@@ -62,7 +53,6 @@ from ddpm_ds.tracking.run_folder import (
     NOTE_TAG,
     PARENT_TAG,
     START_TAG,
-    SYSTEM_METRICS,
     Cursor,
     EventFile,
     Record,
@@ -75,7 +65,7 @@ from ddpm_ds.tracking.run_folder import (
     read,
     unsent,
 )
-from ddpm_ds.tracking.tracker import INTERVAL, start_child
+from ddpm_ds.tracking.tracker import INTERVAL
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -93,56 +83,31 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by wh
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 
 
-@contextmanager
-def system_metrics(run_dir: Path) -> Iterator[None]:
-    """Let the first rank of each host have a child that collects its system metrics; rank 0's sender does the same."""
-    child, rank = None, os.environ.get("RANK", "0")
-    if rank != "0" and os.environ["LOCAL_RANK"] == "0":
-        child = start_child(run_dir.resolve(), rank, pipes=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        if child is not None:
-            child.kill()
-            child.wait()
-
-
-def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, log: Log) -> None:
-    """Write readings of this host into its file every ``interval`` seconds, until ``ending``.
-
-    Metrics are ``system/HOST/...``, of rank 0's host ``system/...`` unless the environment names it. If two hosts have
-    the same name, the second one's gets its rank appended.
-    """
+def read_system_metrics(interval: str, reply: Callable[[Record], None], log: Log) -> None:
+    """Reply with readings of this host every ``interval`` seconds, by MLflow's classes and names, without end."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-    host, folder = host_name(), run_dir / SYSTEM_METRICS
     try:
         seconds = limited_seconds(interval)
-        folder.mkdir(parents=True, exist_ok=True)
-        for node in (host, f"{host}-rank{rank}"):
-            if (locked := lock(path := folder / f"{node}.jsonl")) is not None:
-                break
-        prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
         psutil.cpu_percent()  # the first call only starts the counter
-        file = EventFile(path, lambda line: log("disk", line))
         monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
         with suppress(Exception):  # no GPU, or no driver of the right version
             monitors.append(GPUMonitor())
-        with locked or nullcontext():
-            while not ending.wait(seconds):
-                found: dict[str, float] = {}
-                for monitor in monitors:
-                    monitor.collect_metrics()
-                    found |= monitor.aggregate_metrics()
-                    monitor.clear_metrics()
-                file.append({"metrics": {prefix + name: value for name, value in found.items()}})
+        while True:
+            time.sleep(seconds)
+            found: dict[str, float] = {}
+            for monitor in monitors:
+                monitor.collect_metrics()
+                found |= monitor.aggregate_metrics()
+                monitor.clear_metrics()
+            reply({"metrics": {f"system/{name}": value for name, value in found.items()}})
     except OptionError as error:
-        log(SYSTEM_METRICS, f"no system metrics of {host} are read ({INTERVAL}: {error}); training continues")
+        log("system", f"no system metrics are read ({INTERVAL}: {error}); training continues")
     except Exception as error:  # whatever it is, training must not see it
-        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
+        log("system", f"system metrics are no longer read ({error}); training continues")
 
 
 class MlflowRun:
@@ -269,7 +234,7 @@ def opened_store(output_root: Path) -> Iterator[MlflowClient]:
 
 
 class Feed:
-    """Sends an event file to MLflow, and the hosts' system metrics; ``reply`` receives the run's ids in MLflow."""
+    """Sends an event file to MLflow; ``reply`` receives the run's ids in MLflow."""
 
     def __init__(self, events: Path, start: Record, log: Log, reply: Callable[[Record], None]) -> None:
         self.place, self._events, self._cursor, self._log = place_of(start), events, Cursor(events), log
@@ -278,26 +243,15 @@ class Feed:
         self.sent, self.ended_at, self.failing, self.refused = 0, 0, False, False
 
     def advance(self) -> bool:
-        """Send the next records; return whether there were any. Hosts' system metrics come before the run's end."""
-        events = self._next(self._events)
-        if before_end := list(takewhile(lambda one: "finish" not in one[0], events)):
-            return self._send(self._events, before_end)
-        hosts = (self._events.parent / SYSTEM_METRICS).glob("*.jsonl") if self._events.name == EVENTS else ()
-        return any(self._send(file, self._next(file)) for file in sorted(hosts)) or self._send(self._events, events[:1])
-
-    def _next(self, file: Path) -> list[tuple[Record, int]]:
-        return read(file, self._cursor.sent(file), RECORDS_AT_ONCE)
-
-    def _send(self, file: Path, found: Sequence[tuple[Record, int]]) -> bool:
-        """Send records in order, log points many at a time."""
-        left = list(found)
+        """Send the next records in order, log points many at a time; return whether there were any."""
+        left = found = read(self._events, self._cursor.sent, RECORDS_AT_ONCE)
         try:
             while left:
                 batch = list(takewhile(lambda one: "metrics" in one[0], left)) or left[:1]
                 self._deliver([record for record, _ in batch])
-                left, end = left[len(batch) :], batch[-1][1]
-                self._cursor.move(file, end)
-                self.sent, self.ended_at = self.sent + len(batch), end if "finish" in batch[0][0] else self.ended_at
+                left, self._cursor.sent = left[len(batch) :], batch[-1][1]
+                self.sent += len(batch)
+                self.ended_at = batch[-1][1] if "finish" in batch[0][0] else self.ended_at
         finally:
             if found:
                 self._cursor.save()
@@ -306,7 +260,7 @@ class Feed:
     def _deliver(self, batch: Sequence[Record]) -> None:
         starts = "start" in batch[0]
         if not starts and not self._open:
-            if (last := begun(self._events, self._cursor.sent(self._events))) is None:
+            if (last := begun(self._events, self._cursor.sent)) is None:
                 return  # of no run
             self._target.send([{"start": last[0]["start"]}])  # without a time: an ended run does not go on
         try:
@@ -386,7 +340,9 @@ class Child:
             hurried, deadline, before = threading.Event(), math.inf, Record()
             feed = Feed(events, start, self.log, self.reply)
             thread = threading.Thread(target=feed.follow, args=(own, hurried), daemon=True)
-            self._collect(events.parent, 0, start, hurried)
+            if interval := start["start"]["system_metrics"]:
+                arguments = interval, self.reply, self.log
+                threading.Thread(target=read_system_metrics, args=arguments, daemon=True).start()
             thread.start()
             while thread.is_alive():
                 if self.alone and deadline == math.inf:
@@ -402,16 +358,6 @@ class Child:
                     self.reply(before := state)
                 thread.join(POLL_SECONDS)
             return not feed.refused
-
-    def collect(self, run_dir: Path, rank: int) -> None:
-        """Collect the system metrics of a host other than rank 0's until the trainer dies."""
-        start, _ = self.wait_for(lambda: begun(run_dir / EVENTS))
-        self._collect(run_dir, rank, start, threading.Event())
-        self.wait_for(lambda: None)
-
-    def _collect(self, run_dir: Path, rank: int, start: Record, ending: threading.Event) -> None:
-        if interval := start["start"]["system_metrics"]:
-            threading.Thread(target=collect, args=(run_dir, rank, interval, ending, self.log), daemon=True).start()
 
 
 def send_later(run_dir: Path) -> bool:
@@ -461,19 +407,15 @@ def _send_file(events: Path) -> bool:
 
 
 def main() -> None:
-    """Send the events that the trainer names, or collect the system metrics of a host for the run in a folder."""
+    """Send the events that the trainer names."""
     logging.disable(logging.CRITICAL)
     # Launchers and terminals signal the whole process group; this process ends when the trainer has.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
-    trainer, *host = sys.argv[1:]
-    child, everything = Child(int(trainer)), False
+    child, everything = Child(int(sys.argv[1])), False
     try:
-        if host:
-            child.collect(Path(host[0]), int(host[1]))
-        else:
-            everything = child.send()
+        everything = child.send()
     except OSError as error:
         name = error.filename or EVENTS
         child.log("file", f"{name} can't be read ({error.strerror}), so nothing is sent; training continues")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
-import json
 import math
 import os
 import resource
@@ -28,7 +27,7 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
+from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, read
 from ddpm_ds.tracking.sender import MlflowRun
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
@@ -111,11 +110,6 @@ def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_
     (root / "run" / "events.sent.json").unlink()
     assert send(root) == 0
     assert [found.path for found in MlflowClient().list_artifacts(read_run(root).info.run_id)] == ["missing.txt"]
-    (late := root / "run" / SYSTEM_METRICS).mkdir()
-    of_host = {"metrics": {"system/b/cpu": 1.0}, "time": int(time.time() * 1000)}
-    (late / "b.jsonl").write_text(json.dumps(of_host) + "\n")
-    assert send(root) == 0 and [value for _, value in history(root, "system/b/cpu")] == [1.0]
-    assert read_run(root).info.status == "FINISHED" and history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
 
 
 def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
