@@ -162,11 +162,6 @@ class Tracker:
         """Id of the run; None until MLflow has answered."""
         return self._run.get("run_id")
 
-    def wait_for_run(self, stop: Callable[[], bool]) -> None:
-        """Wait until MLflow has the run, however busy the machine, unless it fails, which is a line, or ``stop``."""
-        while self.run_id is None and self._listener.is_alive() and not self._down and not stop():
-            time.sleep(0.1)
-
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""
         self._put({"metrics": {name: float(value) for name, value in values.items()}, "step": step})
