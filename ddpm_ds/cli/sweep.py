@@ -116,7 +116,6 @@ def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list
         params = {"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])}
         experiment = trials[0].draft.spec.logging.experiment
         tracker = Tracker(RunStart(experiment, folder, params, tags, identity=identity), _log)
-        tracker.wait_for_run(lambda: bool(received))  # its children look for it
         for trial in trials:
             if trial.done or received or stopped:
                 continue

@@ -51,7 +51,6 @@ from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_reported
-from ddpm_ds.tracking.sender import system_metrics
 from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.ema import Ema, averages_of
@@ -407,8 +406,7 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        sending = system_metrics(run_dir)
-        with watchdog.blamed(), disk_errors_reported(run_dir), sending, worker_failures():
+        with watchdog.blamed(), disk_errors_reported(run_dir), worker_failures():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case
