@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import Grid, Grouping, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
-from ddpm_ds.planning.layouts import PCIE_BANDWIDTH, Machine, Workload, rank_stages
+from ddpm_ds.planning.inputs import PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.unet.layers import (

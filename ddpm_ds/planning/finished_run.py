@@ -17,7 +17,7 @@ from ddpm_ds.ground.formats import read_json
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
-from ddpm_ds.planning.layouts import Machine, Workload, rank_stages
+from ddpm_ds.planning.inputs import Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import EVALUATIONS, MACHINE, METRICS, SPEC, STAGES, RunFolder

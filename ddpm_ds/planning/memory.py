@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
-from ddpm_ds.planning.layouts import Workload, encoding_ranks, rank_stages
+from ddpm_ds.planning.inputs import Workload, encoding_ranks, rank_stages
 from ddpm_ds.planning.simulate import typical_programs
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.unet.layers import (
@@ -73,7 +73,7 @@ class Memory:
 def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[Memory, ...]:
     """Return the memory of each rank of a pipeline, in the passes or in the optimizer's step, whichever is larger."""
     found, job = [], job.of(layout)
-    encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else []
+    encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else ()
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)

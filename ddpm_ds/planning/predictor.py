@@ -20,7 +20,7 @@ from ddpm_ds.planning.costs import (
     sum_seconds,
     summing_seconds,
 )
-from ddpm_ds.planning.layouts import Machine, Workload
+from ddpm_ds.planning.inputs import Machine, Workload
 from ddpm_ds.planning.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.simulate import RankCosts, Simulation, order_of, simulate
 from ddpm_ds.schema.layout import Layout, TensorSplit

@@ -32,9 +32,9 @@ from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.planning.costs import link, shared, update_bytes
-from ddpm_ds.planning.decisions import candidates, search
+from ddpm_ds.planning.decisions import candidates, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.finished_run import FinishedRun, facts_of, machine_json
-from ddpm_ds.planning.layouts import USABLE_MEMORY, Machine, ds_config, layouts, tensor_splits
+from ddpm_ds.planning.inputs import USABLE_MEMORY
 from ddpm_ds.planning.memory import peak_bytes
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
@@ -307,9 +307,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
     bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
     peak = peak_bytes(job, now, facts.bounds)
-    machine = Machine(
-        kind="cpu" if job.on_cpu else "traced",
-        devices=now.world_size,
+    machine = replace(
+        facts.machine,
         nodes=1,
         memory_bytes=max(facts.machine.memory_bytes, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
         flops=math.inf,  # the layers' seconds are known

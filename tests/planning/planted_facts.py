@@ -16,7 +16,7 @@ from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
 from ddpm_ds.planning.costs import SPLIT_COST, weight_share
 from ddpm_ds.planning.finished_run import FinishedRun, Overflows, RankFacts, machine_json
-from ddpm_ds.planning.layouts import Workload, machine_like, rank_stages
+from ddpm_ds.planning.inputs import Workload, machine_like, rank_stages
 from ddpm_ds.planning.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout, Schedule
 from ddpm_ds.unet.layers import Layer

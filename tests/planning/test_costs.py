@@ -12,7 +12,8 @@ from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.planning.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
-from ddpm_ds.planning.layouts import ds_config, machine, rank_stages
+from ddpm_ds.planning.decisions import ds_config
+from ddpm_ds.planning.inputs import machine, rank_stages
 from ddpm_ds.planning.simulate import typical_programs
 from ddpm_ds.schema.layout import Layout, Schedule
 from tests.ds_json import laid_out
