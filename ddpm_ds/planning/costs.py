@@ -191,23 +191,17 @@ def grid(machine: Machine, layout: Layout) -> Grid:
     return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, per_node, layout.tensor.size)
 
 
-def link(machine: Machine, layout: Layout) -> Links:
+def links(machine: Machine, layout: Layout) -> Links:
     """Return the links of a pipeline, of the slowest replica if replicas differ."""
+    bandwidths = machine.link_bandwidth, machine.network_bandwidth
     boundaries = grid(machine, layout).boundaries
-
-    def between(source: int, target: int) -> Link:
-        crosses = boundaries[min(source, target)].crossing > 0
-        bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
-        return Link(bandwidth, machine.latency_seconds)
-
-    return between
+    return tuple(Link(bandwidths[edges.crossing > 0], machine.latency_seconds) for edges in boundaries)
 
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
     """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
-    between = link(machine, layout)
-    speeds = [between(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
-    return 2 * layout.micro_batch_images * job.stored_bytes / min(speeds, default=machine.link_bandwidth)
+    slowest = min((link.bytes_per_second for link in links(machine, layout)), default=machine.link_bandwidth)
+    return 2 * layout.micro_batch_images * job.stored_bytes / slowest
 
 
 def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:

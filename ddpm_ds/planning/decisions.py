@@ -31,7 +31,7 @@ from ddpm_ds.ground.units import GIB, gib
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import SPLIT_COST, link
+from ddpm_ds.planning.costs import SPLIT_COST, links
 from ddpm_ds.planning.finished_run import mean_ranks
 from ddpm_ds.planning.inputs import Workload, usable
 from ddpm_ds.planning.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
@@ -401,7 +401,7 @@ def planned_again(
         replace(found, phases=tuple(map(divided, found.phases, own.phases)))
         for found, own in zip(mean_ranks(summary), predictor.costs(layout, bounds), strict=True)
     ]
-    made = order_of(layout, costs, link(predictor.machine, layout))
+    made = order_of(layout, costs, links(predictor.machine, layout))
     assert made is not None
     return made
 

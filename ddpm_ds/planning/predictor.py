@@ -14,7 +14,7 @@ from ddpm_ds.planning.costs import (
     analytic_times,
     crossing_seconds,
     launch_seconds,
-    link,
+    links,
     planned_costs,
     step_traffic,
     sum_seconds,
@@ -182,15 +182,14 @@ class Predictor:
 
     def simulate(self, layout: Layout, bounds: Bounds | None = None, *, keep_events: bool = False) -> Simulation:
         """Simulate a step of a layout, with its own cuts or others."""
-        cuts, between = bounds or self.bounds(layout), link(self.machine, layout)
-        costs, made = self.costs(layout, cuts), self.programs(layout, cuts)
-        return simulate(layout.schedule, layout.micro_batches, costs, between, programs=made, keep_events=keep_events)
+        cuts = bounds or self.bounds(layout)
+        costs, wires, made = self.costs(layout, cuts), links(self.machine, layout), self.programs(layout, cuts)
+        return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=made, keep_events=keep_events)
 
     def programs(self, layout: Layout, bounds: Bounds) -> tuple[Program, ...] | None:
         """Return the programs of a planned schedule; None if the schedule's name defines them."""
         if (layout, bounds) not in self._programs:
-            costs, between = self.costs(layout, bounds), link(self.machine, layout)
-            self._programs[layout, bounds] = order_of(layout, costs, between)
+            self._programs[layout, bounds] = order_of(layout, self.costs(layout, bounds), links(self.machine, layout))
         return self._programs[layout, bounds]
 
     def predict(self, layout: Layout) -> Prediction:

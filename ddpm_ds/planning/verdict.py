@@ -31,7 +31,7 @@ from ddpm_ds.ground.units import counted, gib
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import link, shared, update_bytes
+from ddpm_ds.planning.costs import links, shared, update_bytes
 from ddpm_ds.planning.decisions import candidates, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.finished_run import FinishedRun, facts_of, machine_json
 from ddpm_ds.planning.inputs import USABLE_MEMORY
@@ -326,8 +326,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
 
     def step_seconds(exponent: float, order: Sequence[Program] | None) -> float:
         one = predictor(exponent)
-        costs, between = one.costs(now, facts.bounds), link(one.machine, now)
-        return simulate(now.schedule, now.micro_batches, costs, between, programs=order).step_seconds
+        costs, wires = one.costs(now, facts.bounds), links(one.machine, now)
+        return simulate(now.schedule, now.micro_batches, costs, wires, programs=order).step_seconds
 
     loading = max(rank.data_wait_seconds + rank.load_seconds for rank in facts.ranks)
     modelled = facts.step_seconds - loading - facts.mean("other_seconds")
