@@ -1,6 +1,5 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -136,8 +135,7 @@ class Predictor:
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
         few, usable = _few(layout), self.machine.usable_bytes
-        best: Bounds = ()
-        better = self.bounds(layout)
+        best, better = Bounds(), self.bounds(layout)
         while best != better:
             best, shortest = better, self.simulate(few, better).step_seconds
             for moved in neighbouring(self.job.layers, best, layout.schedule):
@@ -249,15 +247,14 @@ class Predictor:
             for number, layer in enumerate(self.job.of(layout).layers):
                 sums = Sums(2 * layer.sums, sum(layer.summed_elements))
                 seconds[number] += sum_seconds(self.job, self.machine, layout, sums)
-        crossing = crossing_seconds(self.job, self.machine, layout)
-        layers = self.job.layers
-        found: dict[Bounds, None] = {}
-        with contextlib.suppress(LayoutError):  # whether there are cuts does not depend on the share
-            for share in HIDDEN:
-                cut = weighted(layers, seconds, layout.stages, layout.schedule, crossing=share * crossing, room=room)
-                found[cut] = None
-        if len(found) < 2:
-            return next(iter(found), None)
+        crossing, layers = crossing_seconds(self.job, self.machine, layout), self.job.layers
+        cuts = functools.partial(weighted, layers, seconds, layout.stages, layout.schedule, room=room)
+        try:  # whether there are cuts does not depend on the share
+            found = dict.fromkeys(cuts(crossing=share * crossing) for share in HIDDEN)
+        except LayoutError:
+            return None
+        if len(found) == 1:
+            return next(iter(found))
         few = _few(layout)
         slow = self.lower_bound if room is not None else lambda _, cut: self.simulate(few, cut).step_seconds
         return min(found, key=lambda cut: slow(layout, cut))
