@@ -28,7 +28,7 @@ from ddpm_ds.ground.units import GIB, aligned, counted, gib
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
-from ddpm_ds.planning.layouts import KINDS, Machine, Workload
+from ddpm_ds.planning.inputs import KINDS, Machine, Workload
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts

@@ -32,6 +32,7 @@ from ddpm_ds.ground.errors import (
 )
 from ddpm_ds.ground.options import HIDDEN, flag, option, process_count
 from ddpm_ds.pipeline.placement import launched_hosts
+from ddpm_ds.planning.inputs import Machine
 from ddpm_ds.planning.run_plan import (
     RunDraft,
     check_memory,
@@ -220,14 +221,16 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
 
             device = choose_device(options.device, draft.ds.layout.stages)
             import_deepspeed()
-            warning = check_run_memory(options.overrides, draft, run_dir, device)
+            machine = machine_here(draft.ds.precision, world_size)
+            warning = check_run_memory(options.overrides, draft, run_dir, machine)
             if warning is not None and os.environ["LOCAL_RANK"] == "0":
                 print(warning, flush=True)
-    _train_with_others(draft, run_dir, device, options, line, sender)
+    _train_with_others(draft, machine, run_dir, device, options, line, sender)
 
 
 def _train_with_others(
     draft: RunDraft,
+    machine: Machine,
     run_dir: Path,
     device: torch.device,
     asked: Asked,
@@ -240,22 +243,21 @@ def _train_with_others(
     from ddpm_ds.train.start import meet, started
 
     rendezvous = meet(draft, device, asked, line)
-    hosts, doing = rendezvous.hosts, line.doing if line else lambda what: contextlib.nullcontext()
+    doing = line.doing if line else lambda what: contextlib.nullcontext()
     with rendezvous.reporting():
-        machine = machine_here(draft.ds.precision, hosts, len(hosts))
-        plan = make_plan(draft, hosts, machine)
+        plan = make_plan(draft, rendezvous.hosts, machine)
     with started(plan, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
         with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
             plan = with_decisions(plan, device)
         if line is not None and (decisions := decided_since(draft, plan)):
             print(decisions, flush=True)
-        files = {STAGES: stage_table(plan), MACHINE: machine_json(machine, {})}
+        files = {STAGES: stage_table(plan), MACHINE: machine_json(plan.machine, {})}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
                 _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
 
 
-def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, device: torch.device) -> str | None:
+def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, machine: Machine) -> str | None:
     """Return a warning if a run may not fit this host's memory.
 
     Raises:
@@ -271,7 +273,7 @@ def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, d
     if not hosts:  # unknown until the ranks have met
         return None
     new = draft.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
-    return check_memory(draft, device, int(os.environ["RANK"]), again, new=new)
+    return check_memory(draft, machine, int(os.environ["RANK"]), again, new=new)
 
 
 def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:

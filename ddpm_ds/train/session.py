@@ -40,7 +40,7 @@ from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.decisions import planned_again
-from ddpm_ds.planning.layouts import encoding_ranks, layers_for
+from ddpm_ds.planning.inputs import layers_for
 from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import for_good
@@ -281,7 +281,7 @@ def run_training(
             engine.graph.log_why_eager()
         if encoders is not None:
             each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
-            ranks = ", ".join(map(str, encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)))
+            ranks = ", ".join(map(str, plan.encoding_ranks))
             recorder.log(f"captions are encoded while training, by encoders of {each} on each of these stages: {ranks}")
         yield _train(plan, prepared, engine, ema, recorder, watchdog, asked, encoders)
 
