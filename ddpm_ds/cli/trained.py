@@ -27,7 +27,6 @@ from ddpm_ds.cli.sample import (
     sampler_kind,
     texts_of,
 )
-from ddpm_ds.data.hub import check_upload, is_hub_name, upload
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.ground.errors import OptionError, SpecError
 from ddpm_ds.ground.options import flag, option, positive, whole
@@ -88,8 +87,6 @@ EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
 samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
 folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
-
---push-to-hub uploads the folder to the Hugging Face hub, as a private repository.
 """
 
 
@@ -99,9 +96,6 @@ examples
   ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
   ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
       one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
-
-  ddpm-ds export runs/digits hub/digits --push-to-hub OWNER/digits
-      a private repository; `hf auth login` or HF_TOKEN says who you are
 
   ddpm-ds export runs/faces hub/faces --label none
       a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
@@ -271,15 +265,6 @@ def _label(text: str) -> str:
     return text
 
 
-def _hub_name(text: str) -> str:
-    if not is_hub_name(text):
-        raise OptionError(f"{text!r} should be OWNER/NAME")
-    return text
-
-
-HUB = ("Hugging Face hub",)
-
-
 @dataclass(frozen=True)
 class ExportOptions(WeightsOptions):
     out: Path = option("folder to write; must be empty or not exist", "DIR", names=("out",))
@@ -295,9 +280,6 @@ class ExportOptions(WeightsOptions):
     single_file: bool = flag(
         "write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline"
     )
-    push_to_hub: str | None = option("upload the export to this repository", "OWNER/NAME", _hub_name, group=HUB)
-    public: bool = flag("a repository that everybody can read (default: private)", group=HUB)
-    overwrite: bool = flag("replace the files of a repository that exists", group=HUB)
 
 
 @dataclass(frozen=True)
@@ -330,12 +312,8 @@ def export(options: ExportOptions) -> None:
     from ddpm_ds.ground.device import choose_device
     from ddpm_ds.tracking.pictures import write_png
 
-    device, name = choose_device(options.device), options.push_to_hub
-    if name is None and (options.public or options.overwrite):
-        raise SpecError(f"--{'public' if options.public else 'overwrite'} is of --push-to-hub, which is missing")
+    device = choose_device(options.device)
     with new_folder(options.out) as folder:
-        if name is not None:
-            check_upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
@@ -358,16 +336,11 @@ def export(options: ExportOptions) -> None:
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
-        card = model_card(
-            trained, precision=options.dtype, label=options.label, picture=picture, single_file=single, hub_name=name
-        )
+        card = model_card(trained, precision=options.dtype, label=options.label, picture=picture, single_file=single)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
-    weights, origin = f"{trained.weights} weights of", Path(trained.origin)
-    print(f"{options.out}: {weights} {origin} in {options.dtype}, {size / 1e6:,.1f} MB\n{compared}")
-    if name is not None:
-        commit = upload(name, options.out, f"{weights} {origin.name} in {options.dtype}", public=options.public)
-        print(f"{name}: {'public' if options.public else 'private'}, {commit}")
+    what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
+    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
     record_child(trained, "export", params, artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"))
 
