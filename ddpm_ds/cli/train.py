@@ -67,32 +67,18 @@ if TYPE_CHECKING:
     import torch
 
     from ddpm_ds.train.session import Ended
-    from ddpm_ds.train.start import Asked
 
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
 The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x ranks of a tensor group x
 replicas: -p sets the stages, the launcher's --num_gpus the processes.
-"""
 
-EXAMPLES = """\
-examples
-  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
-      handwritten digits on this machine, fp16 and ZeRO-2
   deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json -p 2
-      2 stages x 2 replicas
-  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_bf16.json \\
-      --spec launch/specs/folder.yaml --set data.path=photos --set train.images=2000000
-      your own images
-  deepspeed --num_gpus 8 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json \\
-      --spec launch/specs/cifar10.yaml -p 4 --dry-run
-      what would run, with the table of stages
+      2 stages x 2 replicas; --dry-run shows what would run
 
-exit codes
-  0 done   2 bad input, nothing was started   3 the numbers went bad (NaN, loss scale at its floor)
-  75 stopped by a signal or RUN_DIR/save_and_stop, and saved: start it again with the same --run-dir
-  76 another rank died or hangs: the same   1 a bug
+exit codes (docs/exit_codes.md)
+  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 another rank died or hangs
 """
 
 
@@ -101,10 +87,7 @@ class RankOptions(SpecOptions, ConfigOption):
     """Options of every program that a launcher starts; they say what, how and where to train."""
 
     pipeline_stages: int | None = option(
-        "number of stages, instead of the JSON's pipeline.stages",
-        "STAGES",
-        process_count,
-        names=("-p", "--pipeline-stages"),
+        "instead of the JSON's pipeline.stages", "STAGES", process_count, names=("-p", "--pipeline-stages")
     )
     device: Device = option("default: CUDA if any", default="auto")
     local_rank: int = option(HIDDEN, kind=int, default=0, names=("--local_rank", "--local-rank"))  # launchers pass it
@@ -120,9 +103,7 @@ class TrainOptions(Asked, RankOptions):
 
 def parse(arguments: Sequence[str] | None) -> TrainOptions:
     """Parse the options of a training run; raises SpecError if one is unknown or has a wrong value."""
-    parser = OneLineParser(
-        prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION, epilog=EXAMPLES
-    )
+    parser = OneLineParser(prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION)
     add_options(parser, TrainOptions)
     return read(TrainOptions, parser.parse_args(arguments))
 
