@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.data import cache, captions
 from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, sizes_of
-from ddpm_ds.data.decoding import Decoding, Size, by_processes
+from ddpm_ds.data.decoding import Decoding, Size
 from ddpm_ds.data.fields import REGRESSION, Regression, check_fields, fields_of, made_of, residuals
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, encoded, pixels_behind, sources_of
 from ddpm_ds.data.origin import LazySource, sampled
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 VERIFIED_BYTES = 2**34
 """Maximum size of a cache whose checksums are compared before training; ``ddpm-ds prepare`` always compares them."""
-FEW_IMAGES = 256
-"""Number of images that this process decodes alone, since starting others would take as long."""
 
 
 @dataclass(frozen=True)
@@ -294,10 +292,7 @@ def _made(path: Path, make: Callable[[], Content], progress: bool) -> cache.Data
         with lock_of(path):  # only one process of a host lists and downloads
             content = None if path.exists() else make()
         if content is not None:
-            processes = processors() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            several = None if processes < 2 else content.by_processes
-            with nullcontext(content.chunks) if several is None else several(processes) as chunks:
-                write_cache(path, content, chunks, progress)
+            write_cache(path, content, progress)
     except OSError as error:
         raise _unwritable(path.parent, error) from error
     return cache.DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
@@ -380,15 +375,11 @@ def source_content(recipe: Recipe) -> Content:
     if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
         stored[cache.CAPTIONS] = cache.StoredField(shape=(texts.table.shape[1],), values="int32")
-    decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table)
-    return Content(
-        _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known),
-        decoding.chunks,
-        " ".join([content, *of_files]),
-        captions=None if texts is None else captions.written(texts.texts),
-        max_bad_fraction=most,
-        by_processes=partial(by_processes, decoding) if are_files and count > FEW_IMAGES else None,
-    )
+    threads = max(1, processors() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if are_files else 1
+    decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table, threads)
+    meta = _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known)
+    kept = None if texts is None else captions.written(texts.texts)
+    return Content(meta, decoding.chunks, " ".join([content, *of_files]), captions=kept, max_bad_fraction=most)
 
 
 def _meta_of(kind: cache.Kind, fields: Mapping[str, cache.StoredField], count: int, **known: Any) -> cache.CacheMeta:

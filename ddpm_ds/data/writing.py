@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -80,8 +80,6 @@ class Content:
     captions: bytes | None = None
     """Content of the file of distinct captions."""
     max_bad_fraction: float = 0.0
-    by_processes: Callable[[int], AbstractContextManager[Chunks]] | None = None
-    """``chunks`` of a number of processes, where these are faster than one."""
 
     @property
     def image_bytes(self) -> int:
@@ -114,7 +112,7 @@ def _lock_file(path: Path, name: str) -> Path:
     return Path(tempfile.gettempdir(), f"ddpm-ds-{os.getuid()}", f"{of_path}.{name}.lock")
 
 
-def write_cache(path: Path, content: Content, chunks: Chunks, progress: bool, beginnings: int = 3) -> None:
+def write_cache(path: Path, content: Content, progress: bool, beginnings: int = 3) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
     If the unfinished folder is removed, it is begun again, ``beginnings`` times in all. Raises DataError if the disk is
@@ -133,7 +131,7 @@ def write_cache(path: Path, content: Content, chunks: Chunks, progress: bool, be
     folder.mkdir(exist_ok=True)
     try:
         with tqdm(total=content.meta.count, desc=f"preparing {path.name}", disable=not progress) as bar:
-            records = _Shards(path, folder, content, chunks, bar).write()
+            records = _Shards(path, folder, content, bar).write()
         _describe(folder, content, records)
         folder.rename(path)
     except OSError as error:
@@ -141,7 +139,7 @@ def write_cache(path: Path, content: Content, chunks: Chunks, progress: bool, be
             if beginnings == 1 or not isinstance(error, FileNotFoundError):
                 raise
             # Another process gave up and removed the folder: meet the same fault, and report it.
-            write_cache(path, content, chunks, progress, beginnings - 1)
+            write_cache(path, content, progress, beginnings - 1)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
@@ -160,8 +158,8 @@ def _record_name(number: int | str) -> str:
 class _Shards:
     """Files of a cache that is being written."""
 
-    def __init__(self, path: Path, folder: Path, content: Content, chunks: Chunks, bar: tqdm[Any]) -> None:
-        self.path, self.folder, self.content, self.chunks, self.bar = path, folder, content, chunks, bar
+    def __init__(self, path: Path, folder: Path, content: Content, bar: tqdm[Any]) -> None:
+        self.path, self.folder, self.content, self.bar = path, folder, content, bar
         self.shards = content.shards
         self.found = {number for number in range(len(self.shards)) if (folder / _record_name(number)).exists()}
         """Files of an earlier start, whose checksums this process has not compared yet."""
@@ -213,7 +211,7 @@ class _Shards:
             names = {name: self.folder / cache.shard_name(number, name) for name in self.content.meta.stored}
             files = {name: stack.enter_context(_complete(path)) for name, path in names.items()}
             self._write_headers(files, len(numbers))
-            for chunk in self.chunks(numbers):
+            for chunk in self.content.chunks(numbers):
                 files[cache.IMAGES].writelines(chunk.images)
                 for name, images in chunk.others.items():
                     files[name].writelines(images)

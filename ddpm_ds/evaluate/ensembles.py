@@ -94,8 +94,7 @@ class FieldScores:
 class FieldScorer:
     """Scorer that takes the ensemble of one input at a time, so that large fields need not be in memory at once.
 
-    The CRPS is an unbiased estimate for infinitely many members (Ferro 2014, "Fair scores for ensemble
-    forecasts").
+    The CRPS is an unbiased estimate for infinitely many members (Ferro 2014, "Fair scores for ensemble forecasts").
     """
 
     def __init__(self, channels: Sequence[str]) -> None:
@@ -129,17 +128,12 @@ class FieldScorer:
                 self._sums[channel] += (len(y), *(float(value) for value in sums))
 
     def scores(self) -> FieldScores:
-        """Return the scores of all inputs so far, one at least.
-
-        Raises EvaluationError: a channel has no pixel that counts.
-        """
+        """Return the scores of all inputs so far; raises EvaluationError if a channel has no pixel that counts."""
         for name, pixels in zip(self._channels, self._sums[:, 0], strict=True):
             if not pixels:
-                raise EvaluationError(
-                    f"no pixel of channel {name!r} counts in any input; leave it out or change the mask"
-                )
-        channels = {name: self._of(sums) for name, sums in zip(self._channels, self._sums, strict=True)}
-        spectra = None
+                fault = f"no pixel of channel {name!r} counts in any input; leave it out or change the mask"
+                raise EvaluationError(fault)
+        channels, spectra = dict(zip(self._channels, map(self._of, self._sums), strict=True)), None
         if not self._masked and self._powers is not None:
             powers, modes = (self._powers / self._inputs).tolist(), np.bincount(rings(*self._size).ravel()).tolist()
             spectra = Spectra(tuple(modes), *(tuple(map(tuple, of_channels)) for of_channels in powers))
@@ -188,9 +182,7 @@ def evaluate_ensembles(
     """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
     in a folder of their own in ``out``. ``numbers`` are ``seed`` and ``batch_images``.
 
-    Raises:
-        EvaluationError: the true images of the inputs are not known.
-        SpecError: there are fewer inputs, or a regression is asked for several members.
+    Raises EvaluationError: the true images of the inputs are not known.
     """
     setup = setup.with_prompts(None, None)
     trained, inputs = setup.trained, setup.inputs

@@ -9,9 +9,8 @@ The CLIP score is 100 times the cosine of the embeddings of image and prompt, an
 torchmetrics defines it. Source: Hessel et al. 2021, "CLIPScore", who multiply by 2.5 instead.
 """
 
-import contextlib
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddpm_ds.data.cache import Indices, StoredImages
+from ddpm_ds.data.cache import DatasetCache, Indices, StoredImages
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import network_limit, one_line
 from ddpm_ds.ground.errors import DataError, EvaluationError
@@ -51,12 +50,7 @@ DISTANCES_AT_ONCE = 2048
 """Number of rows of a distance matrix that are in memory at once, for precision and recall."""
 ANSWER_SECONDS = 10.0
 """Maximum seconds for each answer from the host of the weights; without a limit a download could hang."""
-SAFE_TO_UNPICKLE: list[Any] = [
-    np.empty(0).__reduce__()[0],
-    np.ndarray,
-    np.dtype,
-    *(type(np.dtype(t)) for t in "fd"),
-]
+SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
 """Classes that torch-fidelity's cached statistics contain besides tensors."""
 EXPECTED = "name the folder of a CLIPModel with its processor, or its name on the hub: openai/clip-vit-large-patch14"
 DOWNLOADED = ("*.json", "merges.txt", "*.safetensors")
@@ -86,7 +80,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 def _root(covariance: Array) -> Array:
-    """Return R (D, rank) with R R^T = covariance."""
+    """Return R (D, rank) with R R^T = ``covariance``."""
     values, vectors = np.linalg.eigh(covariance)
     kept = values > values[-1] * len(values) * np.finfo(np.float64).eps
     return vectors[:, kept] * np.sqrt(values[kept])
@@ -103,8 +97,7 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
     D = C x 32 x 32, or less if the images are smaller. Few images are in memory at a time.
     """
     positions = np.arange(len(images)) if positions is None else positions
-    total: Array = np.zeros(())
-    products: Array = np.zeros(())
+    total, products = np.zeros(()), np.zeros(())
     for first in range(0, len(positions), CHUNK_IMAGES):
         chunk = torch.from_numpy(images[positions[first : first + CHUNK_IMAGES]]).double()  # (n, C, H, W)
         if max(chunk.shape[2:]) > LARGEST_SIDE_PIXELS:
@@ -163,6 +156,7 @@ def find_inception(weights: Path | None) -> Inception:
 
 
 def _downloaded() -> Path:
+    """Return torch-fidelity's own file of Inception's weights, downloaded if it is missing."""
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     url = str(URL_INCEPTION_V3)
@@ -185,22 +179,19 @@ def _downloaded() -> Path:
 def inception_scores(
     inception: Inception,
     images: Pixels,
-    reference: Pixels | StoredImages,
-    *,
-    key: str,
+    reference: DatasetCache,
     cache: Path,
     wanted: Collection[str],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against
-    a ``reference``.
+    """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against a
+    ``reference``, as far as they are ``wanted``, some of ``fid``, ``kid``, ``pr``.
 
-    ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, under its
-    ``key``, the weights and the version of torch-fidelity.
+    The features of the reference are kept in ``cache``, under its key, the weights and the version of torch-fidelity.
     """
     from torch_fidelity import calculate_metrics
 
-    kept = f"{key[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
+    kept = f"{reference.key[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
     for path in cache.glob(f"{kept}-*.pt"):  # files that torch-fidelity can't read, or that hold code, are removed
         try:
             with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
@@ -209,7 +200,7 @@ def inception_scores(
             path.unlink()
     found = calculate_metrics(
         input1=_Rgb(images),
-        input2=_Rgb(reference),
+        input2=_Rgb(reference.images),
         input2_cache_name=kept,
         cache_root=str(cache),
         fid="fid" in wanted,
@@ -217,11 +208,9 @@ def inception_scores(
         prc="pr" in wanted,
         feature_extractor=EXTRACTOR,
         feature_extractor_weights_path=str(inception.weights),
-        feature_layer_fid=LAYER,
-        feature_layer_kid=LAYER,
-        feature_layer_prc=LAYER,
+        **dict.fromkeys(("feature_layer_fid", "feature_layer_kid", "feature_layer_prc"), LAYER),
         kid_subsets=KID_SUBSETS,
-        kid_subset_size=kid_subset_images(len(images), len(reference)),
+        kid_subset_size=min(KID_SUBSET_IMAGES, len(images), len(reference.images)),
         prc_neighborhood=NEIGHBOUR,
         prc_batch_size=DISTANCES_AT_ONCE,
         save_cpu_ram=True,  # uses no loader processes and keeps no whole matrix of distances
@@ -238,32 +227,26 @@ def inception_scores(
     return {ours: float(found[theirs]) for ours, theirs in names.items() if theirs in found}
 
 
-def kid_subset_images(samples: int, reference: int) -> int:
-    """Return the number of images in each of the subsets over which KID is averaged."""
-    return min(KID_SUBSET_IMAGES, samples, reference)
-
-
+@dataclass
 class _Rgb(Dataset[Tensor]):
     """Images as torch-fidelity takes them, uint8 RGB (3, H, W)."""
 
-    def __init__(self, images: Pixels | StoredImages) -> None:
-        self._images = images
+    images: Pixels | StoredImages
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self.images)
 
     def __getitem__(self, i: int) -> Tensor:
-        return torch.from_numpy(np.array(self._images[i])).expand(3, -1, -1)  # grey is repeated in three channels
+        return torch.from_numpy(np.array(self.images[i])).expand(3, -1, -1)  # grey is repeated in three channels
 
 
 class Clip:
-    """CLIP model with its processor; the weights are loaded when images are scored.
+    """CLIP model ``name``, a folder or a name on the Hugging Face hub, with its processor, on the CPU until it scores.
 
     Raises DataError: transformers is not installed, or the model is missing, damaged or of another kind.
     """
 
     def __init__(self, name: Path) -> None:
-        """Open the model in the folder ``name``, or of that name on the Hugging Face hub."""
         self.name = str(name)
         option = f"--clip-model {name}"
         if importlib.util.find_spec("transformers") is None:
@@ -278,26 +261,11 @@ class Clip:
 
         A prompt that has more tokens than the model reads is cut off.
         """
-        import transformers
-
-        with self._faults():
-            found: Any = transformers.CLIPModel.from_pretrained(
-                self._folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-            model, notes = found
-            if missing := sorted(notes["missing_keys"]):
-                raise ValueError(f"its weights lack {missing[0]}")
-        model = model.eval().to(device)
-        scores: list[Tensor] = []
+        model, scores = self._model.to(device), []
         for first in range(0, len(images), AT_ONCE):
             part = torch.from_numpy(np.array(images[first : first + AT_ONCE]))
-            texts = [prompts[number % len(prompts)] for number in range(first, first + len(part))]
             inputs = self._processor(
-                text=texts,
+                text=[prompts[number % len(prompts)] for number in range(first, first + len(part))],
                 images=[*part.expand(-1, 3, -1, -1)],
                 return_tensors="pt",
                 padding=True,
@@ -315,17 +283,18 @@ class Clip:
 
         transformers.logging.set_verbosity_error()  # the errors below replace its warnings
         transformers.logging.disable_progress_bar()
-        self._folder = folder
-        with self._faults():
+        try:
             if read_json(folder / "config.json").get("model_type") != "clip" or not any(folder.glob("*.safetensors")):
                 raise ValueError("it is no CLIP model with weights in safetensors")
             if not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
                 raise ValueError(f"it has neither {' nor '.join(TOKENIZERS)}")
             self._processor = transformers.CLIPProcessor.from_pretrained(folder, local_files_only=True)
-
-    @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
+            found: Any = transformers.CLIPModel.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
+            model, notes = found
+            if missing := sorted(notes["missing_keys"]):
+                raise ValueError(f"its weights lack {missing[0]}")
         except Exception as error:  # transformers may raise anything on damaged files
             raise DataError(f"--clip-model {self.name} can't be used ({one_line(error)}); {EXPECTED}") from None
+        self._model = model.eval()

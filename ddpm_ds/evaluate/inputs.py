@@ -38,11 +38,10 @@ CONDITION_KEYS = ("kind", "variables", "channels", "constants", "constant_channe
 
 
 class Stored(Protocol):
-    """A field of images on disk."""
+    """Field of images on disk."""
 
     def read(self, positions: Indices, /) -> npt.NDArray[Any]:
         """Return the values (n, ...) at ``positions`` (n,)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,8 @@ class Inputs:
     @classmethod
     def of_states(cls, trained: Trained, states: Tensor) -> Inputs:
         """Return inputs that are drawn images themselves, (n, C, H, W) in physical units."""
-        return cls(
-            trained, {CONDITION: Reading(lambda positions: states.numpy()[positions])}, np.arange(len(states)), ""
-        )
+        fields = {CONDITION: Reading(lambda positions: states.numpy()[positions])}
+        return cls(trained, fields, np.arange(len(states)), "")
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -174,7 +172,7 @@ def check_ahead(trained: Trained) -> None:
 
 
 def check_unconditioned(trained: Trained) -> None:
-    """Raise SpecError if images of ``trained`` are drawn for inputs."""
+    """Raise SpecError if ``trained`` draws images for inputs."""
     if trained.is_conditioned:
         either = f"give --conditions PATH or --conditions {HELD_OUT}"
         raise SpecError(f"{trained.origin} was trained with a condition (data.condition); {either}")
@@ -191,12 +189,11 @@ def held_out_images(
     trained: Trained, asked: str, dataset: Path | None = None, *, instead: str = "name a file or folder"
 ) -> Subset:
     """Return a run's held-out images, with the statistics of its training images, from its data set or a copy at
-    ``dataset``.
+    ``dataset``. Messages have the option ``asked`` and the fix ``instead``.
 
     Raises:
         DataError: the data set is missing, damaged, or not the run's.
-        SpecError: there is no run, or it has held out no image; the message has the option ``asked`` and the fix
-            ``instead``.
+        SpecError: there is no run, or it has held out no image.
     """
     if trained.spec is None:
         raise SpecError(f"{asked}: {trained.origin} is an export; {instead}")
@@ -238,17 +235,13 @@ class TrainedRegression:
         """Checksum of the weights."""
         objective = self._trained.diffusion.objective
         if self._trained.spec is None or OBJECTIVES[objective].diffuses:
-            raise SpecError(
-                f"data.residual_of = {path} is no regression: its diffusion.objective is {objective}; name a run with "
-                "diffusion.objective = regression"
-            )
+            fault = f"its diffusion.objective is {objective}; name a run with diffusion.objective = regression"
+            raise SpecError(f"data.residual_of = {path} is no regression: {fault}")
         its, asked = _compared(self._trained.data), _compared(data)
         for key, value in asked.items():
             if its[key] != value:
-                raise SpecError(
-                    f"data.residual_of = {path} has {key} = {its[key]}, and this spec {value}; name a regression of "
-                    "the same fields"
-                )
+                fault = f"has {key} = {its[key]}, and this spec {value}; name a regression of the same fields"
+                raise SpecError(f"data.residual_of = {path} {fault}")
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""

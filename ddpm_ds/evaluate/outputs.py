@@ -1,5 +1,5 @@
-"""Requests for images, the folder in which they gather, and their outputs: a folder of PNG files with a grid, `.npz`,
-`.npy` and Zarr, and a child run in MLflow. Every output is complete or does not exist.
+"""Requests for images, the folder in which drawn ones gather, and their outputs: a folder of PNG files with a grid,
+`.npz`, `.npy` and Zarr, and a child run in MLflow. Every output is complete or does not exist.
 """
 
 import contextlib
@@ -90,11 +90,10 @@ class Request(BaseModel):
     @property
     def key(self) -> str:
         """Checksum of everything that determines the images, up to rounding."""
-        conditional = set() if self.inputs is not None else {"inputs", "members", "steps_ahead"}
-        conditional |= set() if self.prompts is not None else {"prompts", "negative"}
-        exclude = {"origin", "weights", "images_seen", "guide", "batch_images", *conditional}
-        followed = self.model_dump_json(exclude=exclude)
-        return hashlib.sha256(followed.encode()).hexdigest()[:8]
+        exclude = {"origin", "weights", "images_seen", "guide", "batch_images"}
+        exclude |= {"inputs", "members", "steps_ahead"} if self.inputs is None else set()
+        exclude |= {"prompts", "negative"} if self.prompts is None else set()
+        return hashlib.sha256(self.model_dump_json(exclude=exclude).encode()).hexdigest()[:8]
 
 
 @contextlib.contextmanager
@@ -120,9 +119,8 @@ class DrawnImages:
             000000064-64.npy
             images.npy          all images, once none is missing; it replaces the batches
 
-    The names of the files tell which images are drawn, so the folder's name has to hold the request's key.
-
-    Raises OutputError: the file system refuses; every method may raise it.
+    Files say by their names which images are drawn, so the folder's name has to hold the request's key. Every method
+    may raise OutputError: the file system refuses.
     """
 
     def __init__(self, folder: Path, request: Request) -> None:
@@ -184,7 +182,7 @@ def titled_grid(
     channel: int = 0,
 ) -> Image.Image:
     """Return a titled grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``; images for
-    ``inputs`` are in rows beside these. Of fields it shows a ``channel``.
+    ``inputs`` are in rows beside these. Fields are shown by a ``channel``.
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
@@ -207,21 +205,17 @@ def titled_grid(
 def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:
     """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder with a variable for each channel, and the
     coordinates of the run's data; the inputs are numbered from ``first`` on.
-
-    Raises OutputError: as :func:`new_folder`.
     """
     import xarray
 
     assert trained.facts is not None, "only fields are written"
-    along = {each.along: each for each in trained.facts.coordinates}
-    names = {axis: along[axis].name if axis in along else axis for axis in ("height", "width")}
-    dims = ("input", "member", *(("step",) if images.ndim == 6 else ()), *names.values())
-    coordinates: dict[str, Any] = {
-        along[axis].name: (along[axis].name, list(along[axis].values), {"units": along[axis].units})
-        for axis in names
-        if axis in along and len(along[axis].values) == images.shape[-2 if axis == "height" else -1]
-    }
-    coordinates["input"] = np.arange(first, first + len(images))
+    dims = ["input", "member", "step"][: images.ndim - 3]
+    coordinates: dict[str, Any] = {"input": np.arange(first, first + len(images))}
+    for axis, pixels in zip(("height", "width"), images.shape[-2:], strict=True):
+        found = next((each for each in trained.facts.coordinates if each.along == axis), None)
+        dims.append(axis if found is None else found.name)
+        if found is not None and len(found.values) == pixels:
+            coordinates[found.name] = (found.name, list(found.values), {"units": found.units})
     channels = {name: (dims, images[..., number, :, :]) for number, name in enumerate(trained.channels)}
     with new_folder(path) as folder:
         xarray.Dataset(channels, coordinates).to_zarr(folder, mode="w", consolidated=False)
@@ -229,12 +223,7 @@ def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> 
 
 def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) -> None:
     """Write a ``.npy`` of images, or an ``.npz``: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64,
-    if any.
-
-    Names and axes of the archive follow guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
-    Images (N, C, H, W) that are mapped from a file are copied in pieces.
-
-    Raises OutputError: it can't be written.
+    if any. Names and axes are guided-diffusion's (Dhariwal and Nichol 2021), which evaluators read.
     """
     temporary = temporary_beside(path)
     with writing(path):
@@ -249,10 +238,7 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
 
 
 def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
-    """Write a new folder of PNG files: the grid, and of pictures (N, C, H, W) uint8 each by its number in ``index``.
-
-    Raises OutputError: as :func:`new_folder`.
-    """
+    """Write a new folder of PNG files: the grid, and each picture (N, C, H, W) uint8 by its number in ``index``."""
     with new_folder(path) as folder:
         grid.save(folder / GRID)
         for number, image in zip(index, images, strict=True) if images.dtype == np.uint8 else ():
@@ -307,8 +293,8 @@ def record_child(
 ) -> None:
     """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
-    Weights outside a run's folder have no parent, so nothing is recorded and one line says so. The step of ``metrics``
-    is the checkpoint's number of images seen. ``artifacts`` are files and folders, each with its destination.
+    Weights outside a run's folder have no parent: a line says that nothing is recorded. The step of ``metrics`` is the
+    checkpoint's number of images seen. ``artifacts`` are files and folders, each with its destination.
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
@@ -321,8 +307,8 @@ def record_child(
         return
     checkpoint = Path(trained.origin).name
     tags = {"kind": kind, "checkpoint": checkpoint, "weights": trained.weights, "digest": trained.digest}
-    tags |= {"images_seen": str(trained.images_seen), "mlflow.source.name": f"ddpm-ds {kind}"}
-    tags |= {"version.ddpm_ds": __version__}
+    tags |= {"images_seen": str(trained.images_seen), "version.ddpm_ds": __version__}
+    tags |= {"mlflow.source.name": f"ddpm-ds {kind}"}
     experiment, name = trained.spec.logging.experiment, f"{kind} {checkpoint}"
     tracker = Tracker(RunStart(experiment, trained.run_dir, params, tags, name, parent=parent))
     if metrics:

@@ -57,11 +57,8 @@ class Setup:
     ) -> Self:
         """Return a setup with the encoded prompts ``texts`` and ``negative``; without text the same setup.
 
-        The default, which is logged, is the prompts of the run's own pictures, or else the empty text.
-
-        Raises:
-            SpecError: the U-Net reads no text, or guidance does not lead away from the negative prompt.
-            DataError: the encoders can't be used.
+        The default, which is logged, is the prompts of the run's own pictures, or else the empty text. Raises
+        SpecError: the U-Net reads no text, or guidance does not lead away from the negative prompt.
         """
         trained = self.trained
         if trained.unet_spec.text is None:
@@ -81,12 +78,9 @@ class Setup:
             raise SpecError(f'--negative "{negative}" has no effect, since {why}; leave one of them out')
         known = None
         if texts is None:
-            if trained.run_dir is not None:
-                known = EncodedPrompts.read(trained.run_dir / PROMPTS)
-            default = "the empty text"
-            if known is not None:
-                default = f"the prompts of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
-            log(f"no prompt is given, so it draws for {default}")
+            known = None if trained.run_dir is None else EncodedPrompts.read(trained.run_dir / PROMPTS)
+            own = known and f"the prompts of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
+            log(f"no prompt is given, so it draws for {own or 'the empty text'}")
         if known is None:
             known = EncodedPrompts.of(_encoding(trained), texts or ("",), trained.device, log, trained.learned_encoders)
         return replace(self, prompts=trained.prompts(known, negative))
@@ -123,10 +117,8 @@ def draw(
     float32 in physical units for fields.
 
     ``labels`` are (N,) int64, or None for no label. Image I is member I % ``members`` of input I // ``members``;
-    ``numbers`` (N,) names other inputs. ``after_step`` is called with the numbers of U-Net evaluations per image: those
-    done, and all.
-
-    Raises EvaluationError: an image is not finite.
+    ``numbers`` (N,) names other inputs. ``after_step`` is called with two numbers of U-Net evaluations per image, done
+    and in all. Raises EvaluationError: an image is not finite.
     """
     trained, inputs = setup.trained, setup.inputs
     condition, dropped, base, placed = None, None, None, index.to(trained.device)
@@ -235,11 +227,8 @@ def request_for(
     for the ``members`` of so many of these (None: 8 of all, of 64 at most). ``numbers`` are ``seed`` and
     ``batch_images``.
 
-    ``labels`` are taken in turn; ``"all"`` stands for each class or, with inputs, for the labels that they have.
-
-    Raises:
-        SpecError: there are no such inputs, a regression is asked for several members, or there are more prompts than
-            images.
+    ``labels`` are taken in turn; ``"all"`` stands for each class or, with inputs, for the labels that they have. Raises
+    SpecError: there are no such inputs, several members of a regression, or more prompts than images.
     """
     trained, inputs = setup.trained, setup.inputs
     prompts = () if setup.prompts is None else setup.prompts.texts
@@ -272,8 +261,6 @@ def draw_batch(
     """Draw the images ``index`` of a request as one batch, (N, C, H, W), or several steps ahead, (N, steps, C, H, W).
 
     Each state is the input of the next one. Later states have the noise of image numbers beyond all others.
-
-    Raises LayoutError: the device has no memory for them.
     """
     states: list[Tensor] = []
     labels, numbers = request.labels_of(index), None
@@ -301,7 +288,7 @@ def fitting(batch_images: int) -> Iterator[None]:
 
 
 def _encoding(trained: Trained) -> TextSpec:
-    """Return how prompts are encoded; raises SpecError if encoders are missing, or have text of another width."""
+    """Return how prompts are encoded; raises SpecError if encoders are missing, or their text has another width."""
     text, unet = trained.text, trained.unet_spec.text
     assert unet is not None
     if text is None:
@@ -330,9 +317,7 @@ def check_label(label: int | str, classes: int | None, option: str = "--labels")
 
 
 def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec]) -> None:
-    """Raise SpecError unless ``guide`` has the images, classes, noise levels and objective of ``trained``, and some
-    sampler uses guidance.
-    """
+    """Raise SpecError unless ``guide`` has the images, classes and process of ``trained``, and some sampler guides."""
     if all(sampler.guidance == 1.0 for sampler in samplers):
         raise SpecError(f"--guide {guide.origin} guides nothing at --guidance 1; give another, such as 2")
     mine, its = (
@@ -342,27 +327,20 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
             "channels and numbers of data.condition": (one.interface.condition_channels, one.interface.numbers),
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
-            "text (tokens, width, pooled width)": one.unet_spec.text
-            and (one.unet_spec.text.tokens, one.unet_spec.text.context_channels, one.unet_spec.text.pooled_channels),
+            "text (tokens, width, pooled width)": (text := one.unet_spec.text)
+            and (text.tokens, text.context_channels, text.pooled_channels),
             **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},
         }
         for one in (trained, guide)
     )
     for key in [*mine, *its]:
-        if mine.get(key) != its.get(key):
-            raise SpecError(
-                f"--guide {guide.origin} has {key} = {its.get(key)}, and {trained.origin} has {mine.get(key)}; name "
-                "a guide with the same"
-            )
+        if (wanted := mine.get(key)) != (found := its.get(key)):
+            fault = f"has {key} = {found}, and {trained.origin} has {wanted}; name a guide with the same"
+            raise SpecError(f"--guide {guide.origin} {fault}")
 
 
 def draw_missing(setup: Setup, request: Request, drawn: DrawnImages) -> None:
-    """Draw the images of a request that are not there, with the ``setup`` that it was made for.
-
-    Raises:
-        LayoutError: a batch does not fit into the memory of the device.
-        OutputError: the file system refuses.
-    """
+    """Draw the images of a request that are not there, with the ``setup`` that it was made for, under a bar."""
     if done := drawn.count:
         print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     with tqdm(

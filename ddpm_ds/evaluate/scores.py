@@ -22,6 +22,7 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.prepare import How, Recipes, images_of
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
+    KID_SUBSET_IMAGES,
     Clip,
     Inception,
     Pixels,
@@ -29,7 +30,6 @@ from ddpm_ds.evaluate.inception import (
     find_inception,
     frechet_distance,
     inception_scores,
-    kid_subset_images,
     pixel_gaussian,
 )
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
@@ -55,14 +55,12 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     """Open the prepared images at ``given``, or the data set of the checkpoint's spec, prepared now if it is missing.
 
     Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
-    on latents it is the pixels that they were encoded from.
-
-    Raises DataError: there are no images, they are damaged, or the run was trained on others.
+    on latents it is the pixels that they were encoded from. Raises DataError: there are no images, they are damaged, or
+    the run was trained on others.
     """
-    origin, spec = trained.origin, trained.spec
-    learned = (
-        None if spec is None else pixels_learned(training_and_held_out(read_manifest(Path(origin)).data_sha256)[0])
-    )
+    origin, spec, learned = trained.origin, trained.spec, None
+    if spec is not None:
+        learned = pixels_learned(training_and_held_out(read_manifest(Path(origin)).data_sha256)[0])
     if given is not None:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:
@@ -92,7 +90,7 @@ def labels_like(reference: DatasetCache, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Score:
-    """Score, with the counts and the program that one has to know to interpret it."""
+    """Score, with the counts and the program that its meaning depends on."""
 
     name: str
     """Name in MLflow, without its ``eval/``."""
@@ -111,18 +109,13 @@ class Scorer:
     """Scorer that computes the requested scores, or all that this machine can compute."""
 
     def __init__(
-        self,
-        asked: Sequence[str] | None,
-        reference: DatasetCache | None,
-        inception_weights: Path | None,
-        clip: Clip | None = None,
+        self, asked: Sequence[str] | None, reference: DatasetCache | None, weights: Path | None, clip: Clip | None
     ) -> None:
         """Prepare the scores ``asked`` for, some of METRICS; None takes all that can be computed, and names the others
-        on stderr. The CLIP score alone needs no ``reference``, and is computed wherever ``clip`` is given.
+        on stderr. FID, KID, precision and recall need Inception's ``weights``, a file or None for a download. The CLIP
+        score alone needs no ``reference``, and is computed wherever ``clip`` is given.
 
-        Raises:
-            EvaluationError: a score was asked for by name and can't be computed.
-            OutputError: there is no folder in which Inception's features of the reference can be kept.
+        Raises EvaluationError: a score was asked for by name and can't be computed.
         """
         if reference is not None and len(reference) < FEWEST_IMAGES:
             raise EvaluationError(
@@ -135,7 +128,7 @@ class Scorer:
         self._wanted = set(METRICS if asked is None else asked)
         if reference is not None and (needing := [name for name in OF_INCEPTION if name in self._wanted]):
             try:
-                self._inception = find_inception(inception_weights), cache_beside(reference.path)
+                self._inception = find_inception(weights), cache_beside(reference.path)
             except Unavailable as reason:
                 if asked is not None:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
@@ -143,54 +136,32 @@ class Scorer:
 
     def scores(self, images: Pixels, device: torch.device, prompts: Sequence[str] = ()) -> list[Score]:
         """Return the scores of uint8 ``images`` (N, C, H, W), drawn for ``prompts`` in turn."""
-        found, reference = [], self.reference
+        found, count, reference = list[Score](), len(images), self.reference
         if reference is not None and self._inception is not None:
-            found += self._inception_scores(reference, *self._inception, images, device)
+            inception, kept = self._inception
+            values = inception_scores(inception, images, reference, kept, self._wanted, device)
+            subset = min(KID_SUBSET_IMAGES, count, len(reference))
+            of_kid = {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}
+            for name, value in values.items():
+                title, of_name = name.upper() if name in ("fid", "kid") else name, of_kid if name == "kid" else {}
+                counts = count, len(reference)
+                found.append(Score(f"{name}_{short(count)}", title, value, *counts, inception.tool, None, of_name))
         if reference is not None and "pixel" in self._wanted:
             real = reference.images
             fitted, halves = pixel_gaussian(real), np.array_split(shuffled(len(real)), 2)
-            dims = len(fitted.mean)
-            found.append(
-                Score(
-                    f"pixel_frechet_{short(len(images))}",
-                    f"pixel Fréchet distance, {dims:,} dims",
-                    frechet_distance(pixel_gaussian(images), fitted),
-                    len(images),
-                    len(real),
-                    f"ddpm_ds {__version__}",
-                    real=frechet_distance(*(pixel_gaussian(real, np.sort(places)) for places in halves)),
-                    details={"dims": dims, "real_is": "between two halves of the reference"},
-                )
-            )
+            between = frechet_distance(*(pixel_gaussian(real, np.sort(places)) for places in halves))
+            dims, value = len(fitted.mean), frechet_distance(pixel_gaussian(images), fitted)
+            title, tool = f"pixel Fréchet distance, {dims:,} dims", f"ddpm_ds {__version__}"
+            of_pixels = {"dims": dims, "real_is": "between two halves of the reference"}
+            name, counts = f"pixel_frechet_{short(count)}", (count, len(real))
+            found.append(Score(name, title, value, *counts, tool, between, of_pixels))
         if self._clip is not None:
-            values = self._clip.scores(images, prompts, device)
-            details = {"standard_deviation": float(values.std()), "model": self._clip.name}
+            fit = self._clip.scores(images, prompts, device)
             title, tool = f"CLIP score, {Path(self._clip.name).name}", f"transformers {version('transformers')}"
-            counts = len(images), len(set(prompts[: len(images)]))
-            found.append(
-                Score(f"clip_{short(len(images))}", title, float(values.mean()), *counts, tool, details=details)
-            )
+            of_clip = {"standard_deviation": float(fit.std()), "model": self._clip.name}
+            name, counts = f"clip_{short(count)}", (count, len(set(prompts[:count])))
+            found.append(Score(name, title, float(fit.mean()), *counts, tool, None, of_clip))
         return found
-
-    def _inception_scores(
-        self, reference: DatasetCache, inception: Inception, cache: Path, images: Pixels, device: torch.device
-    ) -> list[Score]:
-        values = inception_scores(
-            inception, images, reference.images, key=reference.key, cache=cache, wanted=self._wanted, device=device
-        )
-        subset = kid_subset_images(len(images), len(reference))
-        details = {"kid": {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}}
-        counts = (len(images), len(reference), inception.tool)
-        return [
-            Score(
-                f"{name}_{short(len(images))}",
-                name.upper() if name in ("fid", "kid") else name,
-                value,
-                *counts,
-                details=details.get(name, {}),
-            )
-            for name, value in values.items()
-        ]
 
 
 @contextlib.contextmanager
@@ -234,10 +205,7 @@ def report(
     metrics: Mapping[str, float],
     **pictures: Callable[[Path], object],
 ) -> None:
-    """Write an evaluation's ``scores.json``, with ``facts`` about the scores, and ``pictures``; record all in MLflow.
-
-    Raises OutputError: the file system refuses.
-    """
+    """Write an evaluation's ``scores.json``, with ``facts`` about it, and ``pictures``; record all in MLflow."""
     facts = {**facts, "version": VERSIONS}
     files = {folder / "scores.json": None, **{folder / f"{name}.png": draw for name, draw in pictures.items()}}
     with writing(folder):
@@ -251,19 +219,17 @@ def report(
 def evaluate(
     setup: Setup, scorer: Scorer, out: Path | None, *, count: int, **numbers: int
 ) -> tuple[Request, list[Score]]:
-    """Draw, score and record ``count`` images, in a folder of their own in ``out``.
-
-    ``numbers`` are ``seed`` and ``batch_images``. Scores of an earlier evaluation of the same images against the same
-    reference stay, unless they are computed again.
+    """Draw, score and record ``count`` images, in a folder of their own in ``out``; ``numbers`` are ``seed`` and
+    ``batch_images``. Scores of an earlier evaluation of the same images against the same reference stay, unless they
+    are computed again.
     """
-    reference, trained, labels = scorer.reference, setup.trained, None
+    reference, trained, labels, real = scorer.reference, setup.trained, None, None
     if (classes := trained.unet_spec.classes) is not None:
         labels = list(range(classes)) if reference is None else labels_like(reference, count)
     request = setup.request(labels, count=count, **numbers)
-    against, real = {}, None
     if reference is not None:
-        against = {"reference": f"{reference.path}, {len(reference):,} images"}
         real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
+    against = {} if real is None else {"reference": f"{real['store']}, {real['images']:,} images"}
     facts = request.model_dump(mode="json", exclude={"batch_images"})
     facts |= {"labels": None if labels is None else "in the proportions of the reference", "reference": real}
     with drawn_for_scores(setup, request, out, short(count), against) as (folder, images):
@@ -286,10 +252,7 @@ def evaluate(
 
 
 def cache_beside(dataset: Path) -> Path:
-    """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache.
-
-    Raises OutputError: neither folder can be written.
-    """
+    """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache."""
     beside, own = dataset.resolve().parent / "evaluation_cache", cache_folder()
     for folder in (beside, own):
         with contextlib.suppress(OSError):
@@ -335,10 +298,6 @@ def four_digits(value: float | None) -> str:
 def evaluate_losses(trained: Trained, held_out: Subset, out: Path | None, batch_images: int) -> Mapping[str, float]:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
     ``out``; return its values by their names in MLflow, as in training.
-
-    Raises:
-        LayoutError: the device has no memory for so many images.
-        OutputError: the file system refuses.
     """
     spec, (store, positions) = trained.spec, held_out
     assert spec is not None, "an export has held out nothing"

@@ -113,8 +113,7 @@ class Trained:
     @property
     def identity(self) -> dict[str, object]:
         """Facts about the weights that requests and reports record."""
-        keys = ("origin", "weights", "images_seen", "digest", "precision")
-        return {key: getattr(self, key) for key in keys}
+        return {key: getattr(self, key) for key in ("origin", "weights", "images_seen", "digest", "precision")}
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -176,10 +175,7 @@ class Trained:
 
     @functools.cached_property
     def regression(self) -> Trained | None:
-        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images.
-
-        Raises CheckpointError: there is none, or the residuals were made by other weights.
-        """
+        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images."""
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
         found = load_trained(path, device=self.device, dtype=self.dtype)
@@ -191,19 +187,14 @@ class Trained:
         return found
 
     def prompts(self, known: EncodedPrompts, negative: str | None = None) -> Prompts:
-        """Return encoded prompts for a U-Net with text; guidance leads away from the ``negative`` one, or no text.
-
-        Raises DataError: the encoders can't be used.
-        """
+        """Return encoded prompts for a U-Net with text; guidance leads away from the ``negative`` one, or no text."""
         text, unet = self.text, self.unet_spec.text
         assert text is not None and unet is not None
         against = no_text(text, known.empty)
         if negative is not None:
             against = EncodedPrompts.of(text, [negative], self.device, print_to_stderr, self.learned_encoders).encoded
-        size = self.picture_shape[1:]
-        return Prompts(
-            unet, known.encoded, against, size=size, device=self.device, texts=known.texts, negative=negative
-        )
+        size, texts = self.picture_shape[1:], known.texts
+        return Prompts(unet, known.encoded, against, size=size, device=self.device, texts=texts, negative=negative)
 
     def finished(self, images: Tensor) -> Tensor:
         """Return drawn images (N, C, H, W) as outputs: fields in physical units, float32, others as uint8."""
@@ -222,10 +213,7 @@ class Trained:
 
 
 def find_trained(path: Path) -> Path:
-    """Return the folder to load for ``path``: a checkpoint, a diffusers folder, or a run's newest good checkpoint.
-
-    Raises CheckpointError: it is none of these, or the run has no good checkpoint.
-    """
+    """Return the folder to load for ``path``: a checkpoint, a diffusers folder, or a run's newest good checkpoint."""
     if (path / MANIFEST).is_file() or DiffusersFolder.at(path):
         return path
     if checkpoints_of(path).is_dir():
@@ -259,13 +247,14 @@ def load_trained(
         DataError: the autoencoder can't be used, or the hub has no such export or can't be reached.
         SpecError: ``autoencoder`` is given for a run on pixels.
     """
-    path, autoencoder = expanded(path), None if autoencoder is None else expanded(autoencoder)
+    path = expanded(path)
     on_hub = is_hub_name(str(path)) and not path.exists()
     found = path if on_hub else find_trained(path)
     if (found / MANIFEST).is_file():
-        return _load_checkpoint(Reader(found), weights, autoencoder, device, dtype)
-    what = f"{found} is {'no folder here, and on the Hugging Face hub ' if on_hub else ''}an export"
+        moved = None if autoencoder is None else expanded(autoencoder)
+        return _load_checkpoint(Reader(found), weights, moved, device, dtype)
     if weights != "ema":
+        what = f"{found} is {'no folder here, and on the Hugging Face hub ' if on_hub else ''}an export"
         raise CheckpointError(f"{what}, which has weights of one kind; leave out --weights {weights}")
     if not on_hub:
         return _load_export(found, device, dtype)
@@ -283,12 +272,12 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
     folder = DiffusersFolder(found)
     for line in folder.notes:
         print_to_stderr(line)
-    decoder, digest = folder.autoencoder(), folder.weights.digest
+    decoder, digest, fields, encoding = folder.autoencoder(), folder.weights.digest, folder.fields(), folder.encoding()
     diffusion, levels = folder.process()
+    data, facts = (None, None) if fields is None else (fields.data, fields.facts)
     if decoder is not None:
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
-    fields, encoding = folder.fields(), folder.encoding()
-    unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
+    unclipped = decoder is not None or (data is not None and data.is_unbounded)
     return Trained(
         unet=_filled(UNet(folder.layers, 0), folder.tensors().__getitem__, found, device, dtype),
         unet_spec=folder.unet,
@@ -299,10 +288,10 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
         digest=digest,
         weights="export",
         autoencoder=decoder,
-        known_data=None if fields is None else fields.data,
+        known_data=data,
         text=TextSpec.model_validate(encoding) if encoding else None,
-        facts=None if fields is None else fields.facts,
-        constants=None if fields is None else _constants(fields.data, found),
+        facts=facts,
+        constants=None if data is None else _constants(data, found),
     )
 
 
@@ -320,10 +309,8 @@ def _load_checkpoint(
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
-        raise CheckpointError(
-            f"checkpoint {path} has a spec that this version can't read ({what}); use the ddpm_ds "
-            f"{manifest.version} that wrote it"
-        ) from None
+        fault = f"has a spec that this version can't read ({what}); use the ddpm_ds {manifest.version} that wrote it"
+        raise CheckpointError(f"checkpoint {path} {fault}") from None
     if moved is not None:
         if spec.data.autoencoder is None:
             raise SpecError(f"--autoencoder {moved}: {path} has learned pixels; leave it out")
@@ -368,9 +355,8 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
                 if found.shape == shape and found.dtype == np.float32:
                     return np.array(found)
             raise CheckpointError(f"{file} is damaged; copy it again from the folder of the run")
-    raise CheckpointError(
-        f"{folders[0]} lacks its condition's constants, in {CONSTANTS} of the run's folder; copy that file there"
-    )
+    fault = f"lacks its condition's constants, in {CONSTANTS} of the run's folder; copy that file there"
+    raise CheckpointError(f"{folders[0]} {fault}")
 
 
 def _filled(

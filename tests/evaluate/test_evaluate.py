@@ -249,7 +249,7 @@ def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(OutputError, match="name a folder for caches with XDG_CACHE_HOME"):
         cache_beside(tmp_path / "data" / "digits")
-    Scorer(["pixel"], digits, None)  # which keeps no statistics
+    Scorer(["pixel"], digits, None, None)  # which keeps no statistics
 
 
 NAMES = ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,8 +111,8 @@ def network(weights: Path) -> Inception:
 
 
 def score(network: Inception, samples: Pixels, reference: Pixels, cache: Path, *wanted: str) -> dict[str, float]:
-    how: dict[str, Any] = {"wanted": wanted or ("fid", "kid", "pr"), "device": torch.device("cpu")}
-    return inception_scores(network, samples, reference, key="5" * 64, cache=cache, **how)
+    known: Any = SimpleNamespace(images=reference, key="5" * 64)
+    return inception_scores(network, samples, known, cache, wanted or ("fid", "kid", "pr"), torch.device("cpu"))
 
 
 def features(weights: Path, pixels: Pixels) -> Gaussian:

@@ -72,8 +72,6 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
 def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
     """Write the configurations and weights of a ``DDPMPipeline`` or ``LDMPipeline`` into ``folder``. For a U-Net that
     reads text it is a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as its parts are at hand.
-
-    Raises CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
     if trained.spec is not None and (path := trained.spec.data.residual_of) is not None:
         raise CheckpointError(f"{trained.origin} can't be exported: no pipeline adds its residuals to {path}")

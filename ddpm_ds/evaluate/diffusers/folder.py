@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -69,7 +69,7 @@ DRAWN_FROM = (*IMPORTED, f"{AUTOENCODER_FOLDER}/*", f"{TEXT_AUTOENCODER}/*", *EN
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model."""
+    """Files of a model's weights; every method may raise CheckpointError: one is missing or damaged."""
 
     path: Path
     """The file, or the index of the shards."""
@@ -78,24 +78,22 @@ class Weights:
 
     @classmethod
     def of(cls, folder: Path) -> Weights:
-        """Return the weights of the model in ``folder``; raises CheckpointError if there are none."""
+        """Return the weights of the model in ``folder``."""
         path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
         if path is None:
             one = f"{WEIGHTS[0]} or {WEIGHTS[2]}"
             raise CheckpointError(f"{folder} holds no weights; it should hold {one}, shards of it, or its fp16 variant")
         if path.suffix != ".json":
             return cls(path, (path,))
-        damaged = CheckpointError(f"{path} is damaged: it should map names of tensors to files beside it; get it again")
-        try:
-            names = {str(name) for name in read_json(path)["weight_map"].values()}
-        except (OSError, ValueError, TypeError, LookupError, AttributeError):
-            raise damaged from None
+        names: list[str] = []
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+            names = sorted({str(name) for name in read_json(path)["weight_map"].values()})
         if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
-            raise damaged
-        for name in sorted(names):
+            raise CheckpointError(f"{path} is damaged: it should map names of tensors to files beside it; get it again")
+        for name in names:
             if not (folder / name).is_file():
                 raise CheckpointError(f"{path} names {name}, which is not beside it; get that file as well")
-        return cls(path, tuple(folder / name for name in sorted(names)))
+        return cls(path, tuple(folder / name for name in names))
 
     @property
     def digest(self) -> str:
@@ -104,7 +102,7 @@ class Weights:
         return hashlib.sha256(" ".join([first, *more]).encode()).hexdigest() if more else first
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, as they are stored; raises CheckpointError if a file is damaged."""
+        """Return the tensors by name, as they are stored."""
         found: dict[str, Tensor] = {}
         for file in self.files:
             part = read_weights(file)
@@ -160,7 +158,7 @@ class FieldsFile(BaseModel):
 
 
 class _PipelineArguments(Arguments):
-    """Settings of a pipeline, whose parts are lists of library and class."""
+    """Settings of a pipeline, without its parts, which are lists of library and class."""
 
     class_names: ClassVar = ("pipeline",)
     kind: ClassVar = "setting of a pipeline"
@@ -168,12 +166,6 @@ class _PipelineArguments(Arguments):
 
     force_zeros_for_empty_prompt: bool | None = None
     """Where it is missing, pipelines of SDXL, which have a second text encoder, take true."""
-
-    @classmethod
-    def read(cls, config: Mapping[str, object]) -> Self:
-        parts = {key for key, value in config.items() if isinstance(value, list)} - cls.model_fields.keys()
-        settings = {key: value for key, value in config.items() if key not in parts}
-        return super().read({**settings, "_class_name": cls.class_names[0]})
 
 
 class DiffusersFolder:
@@ -218,24 +210,19 @@ class DiffusersFolder:
         return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
 
     def autoencoder(self) -> Autoencoder | None:
-        """Open the autoencoder beside the U-Net; return None if the U-Net draws pixels.
-
-        Raises DataError: the autoencoder can't be used.
-        """
+        """Open the autoencoder beside the U-Net; return None if the U-Net draws pixels."""
+        channels = self.interface.channels
         for path in (self.path / AUTOENCODER_FOLDER, self.path / TEXT_AUTOENCODER):
             if path.is_dir():
                 found = Autoencoder.open(path)
-                if found.channels != self.interface.channels:
-                    raise CheckpointError(
-                        f"{self.path} draws latents of {self.interface.channels} channels, and those of {path.name} "
-                        f"have {found.channels}; put the autoencoder there whose latents were learned"
-                    )
+                if found.channels != channels:
+                    others = f"those of {path.name} have {found.channels}; put the autoencoder of its latents there"
+                    raise CheckpointError(f"{self.path} draws latents of {channels} channels, and {others}")
                 return found
-        if self.interface.channels not in (1, 3) and not (self.path / FIELDS).is_file():
-            raise CheckpointError(
-                f"{self.path} draws images of {self.interface.channels} channels, which are latents, and holds no "
-                f"autoencoder; add it as {TEXT_AUTOENCODER}/{CONFIG} with its weights"
-            )
+        if channels not in (1, 3) and not (self.path / FIELDS).is_file():
+            fix = f"add it as {TEXT_AUTOENCODER}/{CONFIG} with its weights"
+            what = f"images of {channels} channels, which are latents, and holds no autoencoder"
+            raise CheckpointError(f"{self.path} draws {what}; {fix}")
         return None
 
     def fields(self) -> FieldsFile | None:
@@ -250,8 +237,8 @@ class DiffusersFolder:
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
     def encoding(self) -> dict[str, str]:
-        """Return the keys of ``data.text`` that the model decides; none if the folder holds no text encoder. A single
-        file names no encoders.
+        """Return the keys of ``data.text`` that the model decides, without ``encoders`` for a single file; none if the
+        folder holds no text encoder.
         """
         found, second, zeros = {}, self.single is not None and self.single.is_xl, None
         if self.single is None:
@@ -259,8 +246,10 @@ class DiffusersFolder:
                 return {}
             found["encoders"] = self._hub_name or str(self.path.resolve())
             second, index = (self.path / "text_encoder_2" / CONFIG).is_file(), self.path / PIPELINE
+            known = _read_json(index) if index.is_file() else {}
+            parts = {key for key, value in known.items() if isinstance(value, list) or key == "_class_name"}
             with self._expressed("of a pipeline", index):
-                settings = _PipelineArguments.read(_read_json(index) if index.is_file() else {})
+                settings = _PipelineArguments.read({key: known[key] for key in known.keys() - parts})
             zeros = settings.force_zeros_for_empty_prompt
         zeros = second if zeros is None else zeros
         return {**found, "layer": "penultimate" if second else "last", "drop_to": "zeros" if zeros else "empty"}
@@ -286,10 +275,8 @@ class DiffusersFolder:
         its sampler, if it names any. A typed ``objective`` counts before the one that a single file names.
         """
         if not self.has_schedule:
-            raise CheckpointError(
-                f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
-                f"trained with"
-            )
+            fault = "so its noise schedule is not known; add the one it was trained with"
+            raise CheckpointError(f"{self.path} holds no {SCHEDULER_CONFIG}, {fault}")
         with self._expressed("a diffusion process", self.path if self.single else self._scheduler):
             if self.single is not None:
                 silent = "v" if base is not None and base.objective == "v" else "eps"
@@ -317,12 +304,12 @@ class DiffusersFolder:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
+    values = None
     try:
-        values = read_json(path)
+        with contextlib.suppress(ValueError):
+            values = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error.strerror})") from None
-    except ValueError:
-        values = None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it should be a JSON object")
     return values

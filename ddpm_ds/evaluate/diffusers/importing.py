@@ -3,7 +3,6 @@
 Its weights get our names, and a spec its U-Net and diffusion process.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,9 +41,7 @@ def import_weights(
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
-        DataError: there is no ``path``, and the hub has none or can't be reached.
         SpecError: ``base`` is wrong, or describes images that the model does not fit.
-        OutputError: ``out`` exists already, or can't be written.
     """
     with new_folder(out) as temporary:
         folder = _opened(path, last_label_is_class)
@@ -79,17 +76,18 @@ def import_weights(
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
     """Return the model at ``path``, or else of this name on the Hugging Face hub."""
+    name = None if path.exists() else str(path)
 
-    def opened(found: Path, name: str | None = None) -> DiffusersFolder:
+    def opened(found: Path) -> DiffusersFolder:
         if not found.is_file() and not DiffusersFolder.at(found):
             expected = "it should hold unet/config.json or config.json"
             raise CheckpointError(f"{name or found} is no folder of diffusers: {expected}")
         return DiffusersFolder(found, last_label_is_class=last_label_is_class, hub_name=name)
 
-    if path.exists():
+    if name is None:
         return opened(path)
-    name, expected = str(path), "name a folder of diffusers, a .safetensors, or OWNER/NAME on the hub"
-    return from_hub(name, IMPORTED, functools.partial(opened, name=name), key=name, expected=expected, newest=True)
+    expected = "name a folder of diffusers, a .safetensors, or OWNER/NAME on the hub"
+    return from_hub(name, IMPORTED, opened, key=name, expected=expected, newest=True)
 
 
 def _spec_with_model(
@@ -99,24 +97,19 @@ def _spec_with_model(
     pairs: dict[str, tuple[object, object]] = {"data.channels": (before.data.channels, folder.interface.channels)}
     if folder.unet.text is None:  # whose images may be of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
-    asked, found = before.data.interface, folder.interface
+    asked, found, model = before.data.interface, folder.interface, f"the model of {folder.path}"
     if asked.numbers:
-        raise SpecError(
-            f"{base}: data.condition has a vector or drop, and the model of {folder.path} takes no vector; remove them"
-        )
+        raise SpecError(f"{base}: data.condition has a vector or drop, and {model} takes no vector; remove them")
     if (asked.condition_channels, asked.condition_level) != (found.condition_channels, found.condition_level):
         ours, theirs = (" and their noise level" * one.condition_level for one in (asked, found))
-        raise SpecError(
-            f"{base}: data.condition has {asked.condition_channels} channels{ours}, but the model "
-            f"of {folder.path} takes {found.condition_channels}{theirs}; change data.condition"
-        )
+        channels = f"{base}: data.condition has {asked.condition_channels} channels{ours}"
+        raise SpecError(f"{channels}, but {model} takes {found.condition_channels}{theirs}; change data.condition")
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes
     for key, (value, wanted) in pairs.items():
         if value != wanted:
             labels = f" (of {folder.class_rows} labels, see --last-label)" if key == "unet.classes" else ""
-            what = f"the model of {folder.path} has {wanted}{labels}"
-            raise SpecError(f"{base}: {key} = {value}, but {what}; --set {key}={wanted}")
+            raise SpecError(f"{base}: {key} = {value}, but {model} has {wanted}{labels}; --set {key}={wanted}")
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
     typed = {key.strip(): text for key, _, text in (item.partition("=") for item in overrides)}
@@ -133,8 +126,7 @@ def _spec_with_model(
         for name in key.split("."):
             has = None if has is None else has.get(name)
         if key.startswith(("unet.", "train.initial_weights")) and value != has:
-            decided = f"the model of {folder.path} decides it, {json.dumps(has)}"
-            raise SpecError(f"--set {key}={text}: {decided}; leave it out")
+            raise SpecError(f"--set {key}={text}: {model} decides it, {json.dumps(has)}; leave it out")
     try:
         return RunSpec.model_validate_json(json.dumps(values))
     except ValidationError as error:

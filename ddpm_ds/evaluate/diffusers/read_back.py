@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpm_ds.data.latents import Coder
 from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
 from ddpm_ds.diffusion.condition import LEVEL_SCALE
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
-from ddpm_ds.evaluate.diffusers.folder import PIPELINE
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class
+from ddpm_ds.evaluate.diffusers.unet_config import class_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.ground.errors import OutputError
 from ddpm_ds.schema.choices import SCHEDULES
@@ -26,26 +25,27 @@ COMPARED_TIMESTEPS = 32
 """Number of timesteps, from 0, whose predictions are compared. Both sides compute t x frequency in fp32, and at
 t = 1000 its rounding error is 1e-5.
 """
-PICTURE_TOLERANCE = 1.0
-"""Maximum difference of pixels from 0 to 255: ours are rounded, which is half of it."""
 
 
 @torch.no_grad()
 def check_in_diffusers(trained: Trained, folder: Path) -> str:
-    """Read a written pipeline back with diffusers and compare it with the U-Net it was made from, in fp64 on the CPU.
+    """Compare the U-Net and scheduler that diffusers reads from a written pipeline with ours, in fp64 on the CPU.
 
-    Returns one line with the differences, or about diffusers that is missing.
-
-    Raises OutputError: they differ.
+    Returns a line with the differences, or about diffusers that is missing. Raises OutputError: they differ.
     """
     if importlib.util.find_spec("diffusers") is None:
         return "not read back, because diffusers is not installed (pip install diffusers)"
     import diffusers
 
-    diffusers.utils.logging.set_verbosity_error()  # LDMPipeline warns, since it expects another kind of autoencoder
     diffusers.utils.logging.disable_progress_bar()
-    unet, scheduler = _read_back(trained, folder)
     generator, text = torch.Generator().manual_seed(0), trained.unet_spec.text
+    unet, scheduler = (
+        getattr(diffusers, kind).from_pretrained(folder / part, local_files_only=True, **options)
+        for part, kind, options in (
+            ("unet", class_of(trained.unet_spec), {"low_cpu_mem_usage": False}),
+            ("scheduler", scheduler_class(trained.diffusion, text=text is not None), {}),
+        )
+    )
     channels = trained.interface.channels + trained.interface.condition_channels
     # Of text the smallest images will do, since nothing depends on their size, and its U-Nets are large.
     size = trained.interface.size if text is None else (2 ** len(trained.unet_spec.multipliers),) * 2
@@ -55,24 +55,22 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
         t = torch.randn(4, generator=generator)
     else:
         t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
-    inputs, context = [given, t], None
-    others: dict[str, Tensor] = {}
+    others, context = dict[str, Any](), None
     if (classes := trained.unet_spec.classes) is not None:
         others["class_labels"] = torch.randint(0, classes + 1, (4,), generator=generator)
     if trained.interface.condition_level:
         others["class_labels"] = LEVEL_SCALE * torch.rand(4, generator=generator)
-    inputs += others.values()
-    more: dict[str, object] = {}
+    inputs = [given, t, *others.values()]
     if text is not None:
         context = torch.randn(4, text.tokens, text.context_channels, generator=generator, dtype=torch.float64)
-        more["encoder_hidden_states"] = context
+        others["encoder_hidden_states"] = context
         if text.pooled_channels is not None:
             pooled = torch.randn(4, text.pooled_channels, generator=generator, dtype=torch.float64)
             sizes = torch.randint(0, COMPARED_TIMESTEPS, (4, SIZES), generator=generator).double()
             inputs.append(torch.cat((pooled, sizes), dim=1))
-            more["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
+            others["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
     unet.double().time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for labels
-    theirs = unet(given, t, **others, **more).sample
+    theirs = unet(given, t, **others).sample
     del unet  # before ours is widened as well
     ours = copy.deepcopy(trained.unet).double()(*inputs, context=context)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
@@ -87,43 +85,6 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
         f"read back by diffusers {diffusers.__version__}: its predictions for random images are ours within "
         f"{prediction:.0e} of the largest, its {compared} within {schedule:.0e}"
     )
-
-
-def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
-    """Return the U-Net and the scheduler that diffusers reads from a pipeline, or from its parts if it is none."""
-    import diffusers
-
-    here = {"local_files_only": True}
-    if (folder / PIPELINE).is_file():
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, low_cpu_mem_usage=False, **here)
-        if trained.autoencoder is not None:
-            _check_picture(trained, pipeline)
-        return pipeline.unet, pipeline.scheduler
-    scheduler = getattr(diffusers, scheduler_class(trained.diffusion, text=True))
-    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False, **here)
-    return unet, scheduler.from_pretrained(folder / "scheduler", **here)
-
-
-def _check_picture(trained: Trained, pipeline: Any) -> None:
-    """Raise OutputError unless our autoencoder makes the same pixels of a pipeline's latents as the pipeline does."""
-    autoencoder = trained.autoencoder
-    assert autoencoder is not None
-    if trained.unet_spec.text is not None:
-        side = max(8, autoencoder.factor * 2 ** (len(trained.unet_spec.multipliers) - 1))  # of a multiple of 8
-        drawn = []
-        for kind in ("latent", "pt"):
-            options = {"height": side, "width": side, "num_inference_steps": 1, "output_type": kind}
-            drawn.append(pipeline("", generator=torch.Generator().manual_seed(0), **options).images)
-        latents, theirs = drawn
-    else:
-        latents = torch.randn(1, *trained.image_shape, generator=torch.Generator().manual_seed(0))
-        theirs = pipeline.vqvae.decode(latents / pipeline.vqvae.config.scaling_factor).sample.add(1).div(2).clamp(0, 1)
-    ours = Coder(autoencoder, torch.device("cpu")).decode(latents.float())
-    if not (difference := (theirs.float() * 255 - ours).abs().max().item()) <= PICTURE_TOLERANCE:
-        raise OutputError(
-            f"diffusers draws another picture than {trained.origin} does of the same latents, by {difference:.0f} "
-            "of 255; nothing was written, please report it"
-        )
 
 
 def _schedule_difference(

@@ -35,10 +35,7 @@ class Arguments(BaseModel):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        """Return the arguments in a configuration.
-
-        Raises ValueError: one line with the key, its value and the fix.
-        """
+        """Return the arguments in a configuration; raises ValueError, a line with the key, its value and the fix."""
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
             named = ", ".join(known.removesuffix("Scheduler") for known in cls.class_names)
@@ -81,18 +78,16 @@ pipelines call."""
 def scheduler_class(diffusion: DiffusionSpec, *, text: bool = False) -> str:
     """Return the name of the class that takes the arguments of :func:`scheduler_config`."""
     ours = NOISE[diffusion.schedule]
-    if text and not isinstance(ours, ContinuousSchedule):
-        return "DDIMScheduler"
-    if text and diffusion.schedule == "flow":
-        return FLOW
-    return ours.diffusers or "" if isinstance(ours, ContinuousSchedule) else "DDPMScheduler"
+    if not isinstance(ours, ContinuousSchedule):
+        return "DDIMScheduler" if text else "DDPMScheduler"
+    return FLOW if text and diffusion.schedule == "flow" else ours.diffusers or ""
 
 
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bool = False) -> dict[str, object]:
     """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
     run's clipping and variance. For a pipeline of ``text`` it is one that such pipelines sample with in few steps.
 
-    Raises ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
+    Raises ValueError: diffusers has no such noise schedule or objective.
     """
     if text and diffusion.schedule == "flow":
         return {"num_train_timesteps": int(FLOW_TIMES), "prediction_type": "flow_prediction", "use_flow_sigmas": True}
@@ -112,24 +107,21 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
             "rho": sampler.rho,
             "final_sigmas_type": "zero",
         }
-    dynamic = sampler.clip == "dynamic"
-    of_text: dict[str, object] = {
-        "clip_sample": False,
-        "set_alpha_to_one": False,
-        # The last timestep, of pure noise, is only visited by trailing steps (Lin et al.).
-        "timestep_spacing": "trailing" if diffusion.zero_terminal_snr else "leading",
-        "steps_offset": 1,
-    }
-    of_run: dict[str, object] = {
-        "variance_type": f"fixed_{sampler.variance}",
-        "clip_sample": sampler.clip == "static",
-        "clip_sample_range": 1.0,
-        "thresholding": dynamic,
-        "dynamic_thresholding_ratio": sampler.dynamic_quantile,
-        "sample_max_value": UNLIMITED if dynamic else 1.0,
-        "timestep_spacing": sampler.spacing,
-        "steps_offset": 0,
-    }
+    # Only trailing steps visit the last timestep, of pure noise (Lin et al.).
+    sampling: dict[str, object] = {"timestep_spacing": "trailing" if diffusion.zero_terminal_snr else "leading"}
+    sampling |= {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+    if not text:
+        dynamic = sampler.clip == "dynamic"
+        sampling = {
+            "variance_type": f"fixed_{sampler.variance}",
+            "clip_sample": sampler.clip == "static",
+            "clip_sample_range": 1.0,
+            "thresholding": dynamic,
+            "dynamic_thresholding_ratio": sampler.dynamic_quantile,
+            "sample_max_value": UNLIMITED if dynamic else 1.0,
+            "timestep_spacing": sampler.spacing,
+            "steps_offset": 0,
+        }
     return {
         "num_train_timesteps": diffusion.timesteps,
         "beta_start": diffusion.beta_start,
@@ -140,13 +132,13 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
         "trained_betas": ours.betas(diffusion).tolist() if schedule == EXPLICIT else None,
         "prediction_type": objective,
         "rescale_betas_zero_snr": diffusion.zero_terminal_snr,
-        **(of_text if text else of_run),
+        **sampling,
     }
 
 
-OWN_BETAS = {
-    *("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "DPMSolverSDEScheduler")
-}
+OWN_BETAS = tuple(
+    f"{name}Scheduler" for name in ("DPMSolverSDE", "HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete")
+)
 """Schedulers whose beta_start and beta_end are Stable Diffusion's where they are missing."""
 # fmt: off
 OF_SAMPLING = {
@@ -175,9 +167,8 @@ class _SchedulerArguments(_Noise):
 
     class_names: ClassVar = (
         *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler", "PNDMScheduler"),
-        *("LMSDiscreteScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"),
-        *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler"),
-        *("UniPCMultistepScheduler", "SASolverScheduler", *sorted(OWN_BETAS)),
+        *("LMSDiscreteScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "SASolverScheduler"),
+        *(FLOW, "DPMSolverSinglestepScheduler", "DEISMultistepScheduler", "UniPCMultistepScheduler", *OWN_BETAS),
     )
 
     num_train_timesteps: Timesteps = 1000
@@ -229,14 +220,13 @@ def process_from_scheduler(
     """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``, and the noise
     levels at which it samples, as fields of the sampler; none for one with timesteps.
 
-    Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``.
-
-    Raises ValueError: our process can't express it; one line with the key, its value and the fix.
+    Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``. Raises
+    ValueError: our process can't express it; a line with the key, its value and the fix.
     """
     base, name = base or DiffusionSpec(), config.get("_class_name")
     if name in _EdmArguments.class_names:
         edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
-        changes = {"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
+        changes: dict[str, object] = {"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
         return base.model_copy(update=changes), edm.model_dump(include={"sigma_min", "sigma_max", "rho"})
     of_flow = name in _FlowArguments.class_names and config.get("prediction_type") == "flow_prediction"
     if of_flow or name in _FlowMatchArguments.class_names:
@@ -246,17 +236,12 @@ def process_from_scheduler(
     objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":
         raise refused("rescale_betas_zero_snr", True, "the noise can't be learned where there is nothing else")
-    changes = {
-        "timesteps": found.num_train_timesteps,
-        "objective": objective,
-        "zero_terminal_snr": found.rescale_betas_zero_snr,
-        **_schedule(found),
-    }
-    return base.model_copy(update=changes), {}
+    changes = {"timesteps": found.num_train_timesteps, "objective": objective, **_schedule(found)}
+    return base.model_copy(update={**changes, "zero_terminal_snr": found.rescale_betas_zero_snr}), {}
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, object]:
-    """Return our schedule with that name, or with those betas up to fp32 rounding, and its beta range if it has one."""
+    """Return our schedule with that name, or with these betas up to fp32 rounding, and its beta range if it has one."""
     trained, timesteps, schedules = found.trained_betas, found.num_train_timesteps, timestep_schedules()
     if trained is not None and len(trained) != timesteps:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")

@@ -33,9 +33,7 @@ NOTHING = [None, None]
 def encoders_of(trained: Trained) -> list[FilesOfEncoder]:
     """Return the text encoders with their tokenizers; none if their folder is not on this host.
 
-    Raises:
-        CheckpointError: the pipeline of such encoders does not give the text that was learned.
-        DataError: they are damaged, or can't be had from the Hugging Face hub.
+    Raises CheckpointError: the pipeline of such encoders does not give the text that was learned.
     """
     text = trained.text
     if text is None or not (expanded(text.encoders).exists() or is_hub_name(text.encoders)):
@@ -62,10 +60,8 @@ def pipeline_of(trained: Trained) -> str | None:
 
 
 def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, object]]:
-    """Copy text encoders, tokenizers and the autoencoder into ``folder``.
-
-    Returns the name of the pipeline and its other entries of ``model_index.json``; without a name if the encoders are
-    not at hand, since no pipeline can be opened then.
+    """Copy text encoders, tokenizers and the autoencoder into ``folder``; return the name of the pipeline, None if some
+    part is not at hand, and its other entries of ``model_index.json``.
     """
     parts: dict[str, object] = {}
     if trained.autoencoder is not None:
@@ -98,16 +94,13 @@ def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Ten
 
 
 def write_single_file(trained: Trained, path: Path, precision: Precision) -> str:
-    """Write a file with the U-Net, the autoencoder and the text encoders under their original names.
-
-    Returns one line that says which parts it holds.
-
-    Raises CheckpointError: there is no text, or readers would build another U-Net.
+    """Write a file with the U-Net, the autoencoder and the text encoders under their original names; return a line with
+    the parts that it holds. Raises CheckpointError: there is no text, or readers would build another U-Net.
     """
     text = trained.unet_spec.text
-    if text is None:
-        raise CheckpointError(f"{trained.origin} can't be a single file: its U-Net reads no text; leave it out")
     try:
+        if text is None:
+            raise ValueError("its U-Net reads no text; leave it out")
         names = original_names(trained.layers)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be a single file: {error}") from None

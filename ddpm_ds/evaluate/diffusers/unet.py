@@ -1,7 +1,7 @@
 """Tensors of our U-Net by the names in diffusers and in single files, without importing diffusers.
 
-diffusers has separate q, k and v, counts decoder levels from the deepest, stores
-convolution weights as (out, in, k, k) instead of (out, k, k, in), and has 1x1 convolutions for some linear layers.
+diffusers has separate q, k and v, counts decoder levels from the deepest, stores convolution weights as (out, in, k, k)
+instead of (out, k, k, in), and has 1x1 convolutions for some linear layers.
 
 Single files have the names of the code in which Stable Diffusion was published, and hold a whole pipeline: the U-Net
 under ``model.diffusion_model.``, whose kind is found from names and shapes, the autoencoder and the text encoders.
@@ -58,8 +58,6 @@ _ORIGINAL_BLOCK = {
     **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
 }
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
-
-
 _EMBEDDINGS = {"linear": "time_embedding", "level": "class_embedding", "text": "add_embedding"}
 CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
@@ -173,35 +171,32 @@ def original_names(layers: Sequence[Layer]) -> dict[str, str]:
     Raises ValueError: the original code has no such U-Net.
     """
     names = [name for _, theirs in tensor_names(layers) for name in theirs]
-    blocks = sum(layer.name.startswith("down.0.block") for layer in layers)
+    blocks = sum(layer.name.startswith("down.0.block") for layer in layers)  # in each level of the encoder
     attended = {name.split(".")[1] for name in names if name.startswith("up_blocks") and ".attentions." in name}
-    return {name: UNET + _original(name, blocks, attended) for name in names}
-
-
-def _original(name: str, blocks: int, attended: set[str]) -> str:
-    """Return an original name, for so many residual blocks in an encoder level and the ``attended`` decoder levels."""
-    found = _PLACE.match(name)
-    if found is None:
-        module, _, kind = name.rpartition(".")
-        if module not in _HEAD:
+    originals = {}
+    for name in names:
+        found, (module, _, last) = _PLACE.match(name), name.rpartition(".")
+        if found is None and module not in _HEAD:
             what = "classes" if name == CLASS_EMBEDDING else "the level of a condition"
             raise ValueError(f"the U-Net takes {what}, for which single files have no name")
-        return f"{_HEAD[module]}.{kind}"
-    side, level, kind, number = found.groups()
-    rest = name[found.end() :]
-    if kind == "resnets":
-        module, _, last = rest.rpartition(".")
-        rest = f"{_ORIGINAL_BLOCK[module]}.{last}"
-    if side == "mid":
-        return f"middle_block.{1 if kind == 'attentions' else 2 * int(number)}.{rest}"
-    first = int(level) * (blocks + 1)
-    if kind == "downsamplers":
-        return f"input_blocks.{first + blocks + 1}.0.op.{rest.removeprefix('conv.')}"
-    if kind == "upsamplers":
-        return f"output_blocks.{first + blocks}.{2 if level in attended else 1}.{rest}"
-    block = first + int(number)
-    place = f"input_blocks.{block + 1}" if side == "down" else f"output_blocks.{block}"
-    return f"{place}.{int(kind == 'attentions')}.{rest}"
+        if found is None:
+            originals[name] = f"{UNET}{_HEAD[module]}.{last}"
+            continue
+        side, level, kind, number = found.groups()
+        rest, first = name[found.end() :], int(level or 0) * (blocks + 1)
+        at, within = first + int(number), int(kind == "attentions")
+        if kind == "resnets":
+            rest = f"{_ORIGINAL_BLOCK[module[found.end() :]]}.{last}"
+        if side == "mid":
+            place = f"middle_block.{1 if within else 2 * int(number)}"
+        elif kind == "downsamplers":
+            place, rest = f"input_blocks.{first + blocks + 1}.0", rest.replace("conv.", "op.")
+        elif kind == "upsamplers":
+            place = f"output_blocks.{first + blocks}.{2 if level in attended else 1}"
+        else:
+            place = f"input_blocks.{at + 1}.{within}" if side == "down" else f"output_blocks.{at}.{within}"
+        originals[name] = f"{UNET}{place}.{rest}"
+    return originals
 
 
 class SingleFile:
@@ -242,10 +237,8 @@ class SingleFile:
         elif places:
             why = f"it holds several ({', '.join(place + FIRST for place in places)}); keep one"
         elif "conv_in.weight" in self._all and any("down_blocks." in name for name in self._all):
-            why = (
-                "its U-Net has diffusers' names; move it to unet/diffusion_pytorch_model.safetensors of a folder, "
-                "beside its config.json, and name the folder"
-            )
+            why = "its U-Net has diffusers' names; name a folder with it as unet/diffusion_pytorch_model.safetensors"
+            why += " beside its config.json"
         raise CheckpointError(f"{self.path} is no single file with a U-Net: {why}")
 
     @property
@@ -270,17 +263,13 @@ class SingleFile:
                 says[f"{key} = {text}"] = meanings[text]
         predicts = {value: key for key, value in says.items() if isinstance(value, str)}
         if len(predicts) > 1 and typed is None:
-            raise ValueError(
-                f"{' and '.join(predicts.values())} contradict each other; --set diffusion.objective="
-                f"{' or '.join(sorted(predicts))} says which is right"
-            )
+            fix = f"--set diffusion.objective={' or '.join(sorted(predicts))} says which is right"
+            raise ValueError(f"{' and '.join(predicts.values())} contradict each other; {fix}")
         objective = typed or next(iter(predicts), silent)
         zero_snr = next((key for key, value in says.items() if value is True), None)
         if zero_snr and objective == "eps":
-            raise ValueError(
-                f"{zero_snr}: the last timestep is pure noise, of which eps can't be learned; --set "
-                "diffusion.objective=v if the model predicts v"
-            )
+            fix = "--set diffusion.objective=v if the model predicts v"
+            raise ValueError(f"{zero_snr}: the last timestep is pure noise, of which eps can't be learned; {fix}")
         theirs = {"eps": "epsilon", "v": "v_prediction"}.get(objective, "sample")
         noise = {**BETAS, "beta_schedule": "scaled_linear", "prediction_type": theirs}
         return {**noise, "rescale_betas_zero_snr": bool(zero_snr)}, bool(predicts)
@@ -295,8 +284,13 @@ class SingleFile:
 
 def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """Return diffusers' configuration of a U-Net with tensors of these names; raises LookupError for another kind."""
-    widths, depths, counts = [0], [0], [0]
-    number = 1
+
+    def depth(place: str) -> int:
+        """Return the number of transformer blocks at a place."""
+        first = f"{place}.transformer_blocks."
+        return sum(name.startswith(first) and name.endswith(".norm1.weight") for name in shapes)
+
+    widths, depths, counts, number = [0], [0], [0], 1
     while any(name.startswith(f"input_blocks.{number}.") for name in shapes):
         block = f"input_blocks.{number}"
         if f"{block}.0.op.weight" in shapes:
@@ -304,9 +298,9 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
                 values.append(0)
         else:
             widths[-1], counts[-1] = shapes[f"{block}.0.out_layers.3.weight"][0], counts[-1] + 1
-            depths[-1] = _depth(shapes, f"{block}.1")
+            depths[-1] = depth(f"{block}.1")
         number += 1
-    middle = _depth(shapes, "middle_block.1")
+    middle = depth("middle_block.1")
     last = f"middle_block.1.transformer_blocks.{middle - 1}"
     linear, context = len(shapes["middle_block.1.proj_in.weight"]) == 2, shapes[f"{last}.attn2.to_k.weight"][1]
     added, out = shapes.get("label_emb.0.0.weight"), shapes["out.2.weight"][0]
@@ -319,9 +313,9 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
         "out_channels": out,
         "block_out_channels": widths,
         "layers_per_block": counts,
-        "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
-        "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in reversed(depths)],
-        "transformer_layers_per_block": [*(depth or 1 for depth in depths[:-1]), middle],
+        "down_block_types": ["CrossAttnDownBlock2D" if blocks else "DownBlock2D" for blocks in depths],
+        "up_block_types": ["CrossAttnUpBlock2D" if blocks else "UpBlock2D" for blocks in reversed(depths)],
+        "transformer_layers_per_block": [*(blocks or 1 for blocks in depths[:-1]), middle],
         "attention_head_dim": [max(1, width // 64) for width in widths] if linear else 8,
         "cross_attention_dim": context,
         "use_linear_projection": linear,
@@ -331,8 +325,3 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
         found |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
         found["projection_class_embeddings_input_dim"] = added[1]
     return found
-
-
-def _depth(shapes: Mapping[str, tuple[int, ...]], place: str) -> int:
-    """Return the number of transformer blocks at a place."""
-    return sum(name.startswith(f"{place}.transformer_blocks.") and name.endswith(".norm1.weight") for name in shapes)

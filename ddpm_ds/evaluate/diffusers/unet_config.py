@@ -201,9 +201,8 @@ class TextArguments(UnetArguments):
     def own_keys(self) -> dict[str, Any]:
         for key in ("encoder_hid_dim", "encoder_hid_dim_type"):
             if (value := getattr(self, key)) is not None:
-                raise refused(
-                    key, value, "ours reads the text as it is encoded, and this model, as Kolors, projects it"
-                )
+                why = "ours reads the text as it is encoded, and this model, as Kolors, projects it"
+                raise refused(key, value, why)
         attends = self.attends
         depths, heads = (self.by_level(key) for key in ("transformer_layers_per_block", "attention_head_dim"))
         for width, number, yes in zip(self.block_out_channels, heads, [*attends[:-1], True], strict=True):
@@ -227,10 +226,8 @@ class TextArguments(UnetArguments):
         if width is None:
             raise refused("addition_time_embed_dim", None, "text_time embeds the sizes of images; give their width")
         if both is None or both <= SIZES * width:
-            why = (
-                f"text_time has {SIZES} sizes of addition_time_embed_dim = {width} each, and a pooled text beside them"
-            )
-            raise refused(key, both, why)
+            sizes = f"{SIZES} sizes of addition_time_embed_dim = {width} each"
+            raise refused(key, both, f"text_time has {sizes}, and a pooled text beside them")
         if divides_by_zero(width, self.freq_shift):
             raise refused("addition_time_embed_dim", width, "with freq_shift = 1 diffusers divides by zero")
         if (both, width, self.cross_attention_dim) == (2560, 256, 1280):
@@ -292,10 +289,8 @@ def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
     if divides_by_zero(width, unet.sinusoid_shift):
         return f"unet.sinusoid_shift = 1 with a first width of {width}: {zero}"
     if interface.numbers:
-        return (
-            "data.condition gives the U-Net a vector (data.condition.vector, or the flag of data.condition.drop), and "
-            f"a {kind} takes none"
-        )
+        vector = "a vector (data.condition.vector, or the flag of data.condition.drop)"
+        return f"data.condition gives the U-Net {vector}, and a {kind} takes none"
     if interface.condition_level and unet.classes is not None:
         return f"unet.classes = {unet.classes} and data.condition.noise are both given to the U-Net; a {kind} takes one"
     if text is None:
@@ -303,10 +298,8 @@ def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
     if not unet.middle_attention:
         return f"unet.middle_attention = false: the middle of a {kind} reads text; only true is there"
     if text.blocks[-1] not in (0, text.middle_blocks):
-        return (
-            f"unet.text.middle_blocks = {text.middle_blocks} and {text.blocks[-1]} as the last of unet.text.blocks: "
-            f"the middle of a {kind} has as many blocks as its last level"
-        )
+        both = f"unet.text.middle_blocks = {text.middle_blocks} and {text.blocks[-1]} as the last of unet.text.blocks"
+        return f"{both}: the middle of a {kind} has as many blocks as its last level"
     if text.pooled_channels and divides_by_zero(text.size_channels, unet.sinusoid_shift):
         return f"unet.text.size_channels = {text.size_channels} with unet.sinusoid_shift = 1: {zero}"
     return None
@@ -322,12 +315,10 @@ def unet_spec_from_diffusers(
 ) -> tuple[UnetSpec, Interface]:
     """Return the U-Net that equals one of diffusers, and its interface. Input channels beyond the number of outputs are
     a condition, and a timestep as its class is the condition's noise level. Missing keys take diffusers' defaults, and
-    a missing class is ``UNet2DModel``.
+    a missing class is ``UNet2DModel``. The last row of ``num_class_embeds`` is read as "no label", as
+    :func:`diffusers_config` writes it, unless ``last_label_is_class``.
 
-    The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
-    ``last_label_is_class``.
-
-    Raises ValueError: our U-Net can't express it; one line with the key, its value and the fix.
+    Raises ValueError: our U-Net can't express it; a line with the key, its value and the fix.
     """
     name = config.get("_class_name", PLAIN)
     if not isinstance(name, str) or name not in ARGUMENTS:
