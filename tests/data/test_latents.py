@@ -88,13 +88,11 @@ def test_drawn_latents_become_what_diffusers_decodes_some_at_a_time(
 
 
 def test_a_step_that_is_not_finite_in_half_precision_is_repeated_in_single(
-    spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+    model: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    autoencoder = autoencoder_of(spec_of())
-    assert autoencoder is not None
-    coder, tried = Coder(autoencoder, CPU), []
+    autoencoder, tried, decode = Autoencoder.open(model[0]), list[torch.dtype](), AutoencoderKL.decode
+    coder, drawn = Coder(autoencoder, CPU), torch.randn(2, 4, 4, 4)
     coder._dtype = torch.float16
-    decode = AutoencoderKL.decode
 
     def overflowing(self: Any, part: torch.Tensor) -> Any:
         tried.append(part.dtype)
@@ -102,7 +100,6 @@ def test_a_step_that_is_not_finite_in_half_precision_is_repeated_in_single(
         return type(found)(found.sample * (float("inf") if part.dtype is torch.float16 else 1.0))
 
     monkeypatch.setattr(AutoencoderKL, "decode", overflowing)
-    drawn = torch.randn(2, 4, 4, 4)
     found = coder.decode(drawn)
     assert tried == [torch.float16, torch.float32]
     assert torch.equal(found, Coder(autoencoder, CPU).decode(drawn)), "with weights that were not rounded"
@@ -118,9 +115,8 @@ def test_an_autoencoder_that_says_so_is_in_fp32_on_cuda_at_once(upcast: bool | N
     assert coder._dtype is (torch.float32 if upcast else torch.float16)
 
 
-def test_without_memory_on_the_device_the_cpu_decodes(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    autoencoder = Autoencoder.open(spec_of().autoencoder or Path())
-    decode, drawn = AutoencoderKL.decode, torch.randn(2, 4, 4, 4)
+def test_without_memory_on_the_device_the_cpu_decodes(model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    autoencoder, decode, drawn = Autoencoder.open(model[0]), AutoencoderKL.decode, torch.randn(2, 4, 4, 4)
 
     def full(self: AutoencoderKL, part: torch.Tensor) -> Any:
         if part.is_meta:  # which stands for a device
@@ -136,11 +132,11 @@ def test_a_store_is_named_after_pixels_and_autoencoder(spec_of: SpecOf, tmp_path
     shutil.copytree(model[0], tmp_path / "moved")
     config = tmp_path / "moved" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"_diffusers_version": "0.1"}))
-    assert Recipes(spec_of(autoencoder=tmp_path / "moved")).of().path == Recipes(spec_of()).of().path
     save_autoencoder(tmp_path / "other", seed=1)
     save_autoencoder(tmp_path / "scaled", scaling_factor=0.5)
-    names = [Recipes(spec_of(autoencoder=tmp_path / name)).of().path.name for name in ("moved", "other", "scaled")]
-    assert len(set(names)) == 3
+    folders = [model[0], *(tmp_path / name for name in ("moved", "other", "scaled"))]
+    paths = [Recipes(spec_of(autoencoder=folder)).of().path for folder in folders]
+    assert paths[0] == paths[1] and len({*paths}) == 3
     assert Recipes(spec_of(image_size=8)).of().path.name.startswith("folder-16px-3ch-")
 
 

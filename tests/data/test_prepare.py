@@ -25,6 +25,13 @@ from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 SpecOf = Callable[..., DataSpec]
 
+
+@pytest.fixture
+def spec(folder: Path, spec_of: SpecOf) -> DataSpec:
+    """The spec of twelve pictures, grey."""
+    return spec_of(source="folder", path=folder)
+
+
 # Prepares the spec on its command line with slow reads, noting in a file what it reads, without torch. Waits for a
 # line first.
 SLOW_PREPARE = """
@@ -86,6 +93,14 @@ def reads_in(file: Path) -> list[tuple[int, int]]:
 
 def temporaries(spec: DataSpec) -> list[Path]:
     return list(spec.store_root.glob(".*.preparing"))
+
+
+def check_whole(spec: DataSpec) -> None:
+    """Check that the cache is whole, and that nothing begun is left."""
+    store = prepare(spec, verify=True)
+    assert store.images[:][:, 0, 4, 4].tolist() == [*range(6), *range(40, 46)]
+    assert store.labels.tolist() == [0] * 6 + [1] * 6
+    assert not temporaries(spec) and not list(store.path.glob(".*"))
 
 
 def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: SpecOf) -> None:
@@ -175,9 +190,8 @@ def test_store_root_that_can_not_be_written_is_one_line(
 
 
 def test_full_disk_is_one_line_before_and_while_writing_and_finished_files_are_kept(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+    spec: DataSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of(source="folder", path=folder)
     monkeypatch.setattr(writing, "SHARD_BYTES", 4 * 64)  # three files
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12 * 64 - 1))
@@ -200,10 +214,10 @@ def test_full_disk_is_one_line_before_and_while_writing_and_finished_files_are_k
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
-    folder: Path, spec_of: SpecOf, tmp_path: Path, hosts: int
+    spec: DataSpec, tmp_path: Path, hosts: int
 ) -> None:
     """On one host each image is read once; each of two hosts, which share no locks, begins with its own files."""
-    spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
+    reads = tmp_path / "reads"
     for process in slowly(2, spec, reads, 0.1, hosts, shard_bytes=2 * 64):
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, out) == (0, "12\n"), err
@@ -214,15 +228,11 @@ def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
     else:
         first = {process: image for process, image in reversed(found)}
         assert sorted(first.values()) == [0, 2], "the files of a host have its number"
-    store = prepare(spec, verify=True)
-    assert (len(store), store.images[:][:, 0, 4, 4].tolist()) == (12, [*range(6), *range(40, 46)])
-    assert not temporaries(spec)
+    check_whole(spec)
 
 
-def test_killed_prepare_leaves_no_cache_and_the_next_one_keeps_finished_files(
-    folder: Path, spec_of: SpecOf, tmp_path: Path
-) -> None:
-    spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
+def test_killed_prepare_leaves_no_cache_and_the_next_one_keeps_finished_files(spec: DataSpec, tmp_path: Path) -> None:
+    reads = tmp_path / "reads"
     (process,) = slowly(1, spec, reads, 0.3, shard_bytes=2 * 64)
     wait_for(lambda: len(reads_in(reads)) >= 6 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
@@ -234,16 +244,12 @@ def test_killed_prepare_leaves_no_cache_and_the_next_one_keeps_finished_files(
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, out) == (0, "12\n"), err
     assert [image for _, image in reads_in(reads)] == list(range(4, 12))
-    store = prepare(spec, verify=True)
-    assert store.images[:][:, 0, 4, 4].tolist() == [*range(6), *range(40, 46)]
-    assert store.labels.tolist() == [0] * 6 + [1] * 6 and not temporaries(spec)
-    assert not list(store.path.glob(".*")), "what the killed process had begun"
+    check_whole(spec)
 
 
 def test_finished_files_of_other_images_are_not_used(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+    folder: Path, spec: DataSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of(source="folder", path=folder)
     interrupted(spec, monkeypatch)
     (folder / "dogs" / "9.png").write_bytes((folder / "dogs" / "0.png").read_bytes())
     assert len(prepare(spec)) == 13 and not temporaries(spec)
@@ -307,9 +313,8 @@ def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(folde
 
 @pytest.mark.parametrize("change", ["replaced", "grown", "sorted anew"])
 def test_a_replaced_source_gets_a_line_and_a_resumed_run_keeps_its_own(
-    change: str, folder: Path, spec_of: SpecOf
+    change: str, folder: Path, spec: DataSpec
 ) -> None:
-    spec = spec_of(source="folder", path=folder)
     before = prepare(spec)
     if change == "sorted anew":
         (folder / "dogs").rename(folder / "wolves")
@@ -336,13 +341,10 @@ def test_a_picture_of_a_large_source_that_changes_its_size_is_noticed(
         prepare(spec)
 
 
-def test_any_picture_of_a_small_source_that_changes_is_noticed_and_a_copy_is_none(
-    folder: Path, spec_of: SpecOf
-) -> None:
+def test_any_picture_of_a_small_source_that_changes_is_noticed_and_a_copy_is_none(folder: Path, spec: DataSpec) -> None:
     """Though its file keeps its size, and only some are read of a large source."""
     for number in range(SAMPLED_IMAGES + 8):
         Image.new("L", (8, 8), number).save(folder / f"{number:03}.bmp")
-    spec = spec_of(source="folder", path=folder)
     made = prepare(spec)
     for path in folder.glob("*.bmp"):
         before = path.read_bytes()
@@ -359,9 +361,8 @@ def test_any_picture_of_a_small_source_that_changes_is_noticed_and_a_copy_is_non
 
 @pytest.mark.parametrize("damage", ["bytes", "record", "labels", "pipe"])
 def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
-    damage: str, folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+    damage: str, spec: DataSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of(source="folder", path=folder)
     expected = prepare(spec).meta
     shutil.rmtree(Recipes(spec).of().path)
     interrupted(spec, monkeypatch)
