@@ -6,7 +6,7 @@ Images of a bucket are brought to its size, which crops them little. Each bucket
                 │     └──────│─────┘
     caches   896x1152  1024x1024   768x1344 ...
 
-Training takes some images of one bucket, then of another: :class:`ddpm_ds.data.loader.BucketOrder`.
+Training takes some images of one bucket, then of another: :class:`ddpm_ds.data.loader.Order`.
 """
 
 import copy

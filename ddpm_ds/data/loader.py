@@ -31,23 +31,6 @@ READ_BYTES, READ_IMAGES = 2**22, 512
 millisecond."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """Order in which training sees ``count`` images, a function of ``seed``: each once per epoch, shuffled anew."""
-
-    count: int
-    seed: int
-
-    def image_at(self, index: Indices) -> Indices:
-        """Return the positions, 0 to ``count - 1``, of the images of indices ``index``, int64 (n,) to (n,)."""
-        epochs, places = np.divmod(index, self.count)
-        images = np.empty_like(index)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            images[now] = permutation(self.count, self.seed, epoch)[places[now]]
-        return images
-
-
 @lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
 def permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
@@ -55,29 +38,35 @@ def permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
 
 
 @dataclass(frozen=True)
-class BucketOrder:
-    """Order in which training sees the images of buckets.
+class Order:
+    """Order in which training sees images, a function of ``seed``: each once per epoch, shuffled anew.
 
-    Each bucket has an endless :class:`Order` of its own, in which each of its images comes once per
-    epoch. Buckets take turns in rounds: after R rounds, which have about as many images as the data set, a bucket of n
-    images has had floor(R n / group) groups, in a shuffled order.
+    Each bucket of aspect has an endless order of its own. Buckets take turns in rounds: after R rounds, which have
+    about as many images as the data set, a bucket of n images has had floor(R n / group) groups, in a shuffled order.
     """
 
     counts: tuple[int, ...]
-    """Images of each bucket; of one with fewer than ``group`` some come again in a group."""
+    """Images of each bucket, or of all; of one with fewer than ``group`` some come again in a group."""
     seed: int
-    group: int
-    """Consecutive images of training that share a bucket."""
+    group: int = 0
+    """Consecutive images of training that share a bucket; 0 without buckets."""
 
     def bucket_at(self, index: int) -> int:
         """Return the bucket of an image index."""
         return self._turn(index // self.group)[0]
 
     def images_at(self, index: Indices) -> tuple[int, Indices]:
-        """Return the bucket of some images of one group, int64 (n,), and their positions in it, int64 (n,)."""
-        bucket, before = self._turn(int(index[0]) // self.group)
-        places = before * self.group + index % self.group
-        return bucket, Order(self.counts[bucket], self.seed + bucket).image_at(places)
+        """Return the bucket of some images, int64 (n,) and of one group, and their positions in it, int64 (n,)."""
+        bucket, places = 0, index
+        if self.group:
+            bucket, before = self._turn(int(index[0]) // self.group)
+            places = before * self.group + index % self.group
+        epochs, places = np.divmod(places, self.counts[bucket])
+        images = np.empty_like(index)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            images[now] = permutation(self.counts[bucket], self.seed + bucket, epoch)[places[now]]
+        return bucket, images
 
     def _turn(self, group: int) -> tuple[int, int]:
         """Return the bucket of a group, and how many groups of this bucket come before."""
@@ -97,7 +86,7 @@ class BucketOrder:
 
 
 @lru_cache(maxsize=4)
-def _round(order: BucketOrder, number: int) -> tuple[Indices, Indices]:
+def _round(order: Order, number: int) -> tuple[Indices, Indices]:
     """Return each group's bucket in a round, and how many groups of this bucket come before in it."""
     turns = np.concatenate(
         [
@@ -185,11 +174,9 @@ def micro_batches(
     of buckets is no multiple of the share's turn, and KeyError for a field that the cache does not have.
     """
     cache, among = images.cache, images.cache.by_bucket(images.positions)
-    order: Order | BucketOrder = Order(len(among[0]), seed)
-    if group is not None:
-        order = BucketOrder(tuple(map(len, among)), seed, group)
-        if group % share.turn or start_images % share.turn:
-            raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {share.turn}")
+    order = Order(tuple(map(len, among)), seed, group or 0)
+    if group is not None and (group % share.turn or start_images % share.turn):
+        raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {share.turn}")
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
     reads = _Reads(cache, among, order, share, start_images, pin_memory, fields)
@@ -225,7 +212,7 @@ class _Reads:
     cache: DatasetCache
     among: tuple[Indices, ...]
     """Positions that are trained on in each bucket of aspect, or in the cache without buckets."""
-    order: Order | BucketOrder
+    order: Order
     share: Share
     start_images: int = 0
     pin_memory: bool = False
@@ -235,7 +222,7 @@ class _Reads:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches in a read: one of a bucket, since the next may be of another."""
-        if isinstance(self.order, BucketOrder):
+        if self.order.group:
             return 1
         image_bytes = sum(self.cache.fields[name].image_bytes for name in self.fields)
         return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.share.micro_batch_images)
@@ -244,10 +231,7 @@ class _Reads:
         count, size = self.micro_batches, self.share.micro_batch_images
         turns = self.share.turn * np.arange(number * count, (number + 1) * count) + self.start_images
         index = (turns[:, None] + self.share.replica * size + np.arange(size)).ravel()  # (count x size,)
-        if isinstance(self.order, BucketOrder):
-            bucket, places = self.order.images_at(index)
-        else:
-            bucket, places = 0, self.order.image_at(index)
+        bucket, places = self.order.images_at(index)
         cache, stored = self.cache.caches[bucket], self.among[bucket][places]
         draws = None
         if cache.text is not None:

@@ -22,7 +22,7 @@ import yaml
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, Subset
 from ddpm_ds.data.captions import PROMPTS
-from ddpm_ds.data.loader import BucketOrder, MicroBatch, Share
+from ddpm_ds.data.loader import MicroBatch, Order, Share
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
@@ -268,7 +268,7 @@ def run_training(
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
             numbers = [engine.module.size_number(each.size) for each in store.caches]
-            order = BucketOrder(tuple(map(len, store.by_bucket(among))), plan.spec.train.seed, group)
+            order = Order(tuple(map(len, store.by_bucket(among))), plan.spec.train.seed, group)
             engine.size_of = lambda index: numbers[order.bucket_at(index)]
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:

@@ -33,7 +33,7 @@ from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
 from ddpm_ds.data.held_out import parts, prepare_all
 from ddpm_ds.data.latents import check_steps, pixels_learned
-from ddpm_ds.data.loader import BucketOrder
+from ddpm_ds.data.loader import Order
 from ddpm_ds.data.prepare import How, Recipes, class_names, images_of, prepare
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.evaluate import inputs
@@ -42,7 +42,7 @@ from tests.autoencoders import save_autoencoder
 from tests.data.reading import loaded
 
 SpecOf = Callable[..., DataSpec]
-ORDER = BucketOrder(counts=(37, 100, 16), seed=3, group=8)
+ORDER = Order(counts=(37, 100, 16), seed=3, group=8)
 
 
 @pytest.mark.parametrize("kind", ["nearest", "sdxl"])
@@ -322,7 +322,7 @@ def test_images_that_change_are_refused_and_prepared_again(spec_of: SpecOf, tmp_
 def test_micro_batches_of_all_replicas_have_one_size_and_go_on_after_a_stop(spec_of: SpecOf) -> None:
     store = prepare(spec_of())
     asked: dict[str, Any] = {"seed": 5, "group": 8, "batch_images": 8, "micro_batch_images": 2, "replicas": 2}
-    order = BucketOrder(store.counts, seed=5, group=8)
+    order = Order(store.counts, seed=5, group=8)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
     streams = [loaded(store, replica=replica, **asked) for replica in range(2)]
     for turn in range(20):

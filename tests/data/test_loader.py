@@ -31,14 +31,14 @@ seeds = st.integers(0, 2**31 - 1)
 @settings(deadline=None)
 @given(count=st.integers(1, 2000), seed=seeds, epoch=st.integers(0, 2**40))
 def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int) -> None:
-    seen = Order(count, seed).image_at(epoch * count + np.arange(count))
+    seen = Order((count,), seed).images_at(epoch * count + np.arange(count))[1]
     assert seen.dtype == np.int64
     assert sorted(seen) == list(range(count))
 
 
 def test_order_is_the_same_on_every_machine_and_version() -> None:
     """A change here means that resumed runs see other images: numpy may change ``Generator.permutation``."""
-    assert Order(12, 7).image_at(np.arange(24)).tolist() == [
+    assert Order((12,), 7).images_at(np.arange(24))[1].tolist() == [
         *(0, 1, 9, 3, 11, 5, 2, 6, 10, 7, 8, 4),
         *(1, 8, 5, 2, 9, 11, 0, 4, 3, 7, 10, 6),
     ]
@@ -84,7 +84,7 @@ def test_global_batch_is_the_same_images_in_every_layout(
         order = index.argsort()
         first = start + step * batch
         assert index[order].tolist() == list(range(first, first + batch)) and parts[0].index.dtype == torch.int64
-        stored = Order(len(digits), 3).image_at(np.arange(first, first + batch))
+        stored = Order((len(digits),), 3).images_at(np.arange(first, first + batch))[1]
         assert (torch.cat([part.images for part in parts])[order].numpy() == digits.images[stored]).all()
         assert (torch.cat([part.labels for part in parts])[order].numpy() == digits.labels[stored]).all()
 
@@ -124,7 +124,7 @@ def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(dig
     def reads(size: int, shape: tuple[int, int, int]) -> int:
         meta = digits.meta.model_copy(update={"shape": shape})
         store = replace(digits, images=StoredImages(digits.path, meta))
-        return _Reads(store, (np.arange(1797),), Order(1797, 3), Share(size, size)).micro_batches
+        return _Reads(store, (np.arange(1797),), Order((1797,), 3), Share(size, size)).micro_batches
 
     assert reads(64, (1, 8, 8)) == 512 // 64
     assert reads(100, (3, 64, 64)) == 3  # of 341 images in 2^22 bytes
@@ -154,7 +154,7 @@ def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:
     meta = digits.meta.model_copy(update={"count": 20, "shape": (3, 64, 64)})
     np.save(tmp_path / "images.npy", np.zeros((20, 3, 64, 64), np.uint8))
     large = replace(digits, meta=meta, images=StoredImages(tmp_path, meta))
-    reads = _Reads(large, (np.arange(20),), Order(20, 3), Share(80, 80))
+    reads = _Reads(large, (np.arange(20),), Order((20,), 3), Share(80, 80))
     _ = reads[0]  # maps the file
     tracemalloc.start()  # sees numpy's memory
     batches = reads[1]
@@ -178,7 +178,7 @@ def test_reads_reuse_freed_memory_alone(digits: DatasetCache, monkeypatch: pytes
     for _ in range(40):
         next(batches)
     assert made.count(512 * 64) <= 5, "one is kept, one used, one handed out and two are read ahead"
-    assert (kept == digits.images[Order(1797, 3).image_at(np.arange(1))]).all()
+    assert (kept == digits.images[Order((1797,), 3).images_at(np.arange(1))[1]]).all()
 
 
 def test_the_two_parts_are_the_whole_and_have_nothing_in_common() -> None:

@@ -24,7 +24,7 @@ machine too."""
 ATTEMPTS = 3
 """What neighbours of this machine do to a traced step may be more than what was planted all the same."""
 CHANGES = (
-    *("ds.pipeline.activation_checkpoint_interval=0"),
+    "ds.pipeline.activation_checkpoint_interval=0",
     *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),
     "ds.pipeline.partition=[9]",  # which gives two ranks about as many flops of the U-Net below
 )
