@@ -111,6 +111,7 @@ def test_statistics_are_those_of_the_training_images_alone(fields_spec: SpecOf) 
         np.testing.assert_allclose(each.images[:][:, :, 0], np.float32(mean), rtol=1e-6)
         assert (each.others["condition"][0] == np.float32(store.meta.statistics["condition"].mean[0])).all()
     assert np.array_equal(other.images[:][:, :, 1:], arrays(OTHERS, 300.0)["images"][:, :, 1:].astype(np.float32))
+    assert np.array_equal(other.centre((2, 4)).others["mask"][:], other.others["mask"][:][:, :, 1:3, 1:5])
     assert CacheMeta.read(other.path).statistics["images"].mean[0] == pytest.approx(300.0, abs=2.0)
 
 

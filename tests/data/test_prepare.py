@@ -251,8 +251,8 @@ def test_finished_files_of_other_images_are_not_used(
     folder: Path, spec: DataSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(spec, monkeypatch)
-    (folder / "dogs" / "9.png").write_bytes((folder / "dogs" / "0.png").read_bytes())
-    assert len(prepare(spec)) == 13 and not temporaries(spec)
+    (folder / "dogs" / "0.png").write_bytes((folder / "dogs" / "5.png").read_bytes())
+    assert prepare(spec).images[6][0, 4, 4] == 45 and not temporaries(spec)
 
 
 @pytest.mark.parametrize(
