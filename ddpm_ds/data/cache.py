@@ -361,7 +361,8 @@ class DatasetCache:
     @property
     def size(self) -> tuple[int, int]:
         """Height and width of its images."""
-        return self.meta.shape[1], self.meta.shape[2]
+        height, width = self.images.shape[2:]
+        return height, width
 
     @property
     def caches(self) -> tuple[DatasetCache, ...]:
