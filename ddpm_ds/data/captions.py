@@ -181,9 +181,18 @@ class EncodedPrompts:
     """Prompts, and the empty text, as encoders encode them: float16 on the CPU, as the captions of training."""
 
     texts: tuple[str, ...]
-    encoded: Encoded
-    empty: Encoded
-    """N = 1."""
+    whole: Encoded
+    """The encoded texts and, last, the empty text."""
+
+    @property
+    def encoded(self) -> Encoded:
+        """The encoded texts."""
+        return self.whole.each(lambda part: part[:-1])
+
+    @property
+    def empty(self) -> Encoded:
+        """The encoded empty text, N = 1."""
+        return self.whole.each(lambda part: part[-1:])
 
     @classmethod
     def of(
@@ -203,7 +212,7 @@ class EncodedPrompts:
             if excess:
                 begin = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
                 log(f'the prompt "{begin}" is longer than {encoders.tokens} tokens: its last {excess} are not read')
-        return cls.split(texts, encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
+        return cls(tuple(texts), encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod
     def of_captions(cls, cache: DatasetCache, positions: Indices) -> Self:
@@ -214,28 +223,14 @@ class EncodedPrompts:
         found = {name: torch.from_numpy(_read_field(cache, positions, name)) for name in names}
         scale, empty = found.get(TEXT_SCALE), cache.empty_text
         assert empty is not None, "the cache has text"
-        captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
-        return cls(first_captions(cache, positions), captions, empty._replace(tokens=empty.tokens.half()))
-
-    @classmethod
-    def split(cls, texts: Sequence[str], whole: Encoded) -> Self:
-        """Return prompts from their encoded texts and, last of ``whole``, the empty text."""
-        tokens, pooled = whole
-        last = Encoded(tokens[-1:], None if pooled is None else pooled[-1:])
-        return cls(tuple(texts), Encoded(tokens[:-1], None if pooled is None else pooled[:-1]), last)
-
-    @property
-    def whole(self) -> tuple[Tensor, ...]:
-        """Tokens and, if there is one, pooled text of the prompts and, last, of the empty text."""
-        import torch
-
-        pairs = zip(self.encoded, self.empty, strict=True)
-        return tuple(torch.cat((one, last)) for one, last in pairs if one is not None and last is not None)
+        tokens = torch.cat((widened(found[TEXT], scale), empty.tokens)).half()
+        pooled = None if empty.pooled is None else torch.cat((found[POOLED], empty.pooled))
+        return cls(first_captions(cache, positions), Encoded(tokens, pooled))
 
     def content(self) -> bytes:
         """Return the content of a file that :meth:`read` reads."""
         file = io.BytesIO()
-        arrays: dict[str, Any] = {name: part.numpy() for name, part in zip(Encoded._fields, self.whole, strict=False)}
+        arrays: dict[str, Any] = {name: part.numpy() for name, part in self.whole._asdict().items() if part is not None}
         np.savez(file, texts=np.array(self.texts), **arrays)
         return file.getvalue()
 
@@ -247,8 +242,7 @@ class EncodedPrompts:
         try:
             with np.load(path) as found:
                 pooled = torch.from_numpy(found["pooled"]) if "pooled" in found else None
-                texts = tuple(map(str, found["texts"]))
-                read = cls.split(texts, Encoded(torch.from_numpy(found["tokens"]), pooled))
+                read = cls(tuple(map(str, found["texts"])), Encoded(torch.from_numpy(found["tokens"]), pooled))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             return None
-        return read if len(read.encoded.tokens) == len(texts) else None
+        return read if len(read.whole.tokens) == len(read.texts) + 1 else None
