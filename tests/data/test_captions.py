@@ -222,7 +222,9 @@ def test_captions_of_hugging_face_are_a_column(spec_of: SpecOf, tmp_path: Path, 
     rows.save_to_disk(str(tmp_path / "saved"))
     spec = spec_of(source="huggingface", path=tmp_path / "saved")
     assert captioned(prepare_images(spec)) == [[each] if isinstance(each, str) else each for each in values]
-    with pytest.raises(DataError, match=r"data\.text\.captions = image of .* holds no texts; choose one of text"):
+    with pytest.raises(
+        DataError, match=r"data\.text\.captions = image of .* no texts; choose with --set \S+ one of text$"
+    ):
         open_source(spec_of({"captions": "image"}, source="huggingface", path=tmp_path / "saved"))
 
 

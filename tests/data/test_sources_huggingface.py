@@ -127,11 +127,16 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         spec_of(**spec)
     )
     assert "data.image_column = kind of data.path" in line_of(spec_of(**spec, image_column="kind"))
-    assert "data.image_column = x is no column" in line_of(spec_of(**spec, image_column="x"))
+    assert "data.image_column = x of data.path" in line_of(spec_of(**spec, image_column="x"))
     named = open_source(spec_of(**spec, image_column="bytes", label_column="text"))
     assert named.classes == ("a", "b") and named.labels.tolist() == [1, 0, 0] * 4
     fix = "no whole numbers or names; choose with --set data.label_column= one of path, kind, text, hash"
-    for column, message in (("ratio", fix), ("lists", fix), ("x", "is no column of"), ("hash", "can't be read (")):
+    for column, message in (
+        ("ratio", fix),
+        ("lists", fix),
+        ("x", "is no column, which are bytes"),
+        ("hash", "can't be read ("),
+    ):
         assert message in line_of(spec_of(**spec, image_column="bytes", label_column=column))
 
 
@@ -147,7 +152,7 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         (
             {"fine": FIRST},
             {"fine": datasets.ClassLabel(num_classes=3)},
-            "has labels in label, fine; choose with --set data.label_column=label",
+            "has whole numbers or names in label, fine; choose with --set data.label_column=label",
         ),
         ({"label": [-1, *FIRST[1:]]}, {}, "has 1 of 12 rows without a label in column label"),
         ({"label": [None, None, *FIRST[2:]]}, {}, "has 2 of 12 rows without a label in column label"),
