@@ -161,10 +161,11 @@ class FieldSource:
 
     def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
         """Return the fields of an image, not yet rounded, with its uint8 mask, and NaN for masked floats."""
-        found = {
-            name: joined(self.parts[name].stored.wide, each, i) if name != MASK else np.asarray(each[0][i])
-            for name, each in rows.items()
-        }
+        found = dict[str, Array]()
+        for name, each in rows.items():
+            stored = self.parts[name].stored
+            values = joined(stored.shape, each, i)
+            found[name] = values if name == MASK else stored.wide.rounded(values)
         images = found[IMAGES]
         if self.nan:
             found[MASK] = (~np.isnan(images)).astype(np.uint8)
@@ -173,7 +174,7 @@ class FieldSource:
             if not np.isin(mask, (0, 1)).all():
                 (variable,), arrays = self.parts[MASK].variables, self.parts[MASK].arrays
                 raise DataError(f"data.mask: {variable.name} of {arrays} has other values than 0 and 1 in image {i}")
-            mask = found[MASK] = mask.astype(np.uint8).reshape(self.fields[MASK].shape)
+            mask = found[MASK] = mask.astype(np.uint8)
             if images.dtype.kind == "f" and not mask.all():
                 found[IMAGES] = np.where(mask, images, images.dtype.type(np.nan))
         return found
@@ -212,7 +213,7 @@ class FieldSource:
     def _unfit(self, name: str, rows: Sequence[Rows], i: int) -> DataError:
         """Return the error for a value of image ``i`` that is not finite, or not once it is stored."""
         part = self.parts[name]
-        raw = np.concatenate([np.asarray(row[i]).reshape(row.variable.channels, -1) for row in rows])
+        raw = joined(part.stored.shape, rows, i).reshape(part.stored.shape[0], -1)
         bad = ~np.isfinite(part.stored.rounded(raw)) & ~(np.isnan(raw) & self._masks(name))
         assert bad.any(), "the file has changed while it was read"
         channel, place = np.unravel_index(bad.argmax(), bad.shape)
@@ -266,16 +267,10 @@ def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> Join
     return JoinedField(arrays, variables, stored)
 
 
-def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
-    """Return a field of image ``i``, of the type that is stored."""
-    if len(rows) == 1:
-        return stored.rounded(rows[0][i].reshape(stored.shape))
-    found, first = np.empty(stored.shape, stored.dtype), 0
-    for row in rows:
-        last = first + row.variable.channels
-        found[first:last] = stored.rounded(row[i].reshape(-1, *stored.shape[1:]), first)
-        first = last
-    return found
+def joined(shape: tuple[int, ...], rows: Sequence[Rows], i: int) -> Array:
+    """Return a field of image ``i``, of ``shape``, as in its source."""
+    parts = [np.asarray(row[i]).reshape(-1, *shape[1:]) for row in rows]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
@@ -285,8 +280,9 @@ def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]
     for along, axis in axes:
         if variable.dimensions and (name := variable.dimensions[axis]):
             values = positions(variable, axis, arrays)
-            units = arrays.found[name].units if values else ""
-            found.append(Coordinate(along=along, name=name, values=values, units=units))
+            found.append(
+                Coordinate(along=along, name=name, values=values, units=arrays.found[name].units if values else "")
+            )
     return tuple(found)
 
 

@@ -132,13 +132,9 @@ class DataSpec(Section):
         only_with(types.read_by_source("split")),
     ] = None
     """Split of the data set that `huggingface` reads; null means train, or else the only split."""
-    image_column: Annotated[
-        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("image_column"))
-    ] = None
+    image_column: Annotated[types.Variable | None, only_with(types.read_by_source("image_column"))] = None
     """Column of images that `huggingface` reads; null means the only image column."""
-    label_column: Annotated[
-        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("label_column"))
-    ] = None
+    label_column: Annotated[types.Variable | None, only_with(types.read_by_source("label_column"))] = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
     image_size: types.Size

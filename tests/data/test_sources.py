@@ -360,7 +360,7 @@ def test_what_edms_tools_write_has_the_labels_of_its_list(tmp_path: Path, spec_o
         ([["00000/img1.png", 2]], "00000/img0.png has no label"),
         ([["00000/img0.png", -1], ["00000/img1.png", 1]], "a label is no whole number from 0"),
         ([["00000/img0.png", 0], ["00000\\img0.png", 0]], "00000/img0.png has two labels"),
-        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["..\\a.png", 0]], "points outside itself (../a.png)"),
+        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["..\\a.png", 0]], "points outside its folder (../a.png)"),
         ([[1, 2]], "dataset.json of data.path"),
         ("[" * 10000, "levels deep"),
         ("{", "dataset.json of data.path"),

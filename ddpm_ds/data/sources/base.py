@@ -14,7 +14,7 @@ import warnings
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -25,7 +25,6 @@ from PIL import Image
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import open_regular
-from ddpm_ds.ground.formats import parse_json
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Labels: TypeAlias = npt.NDArray[np.int64]
@@ -42,8 +41,6 @@ MOST_CLASSES = 10**6
 """Maximum number of classes, in a source and in a U-Net."""
 UNLABELLED = -1
 """Placeholder for a missing label while labels are collected."""
-MOST_NAMED = 4
-"""Keys or files that are named in advice."""
 NO_CAPTION = -1
 """Fills the row of an image that has fewer captions than another."""
 MOST_CAPTIONS = 256
@@ -100,7 +97,7 @@ def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without one; raises ValueError for anything else."""
     if value is None or value == []:
         return None
-    if not _are_texts(value):
+    if not are_texts(value):
         raise ValueError("its captions are no text and no list of texts")
     texts = [value] if isinstance(value, str) else value
     if len(texts) > MOST_CAPTIONS:
@@ -108,33 +105,9 @@ def captions_in(value: object) -> list[str] | None:
     return texts
 
 
-def _are_texts(value: object) -> TypeGuard[str | list[str]]:
+def are_texts(value: object) -> TypeGuard[str | list[str]]:
+    """Return whether a value is a text or a list of texts."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
-
-
-def texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` in an image's JSON, or else its other keys with texts, each with ``place``."""
-    if not isinstance(block, dict):
-        return {}
-    if (captions := captions_in(block.get(key))) is not None:
-        return captions
-    others = (name for name, value in block.items() if _are_texts(value) and value and name != "file_name")
-    return dict.fromkeys(others, place)
-
-
-def texts_in(place: str, read: Callable[[], bytes], key: str) -> list[str] | dict[str, str]:
-    """Return the captions in the file of an image, a text or as :func:`texts_of` of a .json; raises ValueError."""
-    try:
-        text = read().decode("utf-8-sig")
-        return texts_of(parse_json(text), key, place) if place.lower().endswith(".json") else [text.strip()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{place} can't be read ({one_line(error)})") from error
-
-
-def under_other_keys(others: Mapping[str, str], key: str) -> str:
-    """Return advice about captions that may be under ``others``, keys with their places, instead of ``key``."""
-    keys = sorted(others, key=lambda other: "caption" not in other.lower())
-    return f"{others[keys[0]]} has no {key}, but {', '.join(keys[:MOST_NAMED])}: --set data.text.captions={keys[0]}"
 
 
 class Source(Protocol):
@@ -203,11 +176,6 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
     if names is None or len(names) <= most:
         names = list(map(str, range(most + 1)))
     return tuple(names), labels
-
-
-def outside(name: str) -> bool:
-    """Return whether a path with slashes leads out of its folder."""
-    return name.startswith("/") or ".." in name.split("/")
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
