@@ -32,7 +32,7 @@ import numpy.typing as npt
 from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
 from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
-from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, files_below, labelled, one_line
+from ddpm_ds.data.sources.base import BROKEN, Labels, files_below, labelled, one_line
 from ddpm_ds.data.sources.variables import (
     MOST_BYTES,
     Array,
@@ -257,7 +257,9 @@ def open_fields(spec: DataSpec) -> FieldSource:
     if spec.mask == "nan":
         fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
     constants, coordinates = constants_of(spec, asked, beside), coordinates_of(images[0], main)
-    return FieldSource(parts, fields, spec.mask == "nan", constants, coordinates, *labels_of(main, count))
+    return FieldSource(
+        parts, fields, spec.mask == "nan", constants, coordinates, *labelled(main.labels(count, strict=False))
+    )
 
 
 def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> JoinedField:
@@ -284,17 +286,6 @@ def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]
                 Coordinate(along=along, name=name, values=values, units=arrays.found[name].units if values else "")
             )
     return tuple(found)
-
-
-def labels_of(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
-    """Return classes and labels: whole numbers (N,) named labels or arr_1, else one class."""
-    found = next((arrays.found[name] for name in ("labels", "arr_1") if name in arrays.found), None)
-    if found is None or found.shape != (count,) or found.dtype.kind not in "iu":
-        return labelled(np.full(count, UNLABELLED))
-    labels = arrays.read_all(found).astype(np.int64)
-    if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
-        raise DataError(f"{found.name} of {arrays} has labels from {labels.min()} to {labels.max()}; number from 0")
-    return labelled(labels)
 
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:

@@ -240,7 +240,7 @@ def test_arrays_of_any_order_are_read_with_their_labels(
         ("a.npy", {"images": GREY[:0]}, "images of uint8 (0, 8, 8)"),
         ("a.npy", {"images": np.zeros((2, 5, 6, 4), np.uint8)}, "images of uint8 (2, 5, 6, 4); use uint8 (N, H, W), "),
         ("a.npy", {"images": np.array([{}])}, "Python objects in dtype"),
-        ("a.npz", {"pictures": GREY}, "it has no array images or arr_0"),
+        ("a.npz", {"pictures": GREY}, "has no array images or arr_0; use one"),
         ("a.npz", {"images": np.array([{}])}, "Python objects in dtype"),
         ("a.npz", {"images": GREY, "labels": np.arange(4)}, "labels of int64 (4,) for 5 images"),
         ("a.npz", {"images": GREY, "labels": np.arange(5) - 1}, "labels from -1 to 3; number classes from 0"),
@@ -259,7 +259,9 @@ def test_arrays_that_are_cut_or_missing_are_one_line(tmp_path: Path, spec_of: Sp
         whole = path.read_bytes()
         for size in (0, 10, 100, len(whole) - 1):
             path.write_bytes(whole[:size])
-            assert f"data.path = {path} can't be read (" in line_of(spec_of(source="arrays", path=path))
+            assert f"data.path = {path} can't be read by source arrays (" in line_of(
+                spec_of(source="arrays", path=path)
+            )
     assert "does not exist" in line_of(spec_of(source="arrays", path=tmp_path / "none.npy"))
     assert "is not a file" in line_of(spec_of(source="arrays", path=tmp_path))
 
@@ -267,7 +269,7 @@ def test_arrays_that_are_cut_or_missing_are_one_line(tmp_path: Path, spec_of: Sp
 def test_packed_arrays_are_mapped_from_a_file_that_nobody_has_to_remove(tmp_path: Path, spec_of: SpecOf) -> None:
     spec = spec_of(source="arrays", path=written(tmp_path / "a.npz", images=COLOUR))
     source = open_source(spec)
-    assert isinstance(source, ArraySource) and isinstance(source.images, np.memmap)
+    assert isinstance(source, ArraySource) and isinstance(source.images.base, np.memmap)
     assert not list(spec.store_root.iterdir()) and (source.read(4) == COLOUR[4]).all()
 
 
@@ -307,7 +309,7 @@ def test_a_forged_header_of_an_array_is_one_line(forged: bytes, place: str, tmp_
 
 def test_an_array_that_is_there_twice_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
     path = written(tmp_path / "a.npz", images=GREY, arr_0=GREY)
-    assert "it has images or arr_0 twice" in line_of(spec_of(source="arrays", path=path))
+    assert "has two arrays images or arr_0; use one" in line_of(spec_of(source="arrays", path=path))
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
         warnings.simplefilter("ignore")
         for _ in range(2):

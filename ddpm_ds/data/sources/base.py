@@ -8,7 +8,6 @@ import socket
 import stat
 import struct
 import sys
-import tarfile
 import threading
 import warnings
 import zipfile
@@ -47,7 +46,7 @@ MOST_CAPTIONS = 256
 """Maximum captions of an image: the table of all images has as many columns as one of them."""
 BROKEN = (
     *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
-    *(struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
 )
 """Errors that the readers of arrays and archives raise for damaged or forged files."""
 NETWORK_TIMEOUT_SECONDS = 20.0
@@ -113,15 +112,10 @@ def are_texts(value: object) -> TypeGuard[str | list[str]]:
 class Source(Protocol):
     """Opened source of N images, numbered from 0, which several threads read at once."""
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the labels."""
-        ...
-
-    @property
-    def labels(self) -> Labels:
-        """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
-        ...
+    classes: tuple[str, ...]
+    """Names of the labels."""
+    labels: Labels
+    """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
 
     def name(self, i: int, /) -> str:
         """Return the name of image ``i`` in reports: a path, a member of an archive, a row."""

@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.data.sources.base import BROKEN, files_below, one_line
+from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, files_below, one_line
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import open_regular, read_bytes
@@ -190,6 +190,25 @@ class Arrays:
                 )
         return found
 
+    def labels(self, count: int, strict: bool) -> Labels:
+        """Return the array labels or arr_1, whole numbers (N,) from 0, or UNLABELLED without one; raises DataError.
+
+        Unless it is ``strict``, an array of another kind is not taken for labels.
+        """
+        found = next((self.found[name] for name in ("labels", "arr_1") if name in self.found), None)
+        misfits = found is not None and (found.shape != (count,) or found.dtype.kind not in "iu")
+        if found is None or (misfits and not strict):
+            return np.full(count, UNLABELLED)
+        what = f"{self} holds {found.name}"
+        if misfits:
+            raise DataError(
+                f"{what} of {found.dtype} {found.shape} for {count:,} images; use one whole number for each"
+            )
+        labels = self.read_all(found).astype(np.int64)
+        if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
+            raise DataError(f"{what} from {labels.min()} to {labels.max()}; number classes from 0")
+        return labels
+
     def taken(
         self,
         key: str,
@@ -249,6 +268,8 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
             f"data.source = {spec.source} needs a package ({one_line(error)}): pip install 'ddpm_ds[fields]'"
         ) from error
     except Exception as error:  # a library may raise anything on a damaged file
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the disk of store_root is full
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
     before = path.stat().st_size
     watched = {name: _watched(each, path, before) for name, each in found.items()}
