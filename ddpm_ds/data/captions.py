@@ -48,17 +48,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-CHUNK_TEXTS = 64
-"""Texts that are written together."""
-STEPS = 127
-"""Largest int8, which the largest value of a token becomes."""
+CHUNK_TEXTS = 64  # texts that are written together
+STEPS = 127  # largest int8, which the largest value of a token becomes
 MOST_FLOAT16 = 65504.0
-ENCODERS = "encoders"
-"""Key of the encoders in the checksums of encoded text."""
-PROMPTS = "prompts.npz"
-"""File of the prompts in the folder of a run."""
-SHOWN = 60
-"""Most characters of a prompt in a message."""
+ENCODERS = "encoders"  # key of the encoders in the checksums of encoded text
+PROMPTS = "prompts.npz"  # file of the prompts in the folder of a run
+SHOWN = 60  # most characters of a prompt in a message
 
 
 def known_captions(source: Source, spec: DataSpec) -> Captions | None:

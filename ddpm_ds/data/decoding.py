@@ -22,27 +22,20 @@ from ddpm_ds.data.cache import CAPTIONS, SIZES
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
 from ddpm_ds.data.writing import Chunk
 
-Size = tuple[int, int]
-"""Height and width in pixels."""
-CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
-"""Maximum bytes of pixels, and images, in a chunk that one thread decodes."""
-MOST_DECODING_BYTES = 300_000_000
-"""Maximum memory for decoding one image at full size, its file included."""
-BIG_BYTES = 2**24
-"""Memory above which an image counts as big: a PNG of 2048 x 2048 pixels."""
+Size = tuple[int, int]  # height and width in pixels
+CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64  # maximum bytes of pixels, and images, in a chunk that one thread decodes
+MOST_DECODING_BYTES = 300_000_000  # maximum memory for decoding one image at full size, its file included
+BIG_BYTES = 2**24  # memory above which an image counts as big: a PNG of 2048 x 2048 pixels
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
 """More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
-BIG = threading.Lock()
-"""Held while a thread decodes a big image, so that memory does not grow with threads."""
+BIG = threading.Lock()  # held while a thread decodes a big image, so that memory does not grow with threads
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
 of the crop in the scaled image, height and width of the crop."""
-MODES = {1: "L", 3: "RGB"}
-"""Mode of decoded images, by channels."""
-SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations of images whose height is the width of the file."""
+MODES = {1: "L", 3: "RGB"}  # mode of decoded images, by channels
+SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations of images whose height is the width of the file
 _TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 """Operation that turns an image upright, by EXIF orientation."""

@@ -56,16 +56,13 @@ from ddpm_ds.ground.files import sha256_of
 
 CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 Values = Literal["uint8", "float16", "float32"]
-TOGETHER_BYTES = 2**22
-"""Bytes of the images in a chunk, at least one image."""
-WHOLE_BYTES = 2**32
-"""Maximum bytes of a source that is recognised by the checksums of its files."""
+TOGETHER_BYTES = 2**22  # bytes of the images in a chunk, at least one image
+WHOLE_BYTES = 2**32  # maximum bytes of a source that is recognised by the checksums of its files
 SAMPLED, SAMPLED_BYTES, MOST_SAMPLED = "sampled ", 2**25, 16
 """A larger one is recognised by so many bytes of so many images, at least one, and its hash begins so."""
 REGRESSION = "regression"
 """Key of the regression's weights in the checksums of residuals; their fields have the prefix of pixels."""
-PREDICTED_BYTES = 2**20
-"""Bytes of fields that are predicted together, at least one field."""
+PREDICTED_BYTES = 2**20  # bytes of fields that are predicted together, at least one field
 
 
 @dataclass(frozen=True)

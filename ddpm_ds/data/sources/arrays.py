@@ -27,8 +27,7 @@ from ddpm_ds.data.sources.variables import Variable, Variables, open_at
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
-IMAGES = ("images", "arr_0")
-"""Names of the images in a .npz."""
+IMAGES = ("images", "arr_0")  # names of the images in a .npz
 COPY_BYTES = 2**22
 
 

@@ -32,18 +32,12 @@ NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 PICTURES = {".avif", ".heic", ".heif", ".hif", ".jxl", ".webp"}
 """Extensions of images that are listed even if this Pillow can't decode them, so that they are named as left out."""
-MOST_IMAGE_BYTES = 2**28
-"""Maximum bytes of an encoded image, which is read at once."""
-MOST_REASON = 300
-"""Maximum characters shown of an error of a library."""
-MOST_CLASSES = 10**6
-"""Maximum number of classes, in a source and in a U-Net."""
-UNLABELLED = -1
-"""Placeholder for a missing label while labels are collected."""
-NO_CAPTION = -1
-"""Fills the row of an image that has fewer captions than another."""
-MOST_CAPTIONS = 256
-"""Maximum captions of an image: the table of all images has as many columns as one of them."""
+MOST_IMAGE_BYTES = 2**28  # maximum bytes of an encoded image, which is read at once
+MOST_REASON = 300  # maximum characters shown of an error of a library
+MOST_CLASSES = 10**6  # maximum number of classes, in a source and in a U-Net
+UNLABELLED = -1  # placeholder for a missing label while labels are collected
+NO_CAPTION = -1  # fills the row of an image that has fewer captions than another
+MOST_CAPTIONS = 256  # maximum captions of an image: the table of all images has as many columns as one of them
 BROKEN = (
     *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
     *(struct.error, zipfile.BadZipFile, zlib.error),

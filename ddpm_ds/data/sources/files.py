@@ -19,21 +19,16 @@ from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
 
-LABELS = "dataset.json"
-"""File of labels in a folder that EDM's or StyleGAN's tools have written."""
-METADATA = ("metadata.jsonl", "metadata.csv")
-"""Files of captions in any folder, with a line for each image below it."""
+LABELS = "dataset.json"  # file of labels in a folder that EDM's or StyleGAN's tools have written
+METADATA = ("metadata.jsonl", "metadata.csv")  # files of captions in any folder, with a line for each image below it
 TEXTS = (".txt", ".caption", ".json")
 """Extensions of an image's file of captions, after its name with its own extension or without. The first one counts."""
-MOST_NAMED = 4
-"""Keys that are named in advice."""
+MOST_NAMED = 4  # keys that are named in advice
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
-REPEATED = re.compile(r"\d{1,3}_.+")
-"""Folders whose number asks sd-scripts for repeats."""
+REPEATED = re.compile(r"\d{1,3}_.+")  # folders whose number asks sd-scripts for repeats
 
-_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]
-"""Captions by image, or other keys of its line."""
+_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or other keys of its line
 
 
 @dataclass

@@ -21,8 +21,7 @@ COLUMNS = {
     "data.text.captions": ("texts", "(list of )?(large_)?string", ""),
 }
 """What columns hold, and types that fit and that are usual, by the key that names one."""
-FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
-"""Loaders of the library for single files."""
+FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # loaders of the library for single files
 
 
 @dataclass

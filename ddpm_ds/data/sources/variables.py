@@ -39,34 +39,24 @@ from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 
 Array: TypeAlias = "npt.NDArray[Any]"
-Selection: TypeAlias = Any
-"""Range of the first dimension, or a tuple of slices."""
+Selection: TypeAlias = Any  # range of the first dimension, or a tuple of slices
 
-STACKS = ("(N, H, W)", "(N, C, H, W)")
-"""Shapes of images and of conditions."""
+STACKS = ("(N, H, W)", "(N, C, H, W)")  # shapes of images and of conditions
 USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
 """Names that are looked for where the spec names none."""
-SMALL_BYTES = 2**22
-"""Bytes of small images that are read together."""
-MOST_BYTES = 2**26
-"""Maximum bytes that are read together, of all arrays."""
+SMALL_BYTES = 2**22  # bytes of small images that are read together
+MOST_BYTES = 2**26  # maximum bytes that are read together, of all arrays
 MOST_WASTE, WASTE_BYTES = 64, 10**8
 """Chunks of more than so many times an image's bytes, and so many bytes, are refused."""
-MOST_NAMED = 12
-"""Maximum names of arrays in an error."""
-MOST_COORDINATES = 2**16
-"""Maximum positions of a coordinate that a cache keeps."""
-MOST_IMAGES = 10**9
-"""Maximum images of a source, so that a forged number takes no memory."""
+MOST_NAMED = 12  # maximum names of arrays in an error
+MOST_COORDINATES = 2**16  # maximum positions of a coordinate that a cache keeps
+MOST_IMAGES = 10**9  # maximum images of a source, so that a forged number takes no memory
 PACKED, MISSING = ("scale_factor", "add_offset"), ("_FillValue", "missing_value")
-ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")
-"""Attributes that are read of an array."""
-ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}
-"""Files of an array's metadata, by Zarr's format."""
+ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")  # attributes that are read of an array
+ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}  # files of an array's metadata, by Zarr's format
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 """Beginning of the NAME of a data set that stands for a dimension alone."""
-TIME, OTHER, PLACE = range(3)
-"""Roles of dimensions, in their order."""
+TIME, OTHER, PLACE = range(3)  # roles of dimensions, in their order
 TIMES = {"time", "valid_time", "times", "date", "datetime"}
 PLACES = {
     *("lat", "latitude", "nlat", "rlat", "y", "yc", "south_north", "projection_y_coordinate"),
@@ -121,8 +111,7 @@ class Variable:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-Variables: TypeAlias = "dict[str, Variable]"
-"""Arrays of a file by name."""
+Variables: TypeAlias = "dict[str, Variable]"  # arrays of a file by name
 Opener: TypeAlias = "Callable[[Path, DataSpec], Variables]"
 """Function that opens a file or folder; the spec says where it may unpack. May raise any error of its library."""
 
