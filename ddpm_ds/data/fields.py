@@ -17,6 +17,7 @@ Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmosp
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,14 +81,18 @@ class FieldSource:
 
     parts: Mapping[str, JoinedField]
     """Fields by name, images first; a mask that is made of values that are NaN is not among them."""
-    fields: Mapping[str, StoredField]
-    """All fields that are stored."""
     nan: bool
     """Whether values that are NaN are masked, instead of refused."""
     constants: Array | None
     coordinates: tuple[Coordinate, ...]
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
+
+    @functools.cached_property
+    def fields(self) -> dict[str, StoredField]:
+        """All fields that are stored."""
+        mask = {MASK: StoredField(shape=self.parts[IMAGES].stored.shape, values="uint8")} if self.nan else {}
+        return {name: part.stored for name, part in self.parts.items()} | mask
 
     def _rows(self) -> dict[str, list[Rows]]:
         return {
@@ -154,7 +159,7 @@ class FieldSource:
                 offset = np.where(large, np.where(whole, np.rint(mean), mean), 0.0).astype(np.float32)
                 stored = part.stored.model_copy(update={"offset": tuple(offset.tolist())})
                 parts[name] = replace(part, stored=stored)
-        return replace(self, parts=parts, fields={**self.fields, **{name: parts[name].stored for name in halves}})
+        return replace(self, parts=parts)
 
     def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
         """Return the fields of an image, not yet rounded, with its uint8 mask, and NaN for masked floats."""
@@ -250,13 +255,8 @@ def open_fields(spec: DataSpec) -> FieldSource:
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
         parts[MASK] = _part(main, [mask], "uint8")
         check_counts([(main, images), (main, [mask])])
-    fields = {name: part.stored for name, part in parts.items()}
-    if spec.mask == "nan":
-        fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
     constants, coordinates = constants_of(spec, asked, beside), coordinates_of(images[0], main)
-    return FieldSource(
-        parts, fields, spec.mask == "nan", constants, coordinates, *labelled(main.labels(count, strict=False))
-    )
+    return FieldSource(parts, spec.mask == "nan", constants, coordinates, *labelled(main.labels(count, strict=False)))
 
 
 def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> JoinedField:
@@ -313,9 +313,8 @@ def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
 class Regression(Protocol):
     """Trained regression."""
 
-    @property
-    def digest(self) -> str:
-        """Checksum of its weights."""
+    digest: str
+    """Checksum of its weights."""
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""

@@ -370,21 +370,6 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
         micro_batches(store, fields={"depth"}, **given)
 
 
-def test_fields_of_several_files_are_those_of_one(
-    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write("hdf5", tmp_path, ARRAYS)
-    whole = prepare(spec_of(source="hdf5", path=path, mask="sea", **NAMED))
-    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 2000)
-    several = prepare(spec_of(source="hdf5", path=path, mask="sea", store_root=tmp_path / "other", **NAMED))
-    assert len(several.meta.counts) > 4
-    for name in whole.fields:
-        assert (several.fields[name][:] == whole.fields[name][:]).all()
-    for name in ("images", "condition"):
-        for one, other in zip(several.meta.statistics[name], whole.meta.statistics[name], strict=True):
-            assert one[1] == pytest.approx(other[1], rel=1e-12)
-
-
 def test_every_key_that_decides_the_fields_is_in_the_name(tmp_path: Path, spec_of: SpecOf) -> None:
     spec = spec_of(source="hdf5", path=tmp_path / "a.h5", **NAMED)
     condition = NAMED["condition"]

@@ -20,7 +20,6 @@ import pytest
 from PIL import Image
 from tqdm import tqdm
 
-from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
@@ -85,17 +84,6 @@ def test_cifar10_is_downloaded_with_a_bar_where_asked_for_and_by_hand_without_a_
         f"downloaded (Name or service not known); get https://host/c.tar.gz by hand and put it at {tmp_path}"
         "/stores/downloads/c.tar.gz"
     )
-
-
-@pytest.mark.parametrize("width, height", [(64, 32), (32, 64), (6, 3), (8, 8), (1, 9)])
-def test_images_of_any_shape_are_scaled_and_cropped_around_their_centre(width: int, height: int) -> None:
-    pixels = fit(halves(width, height), (8, 8), 3)
-    assert pixels.shape == (8, 8, 3)
-    unchanged = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    assert (fit(Image.fromarray(unchanged), (5, 5), 3) == unchanged).all()
-    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), (4, 4), 1) == 255).all()  # transparent is white
-    if width > 1:
-        assert pixels[:, 0].max() < 30 < 225 < pixels[:, -1].min()  # the edge is still in the middle
 
 
 def test_folder_is_read_recursively_in_sorted_order_with_subfolders_as_classes(folder: Path, spec_of: SpecOf) -> None:

@@ -13,8 +13,6 @@ from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
-SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder written by ``save_to_disk`` is recognised."""
 COLUMNS = {
     "data.image_column": ("images", r"PIL\.Image\.Image|files|(large_)?(binary|string)", "Image"),
     "data.label_column": ("whole numbers or names", r"u?int\d+|(large_)?string", "ClassLabel"),
@@ -62,7 +60,6 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     """
     try:
         import datasets
-        import pyarrow
         from huggingface_hub import logging as hub_logging
     except ImportError as error:
         raise DataError(
@@ -89,7 +86,6 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     classes, labels = _labels(rows, spec.label_column, key)
     captions = None if spec.text is None else _captions(rows, spec.text.captions, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
-    pyarrow.default_memory_pool().release_unused()  # used for conversion
     images = rows.data.column(column)
     try:
         images.validate(full=True)  # else reading a row of a forged file could end the process
@@ -116,7 +112,7 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
             return datasets.load_dataset(name, configuration, **options)
         if path.is_file():
             return datasets.load_dataset(FILES[path.suffix], data_files=str(path.resolve()), **options)
-        if any((path / each).is_file() for each in SAVED):
+        if any((path / each).is_file() for each in ("state.json", "dataset_dict.json")):  # by save_to_disk
             return datasets.load_from_disk(str(path), keep_in_memory=False)
         return datasets.load_dataset(str(path.resolve()), **options)
     except Exception as error:  # from Arrow, any file format or the network
