@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image
 
 from ddpm_ds.data.cache import CAPTIONS, SIZES
-from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
+from ddpm_ds.data.sources.base import Pixels, Source, formats, one_line
 from ddpm_ds.data.writing import Chunk
 
 Size = tuple[int, int]  # height and width in pixels
@@ -39,18 +39,6 @@ SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations of images whose height is the width
 _TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 """Operation that turns an image upright, by EXIF orientation."""
-
-
-def decoded(source: Source, i: int, size: Size, channels: int) -> tuple[Pixels, Sizes]:
-    """Return image ``i`` as uint8 (height, width, ``channels``) of ``size``, and its sizes; raises UnreadableImage."""
-    try:
-        content = source.read(i)
-    except (OSError, ValueError, MemoryError) as error:
-        raise UnreadableImage(source.name(i), one_line(error)) from error
-    try:
-        return decode_with_sizes(content, size, channels)
-    except Exception as error:  # a decoder may raise anything on broken bytes
-        raise UnreadableImage(source.name(i), one_line(error)) from error
 
 
 def decode(content: bytes | Pixels, size: Size, channels: int) -> Pixels:
@@ -187,9 +175,14 @@ class Decoding:
             if stopped.is_set():
                 break
             try:
-                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels)
-            except UnreadableImage as error:
-                skipped.append((error.name, error.reason))
+                content = self.source.read(i)
+            except (OSError, ValueError, MemoryError) as error:  # any other is a bug
+                skipped.append((self.source.name(i), one_line(error)))
+                continue
+            try:
+                pixels, sizes = decode_with_sizes(content, (size[0], size[1]), channels)
+            except Exception as error:  # a decoder may raise anything on broken bytes
+                skipped.append((self.source.name(i), one_line(error)))
                 continue
             images.append(pixels.transpose(2, 0, 1).tobytes())
             labels.append(int(self.source.labels[i]))

@@ -251,18 +251,12 @@ class DataSpec(Section):
     def named_arrays(self) -> dict[str, object]:
         """Values of the keys that only a source of named arrays reads, by key, if they are given."""
         condition = self.condition or ConditionSpec()
-        given = {
-            "data.values": self.values if self.are_fields else None,
-            "data.variables": self.variables,
-            "data.mask": self.mask,
-            "data.missing_chunks": self.missing_chunks if self.missing_chunks == "fill" else None,
-            "data.condition.kind": condition.kind if condition.kind == "stored" else None,
-            "data.condition.path": condition.path,
-            "data.condition.variables": condition.variables,
-            "data.condition.constants": condition.constants,
-            "data.condition.vector": condition.vector,
-        }
-        return {key: value for key, value in given.items() if value}
+        given = {f"data.{key}": getattr(self, key) for key in ("values", "variables", "mask", "missing_chunks")}
+        of_condition = ("kind", "path", "variables", "constants", "vector")
+        given |= {f"data.condition.{key}": getattr(condition, key) for key in of_condition}
+        usual = {"data.values": {"bytes"}, "data.missing_chunks": {"refuse"}}
+        usual["data.condition.kind"] = {"reduced", "grey", "cut_out"}
+        return {key: value for key, value in given.items() if value and value not in usual.get(key, ())}
 
     @property
     def reads_arrays(self) -> bool:

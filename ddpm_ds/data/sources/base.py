@@ -47,17 +47,6 @@ NETWORK_TIMEOUT_SECONDS = 20.0
 """Time limit for each network response, since a network that drops packets could delay a launch for minutes."""
 
 
-class UnreadableImage(Exception):
-    """Error for an image of a source that can't be read and is skipped; too many of them are an error."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
 class Captions:
     """Captions of N images, stored compactly: distinct texts once, and their numbers for each image.
 
