@@ -41,7 +41,7 @@ from ddpm_ds.data.sources.base import Captions, Source, captions_of
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.data.writing import Chunk
-from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.errors import DataError, shortened
 from ddpm_ds.ground.files import open_regular
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
     measured = {MEASURED: StoredField(shape=(3,), values="float32")}
     if encoders.spec.stored == "ids":
         return {IMAGES: StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
-    small = encoders.spec.stored == "int8"
-    shape = (1, encoders.tokens, encoders.channels)
+    small, shape = encoders.spec.stored == "int8", (1, encoders.tokens, encoders.channels)
     fields = {IMAGES: StoredField(shape=shape, values="int8" if small else "float16")}
     if small:
         fields[TEXT_SCALE] = StoredField(shape=(encoders.tokens,), values="float32")
@@ -176,8 +175,7 @@ class EncodedPrompts:
     """Prompts, and the empty text, as encoders encode them: float16 on the CPU, as the captions of training."""
 
     texts: tuple[str, ...]
-    whole: Encoded
-    """The encoded texts and, last, the empty text."""
+    whole: Encoded  # the encoded texts and, last, the empty text
 
     @property
     def encoded(self) -> Encoded:
@@ -205,8 +203,8 @@ class EncodedPrompts:
         encoders.check_learned(learned)
         for text, excess in zip(texts, encoders.excess([*texts]), strict=True):
             if excess:
-                begin = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
-                log(f'the prompt "{begin}" is longer than {encoders.tokens} tokens: its last {excess} are not read')
+                line = f'the prompt "{shortened(text, SHOWN)}" is longer than {encoders.tokens} tokens'
+                log(f"{line}: its last {excess} are not read")
         return cls(tuple(texts), encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod

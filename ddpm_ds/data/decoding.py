@@ -145,8 +145,7 @@ class Decoding:
         self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None, threads: int
     ) -> None:
         self.source, self.shape, self.threads = source, shape, threads
-        self.captions = captions
-        """Numbers of each image's captions, (N, most captions)."""
+        self.captions = captions  # numbers of each image's captions, (N, most captions)
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:

@@ -45,7 +45,6 @@ from ddpm_ds.data.sources.variables import (
     condition_of,
     constants_of,
     images_of,
-    mask_of,
     open_at,
     positions,
 )
@@ -81,8 +80,7 @@ class FieldSource:
 
     parts: Mapping[str, JoinedField]
     """Fields by name, images first; a mask that is made of values that are NaN is not among them."""
-    nan: bool
-    """Whether values that are NaN are masked, instead of refused."""
+    nan: bool  # whether values that are NaN are masked, instead of refused
     constants: Array | None
     coordinates: tuple[Coordinate, ...]
     classes: tuple[str, ...]
@@ -249,13 +247,17 @@ def open_fields(spec: DataSpec) -> FieldSource:
         parts[VECTOR] = JoinedField(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
     count = check_counts([(part.arrays, part.variables) for part in parts.values()])
     if spec.mask is not None and spec.mask != "nan":
-        mask = mask_of(spec, spec.mask, main)
+        shapes = ("(H, W)", "(N, H, W)", "(N, C, H, W)")
+        (mask,) = main.taken("data.mask", [spec.mask], shapes, size=spec.stored_size)
+        if len(mask.shape) == 4 and mask.shape[1] not in (1, spec.channels):
+            wrong = f"{mask.name} of {main} has {mask.shape[1]} channels; use 1 or {spec.channels}"
+            raise DataError(f"data.mask: {wrong}")
         if len(mask.shape) == 2:  # one for all images
             values, every = main.read_all(mask), (count, *mask.shape)
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
         parts[MASK] = _part(main, [mask], "uint8")
         check_counts([(main, images), (main, [mask])])
-    constants, coordinates = constants_of(spec, asked, beside), coordinates_of(images[0], main)
+    constants, coordinates = constants_of(spec, asked, beside), tuple(coordinates_of(images[0], main))
     return FieldSource(parts, spec.mask == "nan", constants, coordinates, *labelled(main.labels(count, strict=False)))
 
 
@@ -272,17 +274,14 @@ def joined(shape: tuple[int, ...], rows: Sequence[Rows], i: int) -> Array:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
-    """Return names, positions and units of the dimensions of images."""
-    found = list[Coordinate]()
+def coordinates_of(variable: Variable, arrays: Arrays) -> Iterator[Coordinate]:
+    """Yield names, positions and units of the dimensions of images."""
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
     for along, axis in axes:
         if variable.dimensions and (name := variable.dimensions[axis]):
             values = positions(variable, axis, arrays)
-            found.append(
-                Coordinate(along=along, name=name, values=values, units=arrays.found[name].units if values else "")
-            )
-    return tuple(found)
+            units = arrays.found[name].units if values else ""
+            yield Coordinate(along=along, name=name, values=values, units=units)
 
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
@@ -313,8 +312,7 @@ def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
 class Regression(Protocol):
     """Trained regression."""
 
-    digest: str
-    """Checksum of its weights."""
+    digest: str  # checksum of its weights
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""

@@ -47,10 +47,8 @@ DOWNLOADED = [INDEX, *(f"{part}{suffix}/*" for part in ("tokenizer", "text_encod
 class Encoded(NamedTuple):
     """Encoded texts."""
 
-    tokens: Tensor
-    """(N, tokens, channels) float16 or float32."""
-    pooled: Tensor | None = None
-    """(N, channels) of the same dtype; None if the U-Net reads none."""
+    tokens: Tensor  # (N, tokens, channels) float16 or float32
+    pooled: Tensor | None = None  # (N, channels) of the same dtype; None if the U-Net reads none
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Encoded:
         """Return them after a ``change`` of both."""
@@ -103,11 +101,6 @@ class _Config(BaseModel):
         embedded = (self.vocab_size + self.max_position_embeddings) * width
         return embedded + self.num_hidden_layers * layer + 2 * width + self.projects * width * self.projection_dim
 
-    @property
-    def states(self) -> int:
-        """Elements of the hidden states of all layers, which are kept while texts are encoded."""
-        return TEXTS_AT_ONCE * self.max_position_embeddings * (self.num_hidden_layers + 1) * self.hidden_size
-
 
 @dataclass(frozen=True)
 class FilesOfEncoder:
@@ -125,15 +118,14 @@ class TextEncoders:
     def __init__(self, spec: TextSpec, parts: Sequence[FilesOfEncoder], device: torch.device | None) -> None:
         self.spec, self.device, self._parts, self.count = spec, device, parts, len(parts)
         configs = [part.config for part in parts]
-        self.channels = sum(each.hidden_size for each in configs)
-        """Width of the encoded tokens."""
-        self.tokens = configs[0].max_position_embeddings
-        """Tokens of a text, padding included."""
+        self.channels = sum(each.hidden_size for each in configs)  # width of the encoded tokens
+        self.tokens = configs[0].max_position_embeddings  # tokens of a text, padding included
         self.pooled_channels = next((each.projection_dim for each in configs if each.projects), None)
         """Width of the pooled text; None if no encoder projects."""
         self.parameters = sum(each.parameters for each in configs)
-        self.elements = self.parameters + sum(each.states for each in configs)
-        """Elements that a device holds while it encodes: parameters, and the states of texts."""
+        states = (each.max_position_embeddings * (each.num_hidden_layers + 1) * each.hidden_size for each in configs)
+        self.elements = self.parameters + TEXTS_AT_ONCE * sum(states)
+        """Elements that a device holds while it encodes: parameters, and the states of all layers."""
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
@@ -251,13 +243,14 @@ def check_text(text: TextSpec | None, cross: CrossAttentionSpec | None) -> None:
 
 def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int, int | None] | None:
     """Return the first key of ``unet.text`` that encoders don't fit, its value and theirs; None if they fit."""
-    asked: tuple[tuple[str, int | None, int | None], ...] = (
-        ("tokens", cross.tokens, encoders.tokens),
-        ("context_channels", cross.context_channels, encoders.channels),
-        ("pooled_channels", cross.pooled_channels, encoders.pooled_channels),
-    )
-    wrong = ((key, wanted, found) for key, wanted, found in asked if wanted is not None and wanted != found)
-    return next(wrong, None)
+    for key, found in (
+        ("tokens", encoders.tokens),
+        ("context_channels", encoders.channels),
+        ("pooled_channels", encoders.pooled_channels),
+    ):
+        if (wanted := getattr(cross, key)) is not None and wanted != found:
+            return key, wanted, found
+    return None
 
 
 def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:

@@ -28,7 +28,6 @@ from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
 IMAGES = ("images", "arr_0")  # names of the images in a .npz
-COPY_BYTES = 2**22
 
 
 @dataclass
@@ -92,7 +91,7 @@ def open_numpy(path: Path, spec: DataSpec) -> Variables:
                 if name in found:
                     raise ValueError(f"it has {name} twice")
                 with tempfile.TemporaryFile(dir=spec.store_root) as file, archive.open(member) as packed:
-                    shutil.copyfileobj(packed, file, COPY_BYTES)
+                    shutil.copyfileobj(packed, file)
                     file.flush()
                     found[name] = map_array(Path(f"/proc/self/fd/{file.fileno()}"))
     return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in found.items()}

@@ -65,10 +65,8 @@ class Captions:
                 numbers.append(seen.setdefault(whole, len(seen)))
             ends.append(len(numbers))
         self.texts = tuple(seen)
-        self.missing: Sequence[int] = missing
-        """Images without captions, which are an error."""
-        self.advice = ""
-        """Words for where their captions may be."""
+        self.missing: Sequence[int] = missing  # images without captions, which are an error
+        self.advice = ""  # words for where their captions may be
         counts = np.diff(np.frombuffer(ends, np.int64))
         self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""

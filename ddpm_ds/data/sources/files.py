@@ -70,7 +70,9 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
     files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
     labels = _listed_labels(root, files)
-    classed = base.numbered(map(class_of, files)) if labels is None else base.labelled(labels)
+    above = (name.partition("/") for name in files)
+    folders = (base.printable(folder) if inside else "." for folder, inside, _ in above)
+    classed = base.numbered(folders) if labels is None else base.labelled(labels)
     captions = None
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
@@ -199,12 +201,6 @@ def _name_of(given: str) -> str:
     if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"it points outside its folder ({base.printable(name)})")
     return name
-
-
-def class_of(path: str) -> str:
-    """Return the class of an image: the first folder of its path, or ``.``."""
-    folder, inside, _ = path.partition("/")
-    return base.printable(folder) if inside else "."
 
 
 def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:

@@ -28,10 +28,8 @@ class HuggingFaceSource:
 
     classes: tuple[str, ...]
     labels: base.Labels = field(repr=False)
-    rows: Any = field(repr=False)
-    """The column, a chunked array."""
-    root: Path
-    """Folder to which paths in the column are relative."""
+    rows: Any = field(repr=False)  # the column, a chunked array
+    root: Path  # folder to which paths in the column are relative
     captions: base.Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:

@@ -80,13 +80,10 @@ class Variable:
     read: Callable[[Selection], Array] = field(repr=False)
     chunks: tuple[int, ...] | None = None
     """Shape of the chunks that are read as a whole; None if every byte can be read alone."""
-    dimensions: tuple[str, ...] = ()
-    """Names of the dimensions; empty or "" where they have none."""
+    dimensions: tuple[str, ...] = ()  # names of the dimensions; empty or "" where they have none
     attributes: Mapping[str, object] = field(default_factory=dict, repr=False)
-    fault: str = ""
-    """Why it can't be read, with the fix, after its name."""
-    fill: float = 0
-    """Value that is read for missing chunks."""
+    fault: str = ""  # why it can't be read, with the fix, after its name
+    fill: float = 0  # value that is read for missing chunks
     lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
     """Counts the missing chunks, and all."""
 
@@ -121,10 +118,8 @@ class Rows:
 
     def __init__(self, variable: Variable, most_bytes: int) -> None:
         self.variable = variable
-        chunk = (variable.chunks or (1,))[0]
-        small, most = (
-            max(1, size // max(1, variable.image_bytes)) for size in (min(SMALL_BYTES, most_bytes), most_bytes)
-        )
+        chunk, image_bytes = (variable.chunks or (1,))[0], max(1, variable.image_bytes)
+        small, most = (max(1, size // image_bytes) for size in (min(SMALL_BYTES, most_bytes), most_bytes))
         self._step = max(small // chunk * chunk, min(chunk, most))
         self._first, self._block = 0, np.empty(0)
 
@@ -145,8 +140,7 @@ class Arrays:
     key: str
     path: Path
     found: Variables
-    filled: bool
-    """Whether missing chunks are read as the fill value."""
+    filled: bool  # whether missing chunks are read as the fill value
 
     def __str__(self) -> str:
         return f"{self.key} = {self.path}"
@@ -342,15 +336,6 @@ def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array 
             raise DataError(f"{key}: {where}; replace it")
         parts.append(values)
     return np.concatenate(parts)
-
-
-def mask_of(spec: DataSpec, name: str, arrays: Arrays) -> Variable:
-    """Return the array ``name`` that is the mask, checked; raises DataError."""
-    shapes = ("(H, W)", "(N, H, W)", "(N, C, H, W)")
-    (found,) = arrays.taken("data.mask", [name], shapes, size=spec.stored_size)
-    if len(found.shape) == 4 and found.shape[1] not in (1, spec.channels):
-        raise DataError(f"data.mask: {name} of {arrays} has {found.shape[1]} channels; use 1 or {spec.channels}")
-    return found
 
 
 def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
