@@ -164,7 +164,6 @@ class Decoding:
                     yield ahead.popleft().result()
             finally:
                 stopped.set()
-                pool.shutdown(cancel_futures=True)
 
     def _chunk(self, numbers: range, stopped: threading.Event) -> Chunk:
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()

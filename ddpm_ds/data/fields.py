@@ -257,7 +257,7 @@ def open_fields(spec: DataSpec) -> FieldSource:
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
         parts[MASK] = _part(main, [mask], "uint8")
         check_counts([(main, images), (main, [mask])])
-    constants, coordinates = constants_of(spec, asked, beside), tuple(coordinates_of(images[0], main))
+    constants, coordinates = constants_of(asked, beside, spec.stored_size), tuple(coordinates_of(images[0], main))
     return FieldSource(parts, spec.mask == "nan", constants, coordinates, *labelled(main.labels(count, strict=False)))
 
 

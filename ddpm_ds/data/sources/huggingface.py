@@ -67,7 +67,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     datasets.logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     key = f"data.path = {spec.path}" if spec.name is None else f"data.name = {spec.name}"
-    rows = _loaded(datasets, spec, key)
+    rows = _loaded(datasets, spec.path, spec.name, spec.store_root / "downloads" / "huggingface", key)
     if isinstance(rows, dict):
         splits = ", ".join(map(str, rows))
         wanted = spec.split or ("train" if "train" in rows or len(rows) != 1 else next(iter(rows)))
@@ -94,9 +94,9 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     return HuggingFaceSource(classes, labels, images, root, captions)
 
 
-def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
-    """Load a data set, or a dictionary of data sets by split, with the library; raises DataError."""
-    path, name, options = spec.path, spec.name, {"cache_dir": str(spec.store_root / "downloads" / "huggingface")}
+def _loaded(datasets: Any, path: Path | None, name: str | None, folder: Path, key: str) -> Any:
+    """Load a data set, or a dictionary of data sets by split, which is kept in ``folder``; raises DataError."""
+    options = {"cache_dir": str(folder)}
     fix = "give what save_to_disk wrote, a .parquet, .arrow or .tar file or a folder of them with --set data.path=PATH"
     if path is not None and not path.exists():
         raise DataError(f"{key} does not exist; {fix}")

@@ -322,11 +322,11 @@ def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[V
     return found
 
 
-def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array | None:
-    """Return the constant fields, float32 (C, H, W), None if there are none; raises DataError."""
+def constants_of(asked: ConditionSpec, arrays: Arrays, size: tuple[int, int]) -> Array | None:
+    """Return the constant fields, float32 (C, H, W), of this height and width; None without any. Raises DataError."""
     if not asked.constants:
         return None
-    key, size, parts = "data.condition.constants", spec.stored_size, list[Array]()
+    key, parts = "data.condition.constants", list[Array]()
     counted = ("data.condition.constant_channels", asked.constant_channels)
     for variable in arrays.taken(key, asked.constants, ("(H, W)", "(C, H, W)"), counted, size):
         values = arrays.read_all(variable).astype(np.float32).reshape(-1, *size)
