@@ -250,8 +250,7 @@ def open_fields(spec: DataSpec) -> FieldSource:
         shapes = ("(H, W)", "(N, H, W)", "(N, C, H, W)")
         (mask,) = main.taken("data.mask", [spec.mask], shapes, size=spec.stored_size)
         if len(mask.shape) == 4 and mask.shape[1] not in (1, spec.channels):
-            wrong = f"{mask.name} of {main} has {mask.shape[1]} channels; use 1 or {spec.channels}"
-            raise DataError(f"data.mask: {wrong}")
+            raise DataError(f"data.mask: {mask.name} of {main} has {mask.shape[1]} channels; use 1 or {spec.channels}")
         if len(mask.shape) == 2:  # one for all images
             values, every = main.read_all(mask), (count, *mask.shape)
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
@@ -80,13 +80,6 @@ class _Config(BaseModel):
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = 12
     projection_dim: Width = 512
     max_position_embeddings: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 77
-    num_attention_heads: Annotated[int, Field(ge=1, le=1024)] = 8
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"{self.num_attention_heads} heads do not divide hidden_size = {self.hidden_size}")
-        return self
 
     @property
     def projects(self) -> bool:

@@ -385,15 +385,6 @@ def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path
     assert again.meta == latents.meta and again.key == latents.key
 
 
-def test_threads_store_the_same_captions_and_sizes(
-    spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = prepare_images(spec_of())
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
-    many = prepare_images(spec_of(store_root=tmp_path / "many"))
-    assert many.meta.sha256 == one.meta.sha256 and {"captions.npy", "sizes.npy"} <= one.meta.sha256.keys()
-
-
 def test_sizes_are_those_of_the_upright_file_and_of_its_crop_after_scaling(spec_of: SpecOf, folder: Path) -> None:
     sideways = Image.Exif()
     sideways[ExifTags.Base.Orientation] = 6

@@ -357,12 +357,6 @@ def test_lists_of_labels_that_are_wrong_are_one_line(
     assert message in line_of(spec_of(source="folder", path=path))
 
 
-def test_what_has_a_label_and_is_absent_is_left_out_and_named(tmp_path: Path, spec_of: SpecOf) -> None:
-    path = unpacked(tmp_path / "a", [["00000/img0.png", 0], ["00000/img1.png", 1], ["00000/img2.png", 1]])
-    store = prepare(spec_of(source="folder", path=path, max_bad_fraction=0.5))
-    assert store.labels.tolist() == [0, 1] and "00000/img2.png\t" in (store.path / "skipped.txt").read_text()
-
-
 def test_pictures_that_pillow_can_not_decode_are_left_out_and_named(tmp_path: Path, spec_of: SpecOf) -> None:
     files = {"0.png": encoded(GREY[0]), "1.heic": b"\0\0\0\x18ftypheic", "2.jxl": b"\xff\x0a", "notes.txt": b"no image"}
     root = tmp_path / "pictures"

@@ -156,7 +156,6 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         ({"label": [-1, *FIRST[1:]]}, {}, "has 1 of 12 rows without a label in column label"),
         ({"label": [None, None, *FIRST[2:]]}, {}, "has 2 of 12 rows without a label in column label"),
         ({"label": [None, *"abababababa"]}, {"label": datasets.Value("string")}, "has 1 of 12 rows without a label in"),
-        ({"label": [0.5] * 12}, {"label": datasets.Value("float32")}, "data.label_column = label of data.path"),
         ({"label": [0.5] * 12}, {"label": datasets.Value("float32")}, "float32, no whole numbers or names; convert or"),
         ({"label": [10**6] * 12}, {"label": datasets.Value("int64")}, "has the label 1000000 in column label"),
         ({"image": [], "label": []}, {}, "can't be loaded ("),

@@ -69,11 +69,12 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     key = f"data.path = {spec.path}" if spec.name is None else f"data.name = {spec.name}"
     rows = _loaded(datasets, spec.path, spec.name, spec.store_root / "downloads" / "huggingface", key)
     if isinstance(rows, dict):
-        splits = ", ".join(map(str, rows))
         wanted = spec.split or ("train" if "train" in rows or len(rows) != 1 else next(iter(rows)))
         if wanted not in rows:
-            fix = f"choose with --set data.split= one of {splits}"
-            raise DataError(f"data.split = {wanted} is no split of {key}; {fix}")
+            splits = ", ".join(map(str, rows))
+            raise DataError(
+                f"data.split = {wanted} is no split of {key}; choose with --set data.split= one of {splits}"
+            )
         rows = rows[wanted]
     elif spec.split not in (None, str(rows.split)):
         raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")

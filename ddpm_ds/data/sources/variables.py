@@ -405,8 +405,7 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
 
         if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
             count = len(os.listdir(path))
-            fix = "name one file, into which they are joined"
-            raise ValueError(f"it is a folder of {count:,} files and no Zarr; {fix}")
+            raise ValueError(f"it is a folder of {count:,} files, no Zarr; name one file, into which they are joined")
         files = [*files_below(path)]
         arrays: Variables = {}
         for folder, _, kind in (file.rpartition("/") for file in files):
