@@ -101,12 +101,11 @@ class StoredField(Kept):
         """The field before its values are rounded."""
         return self.model_copy(update={"values": "float32", "offset": ()}) if self.values == "float16" else self
 
-    def rounded(self, values: Images, first: int = 0) -> Images:
-        """Return values of channels from ``first`` on, (c, ...), as they are stored; infinite beyond the type."""
+    def rounded(self, values: Images) -> Images:
+        """Return values (C, ...) as they are stored; infinite beyond the type."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self.offset:
-                offset = np.array(self.offset[first : first + len(values)], np.float32)
-                offset = offset.reshape(-1, *[1] * (values.ndim - 1))
+                offset = np.array(self.offset, np.float32).reshape(-1, *[1] * (values.ndim - 1))
                 values = np.subtract(values, offset, dtype=np.result_type(values.dtype, np.float32))
             return np.ascontiguousarray(values, self.dtype)
 

@@ -41,24 +41,19 @@ from ddpm_ds.data.sources.base import Captions, Source, captions_of
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.data.writing import Chunk
-from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.errors import DataError, shortened
 from ddpm_ds.ground.files import open_regular
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-CHUNK_TEXTS = 64
-"""Texts that are written together."""
-STEPS = 127
-"""Largest int8, which the largest value of a token becomes."""
+CHUNK_TEXTS = 64  # texts that are written together
+STEPS = 127  # largest int8, which the largest value of a token becomes
 MOST_FLOAT16 = 65504.0
-ENCODERS = "encoders"
-"""Key of the encoders in the checksums of encoded text."""
-PROMPTS = "prompts.npz"
-"""File of the prompts in the folder of a run."""
-SHOWN = 60
-"""Most characters of a prompt in a message."""
+ENCODERS = "encoders"  # key of the encoders in the checksums of encoded text
+PROMPTS = "prompts.npz"  # file of the prompts in the folder of a run
+SHOWN = 60  # most characters of a prompt in a message
 
 
 def known_captions(source: Source, spec: DataSpec) -> Captions | None:
@@ -98,8 +93,7 @@ def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
     measured = {MEASURED: StoredField(shape=(3,), values="float32")}
     if encoders.spec.stored == "ids":
         return {IMAGES: StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
-    small = encoders.spec.stored == "int8"
-    shape = (1, encoders.tokens, encoders.channels)
+    small, shape = encoders.spec.stored == "int8", (1, encoders.tokens, encoders.channels)
     fields = {IMAGES: StoredField(shape=shape, values="int8" if small else "float16")}
     if small:
         fields[TEXT_SCALE] = StoredField(shape=(encoders.tokens,), values="float32")
@@ -181,9 +175,17 @@ class EncodedPrompts:
     """Prompts, and the empty text, as encoders encode them: float16 on the CPU, as the captions of training."""
 
     texts: tuple[str, ...]
-    encoded: Encoded
-    empty: Encoded
-    """N = 1."""
+    whole: Encoded  # the encoded texts and, last, the empty text
+
+    @property
+    def encoded(self) -> Encoded:
+        """The encoded texts."""
+        return self.whole.each(lambda part: part[:-1])
+
+    @property
+    def empty(self) -> Encoded:
+        """The encoded empty text, N = 1."""
+        return self.whole.each(lambda part: part[-1:])
 
     @classmethod
     def of(
@@ -201,9 +203,9 @@ class EncodedPrompts:
         encoders.check_learned(learned)
         for text, excess in zip(texts, encoders.excess([*texts]), strict=True):
             if excess:
-                begin = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
-                log(f'the prompt "{begin}" is longer than {encoders.tokens} tokens: its last {excess} are not read')
-        return cls.split(texts, encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
+                line = f'the prompt "{shortened(text, SHOWN)}" is longer than {encoders.tokens} tokens'
+                log(f"{line}: its last {excess} are not read")
+        return cls(tuple(texts), encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod
     def of_captions(cls, cache: DatasetCache, positions: Indices) -> Self:
@@ -214,28 +216,14 @@ class EncodedPrompts:
         found = {name: torch.from_numpy(_read_field(cache, positions, name)) for name in names}
         scale, empty = found.get(TEXT_SCALE), cache.empty_text
         assert empty is not None, "the cache has text"
-        captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
-        return cls(first_captions(cache, positions), captions, empty._replace(tokens=empty.tokens.half()))
-
-    @classmethod
-    def split(cls, texts: Sequence[str], whole: Encoded) -> Self:
-        """Return prompts from their encoded texts and, last of ``whole``, the empty text."""
-        tokens, pooled = whole
-        last = Encoded(tokens[-1:], None if pooled is None else pooled[-1:])
-        return cls(tuple(texts), Encoded(tokens[:-1], None if pooled is None else pooled[:-1]), last)
-
-    @property
-    def whole(self) -> tuple[Tensor, ...]:
-        """Tokens and, if there is one, pooled text of the prompts and, last, of the empty text."""
-        import torch
-
-        pairs = zip(self.encoded, self.empty, strict=True)
-        return tuple(torch.cat((one, last)) for one, last in pairs if one is not None and last is not None)
+        tokens = torch.cat((widened(found[TEXT], scale), empty.tokens)).half()
+        pooled = None if empty.pooled is None else torch.cat((found[POOLED], empty.pooled))
+        return cls(first_captions(cache, positions), Encoded(tokens, pooled))
 
     def content(self) -> bytes:
         """Return the content of a file that :meth:`read` reads."""
         file = io.BytesIO()
-        arrays: dict[str, Any] = {name: part.numpy() for name, part in zip(Encoded._fields, self.whole, strict=False)}
+        arrays: dict[str, Any] = {name: part.numpy() for name, part in self.whole._asdict().items() if part is not None}
         np.savez(file, texts=np.array(self.texts), **arrays)
         return file.getvalue()
 
@@ -247,8 +235,7 @@ class EncodedPrompts:
         try:
             with np.load(path) as found:
                 pooled = torch.from_numpy(found["pooled"]) if "pooled" in found else None
-                texts = tuple(map(str, found["texts"]))
-                read = cls.split(texts, Encoded(torch.from_numpy(found["tokens"]), pooled))
+                read = cls(tuple(map(str, found["texts"])), Encoded(torch.from_numpy(found["tokens"]), pooled))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             return None
-        return read if len(read.encoded.tokens) == len(texts) else None
+        return read if len(read.whole.tokens) == len(read.texts) + 1 else None

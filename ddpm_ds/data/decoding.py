@@ -19,59 +19,35 @@ import numpy.typing as npt
 from PIL import ExifTags, Image
 
 from ddpm_ds.data.cache import CAPTIONS, SIZES
-from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
+from ddpm_ds.data.sources.base import Pixels, Source, formats, one_line
 from ddpm_ds.data.writing import Chunk
 
-Size = tuple[int, int]
-"""Height and width in pixels."""
-CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
-"""Maximum bytes of pixels, and images, in a chunk that one thread decodes."""
-MOST_DECODING_BYTES = 300_000_000
-"""Maximum memory for decoding one image at full size, its file included."""
-BIG_BYTES = 2**24
-"""Memory above which an image counts as big: a PNG of 2048 x 2048 pixels."""
+Size = tuple[int, int]  # height and width in pixels
+CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64  # maximum bytes of pixels, and images, in a chunk that one thread decodes
+MOST_DECODING_BYTES = 300_000_000  # maximum memory for decoding one image at full size, its file included
+BIG_BYTES = 2**24  # memory above which an image counts as big: a PNG of 2048 x 2048 pixels
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
 """More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
-Turn = AbstractContextManager[object]
-"""Context in which one thread at a time decodes a big image."""
-ALONE: Turn = contextlib.nullcontext()
-"""Lock replacement for a thread that decodes alone."""
+BIG = threading.Lock()  # held while a thread decodes a big image, so that memory does not grow with threads
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
 of the crop in the scaled image, height and width of the crop."""
-MODES = {1: "L", 3: "RGB"}
-"""Mode of decoded images, by channels."""
-SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations of images whose height is the width of the file."""
+MODES = {1: "L", 3: "RGB"}  # mode of decoded images, by channels
+SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations of images whose height is the width of the file
 _TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 """Operation that turns an image upright, by EXIF orientation."""
 
 
-def decoded(source: Source, i: int, size: Size, channels: int, big: Turn = ALONE) -> tuple[Pixels, Sizes]:
-    """Return image ``i`` as uint8 (height, width, ``channels``) of ``size``, and its sizes; raises UnreadableImage.
-
-    ``big`` is entered while a big image is decoded: a lock bounds the memory of several threads.
-    """
-    try:
-        content = source.read(i)
-    except (OSError, ValueError, MemoryError) as error:
-        raise UnreadableImage(source.name(i), one_line(error)) from error
-    try:
-        return decode_with_sizes(content, size, channels, big)
-    except Exception as error:  # a decoder may raise anything on broken bytes
-        raise UnreadableImage(source.name(i), one_line(error)) from error
-
-
-def decode(content: bytes | Pixels, size: Size, channels: int, big: Turn = ALONE) -> Pixels:
+def decode(content: bytes | Pixels, size: Size, channels: int) -> Pixels:
     """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``) of ``size``.
 
     Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
     raise any exception of a decoder.
     """
-    return decode_with_sizes(content, size, channels, big)[0]
+    return decode_with_sizes(content, size, channels)[0]
 
 
 def upright_size(content: bytes | Pixels) -> Size:
@@ -83,11 +59,11 @@ def upright_size(content: bytes | Pixels) -> Size:
         return image.size if _orientation(image, Image.Image.getexif) in SIDEWAYS else image.size[::-1]
 
 
-def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int, big: Turn = ALONE) -> tuple[Pixels, Sizes]:
+def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int) -> tuple[Pixels, Sizes]:
     """Decode as :func:`decode`, and return the sizes of the upright image and of its crop too."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
-        with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1], big):
+        with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1]):
             return fit(Image.fromarray(grey), size, channels), _sizes(grey.shape[1::-1], size)
     with Image.open(io.BytesIO(content), formats=formats()) as image:
         needed, whole = len(content), image.size
@@ -100,7 +76,7 @@ def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int, big: T
         copies = OPAQUE_BYTES if image.has_transparency_data else copies
         copies += CONVERTED_BYTES if _orientation(image, Image.Image.getexif) in UPRIGHT else 0
         needed += (PIXEL_BYTES.get(image.format or "", 4) + copies) * image.width * image.height
-        with _memory(needed, whole, big):
+        with _memory(needed, whole):
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
                 raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
@@ -116,14 +92,14 @@ def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
     return np.array([height, width, *crop, *size], np.float32)
 
 
-def _memory(needed: int, shape: tuple[int, ...], big: Turn) -> Turn:
+def _memory(needed: int, shape: tuple[int, ...]) -> AbstractContextManager[object]:
     """Return the context in which ``needed`` bytes may be allocated; raises ValueError if they are too many."""
     if needed > MOST_DECODING_BYTES:
         raise ValueError(
             f"{shape[0]} x {shape[1]} pixels take {needed / 1e6:,.0f} MB to decode, more than "
             f"{MOST_DECODING_BYTES / 1e6:.0f}; scale it down"
         )
-    return big if needed > BIG_BYTES else ALONE
+    return BIG if needed > BIG_BYTES else contextlib.nullcontext()
 
 
 def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, float] | None = None) -> Pixels:
@@ -169,10 +145,8 @@ class Decoding:
         self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None, threads: int
     ) -> None:
         self.source, self.shape, self.threads = source, shape, threads
-        self.captions = captions
-        """Numbers of each image's captions, (N, most captions)."""
+        self.captions = captions  # numbers of each image's captions, (N, most captions)
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
-        self._big = threading.Lock()
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
         """Yield the images of a range of the source in chunks, a bounded number of which are decoded ahead.
@@ -190,7 +164,6 @@ class Decoding:
                     yield ahead.popleft().result()
             finally:
                 stopped.set()
-                pool.shutdown(cancel_futures=True)
 
     def _chunk(self, numbers: range, stopped: threading.Event) -> Chunk:
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
@@ -200,9 +173,14 @@ class Decoding:
             if stopped.is_set():
                 break
             try:
-                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels, self._big)
-            except UnreadableImage as error:
-                skipped.append((error.name, error.reason))
+                content = self.source.read(i)
+            except (OSError, ValueError, MemoryError) as error:  # any other is a bug
+                skipped.append((self.source.name(i), one_line(error)))
+                continue
+            try:
+                pixels, sizes = decode_with_sizes(content, (size[0], size[1]), channels)
+            except Exception as error:  # a decoder may raise anything on broken bytes
+                skipped.append((self.source.name(i), one_line(error)))
                 continue
             images.append(pixels.transpose(2, 0, 1).tobytes())
             labels.append(int(self.source.labels[i]))

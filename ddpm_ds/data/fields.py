@@ -17,6 +17,7 @@ Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmosp
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ import numpy.typing as npt
 from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
 from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
-from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, files_below, labelled, one_line
+from ddpm_ds.data.sources.base import BROKEN, Labels, files_below, labelled, one_line
 from ddpm_ds.data.sources.variables import (
     MOST_BYTES,
     Array,
@@ -44,7 +45,6 @@ from ddpm_ds.data.sources.variables import (
     condition_of,
     constants_of,
     images_of,
-    mask_of,
     open_at,
     positions,
 )
@@ -56,16 +56,13 @@ from ddpm_ds.ground.files import sha256_of
 
 CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 Values = Literal["uint8", "float16", "float32"]
-TOGETHER_BYTES = 2**22
-"""Bytes of the images in a chunk, at least one image."""
-WHOLE_BYTES = 2**32
-"""Maximum bytes of a source that is recognised by the checksums of its files."""
+TOGETHER_BYTES = 2**22  # bytes of the images in a chunk, at least one image
+WHOLE_BYTES = 2**32  # maximum bytes of a source that is recognised by the checksums of its files
 SAMPLED, SAMPLED_BYTES, MOST_SAMPLED = "sampled ", 2**25, 16
 """A larger one is recognised by so many bytes of so many images, at least one, and its hash begins so."""
 REGRESSION = "regression"
 """Key of the regression's weights in the checksums of residuals; their fields have the prefix of pixels."""
-PREDICTED_BYTES = 2**20
-"""Bytes of fields that are predicted together, at least one field."""
+PREDICTED_BYTES = 2**20  # bytes of fields that are predicted together, at least one field
 
 
 @dataclass(frozen=True)
@@ -83,14 +80,17 @@ class FieldSource:
 
     parts: Mapping[str, JoinedField]
     """Fields by name, images first; a mask that is made of values that are NaN is not among them."""
-    fields: Mapping[str, StoredField]
-    """All fields that are stored."""
-    nan: bool
-    """Whether values that are NaN are masked, instead of refused."""
+    nan: bool  # whether values that are NaN are masked, instead of refused
     constants: Array | None
     coordinates: tuple[Coordinate, ...]
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
+
+    @functools.cached_property
+    def fields(self) -> dict[str, StoredField]:
+        """All fields that are stored."""
+        mask = {MASK: StoredField(shape=self.parts[IMAGES].stored.shape, values="uint8")} if self.nan else {}
+        return {name: part.stored for name, part in self.parts.items()} | mask
 
     def _rows(self) -> dict[str, list[Rows]]:
         return {
@@ -157,14 +157,15 @@ class FieldSource:
                 offset = np.where(large, np.where(whole, np.rint(mean), mean), 0.0).astype(np.float32)
                 stored = part.stored.model_copy(update={"offset": tuple(offset.tolist())})
                 parts[name] = replace(part, stored=stored)
-        return replace(self, parts=parts, fields={**self.fields, **{name: parts[name].stored for name in halves}})
+        return replace(self, parts=parts)
 
     def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
         """Return the fields of an image, not yet rounded, with its uint8 mask, and NaN for masked floats."""
-        found = {
-            name: joined(self.parts[name].stored.wide, each, i) if name != MASK else np.asarray(each[0][i])
-            for name, each in rows.items()
-        }
+        found = dict[str, Array]()
+        for name, each in rows.items():
+            stored = self.parts[name].stored
+            values = joined(stored.shape, each, i)
+            found[name] = values if name == MASK else stored.wide.rounded(values)
         images = found[IMAGES]
         if self.nan:
             found[MASK] = (~np.isnan(images)).astype(np.uint8)
@@ -173,7 +174,7 @@ class FieldSource:
             if not np.isin(mask, (0, 1)).all():
                 (variable,), arrays = self.parts[MASK].variables, self.parts[MASK].arrays
                 raise DataError(f"data.mask: {variable.name} of {arrays} has other values than 0 and 1 in image {i}")
-            mask = found[MASK] = mask.astype(np.uint8).reshape(self.fields[MASK].shape)
+            mask = found[MASK] = mask.astype(np.uint8)
             if images.dtype.kind == "f" and not mask.all():
                 found[IMAGES] = np.where(mask, images, images.dtype.type(np.nan))
         return found
@@ -212,7 +213,7 @@ class FieldSource:
     def _unfit(self, name: str, rows: Sequence[Rows], i: int) -> DataError:
         """Return the error for a value of image ``i`` that is not finite, or not once it is stored."""
         part = self.parts[name]
-        raw = np.concatenate([np.asarray(row[i]).reshape(row.variable.channels, -1) for row in rows])
+        raw = joined(part.stored.shape, rows, i).reshape(part.stored.shape[0], -1)
         bad = ~np.isfinite(part.stored.rounded(raw)) & ~(np.isnan(raw) & self._masks(name))
         assert bad.any(), "the file has changed while it was read"
         channel, place = np.unravel_index(bad.argmax(), bad.shape)
@@ -246,17 +247,17 @@ def open_fields(spec: DataSpec) -> FieldSource:
         parts[VECTOR] = JoinedField(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
     count = check_counts([(part.arrays, part.variables) for part in parts.values()])
     if spec.mask is not None and spec.mask != "nan":
-        mask = mask_of(spec, spec.mask, main)
+        shapes = ("(H, W)", "(N, H, W)", "(N, C, H, W)")
+        (mask,) = main.taken("data.mask", [spec.mask], shapes, size=spec.stored_size)
+        if len(mask.shape) == 4 and mask.shape[1] not in (1, spec.channels):
+            raise DataError(f"data.mask: {mask.name} of {main} has {mask.shape[1]} channels; use 1 or {spec.channels}")
         if len(mask.shape) == 2:  # one for all images
             values, every = main.read_all(mask), (count, *mask.shape)
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
         parts[MASK] = _part(main, [mask], "uint8")
         check_counts([(main, images), (main, [mask])])
-    fields = {name: part.stored for name, part in parts.items()}
-    if spec.mask == "nan":
-        fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
-    constants, coordinates = constants_of(spec, asked, beside), coordinates_of(images[0], main)
-    return FieldSource(parts, fields, spec.mask == "nan", constants, coordinates, *labels_of(main, count))
+    constants, coordinates = constants_of(asked, beside, spec.stored_size), tuple(coordinates_of(images[0], main))
+    return FieldSource(parts, spec.mask == "nan", constants, coordinates, *labelled(main.labels(count, strict=False)))
 
 
 def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> JoinedField:
@@ -266,39 +267,20 @@ def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> Join
     return JoinedField(arrays, variables, stored)
 
 
-def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
-    """Return a field of image ``i``, of the type that is stored."""
-    if len(rows) == 1:
-        return stored.rounded(rows[0][i].reshape(stored.shape))
-    found, first = np.empty(stored.shape, stored.dtype), 0
-    for row in rows:
-        last = first + row.variable.channels
-        found[first:last] = stored.rounded(row[i].reshape(-1, *stored.shape[1:]), first)
-        first = last
-    return found
+def joined(shape: tuple[int, ...], rows: Sequence[Rows], i: int) -> Array:
+    """Return a field of image ``i``, of ``shape``, as in its source."""
+    parts = [np.asarray(row[i]).reshape(-1, *shape[1:]) for row in rows]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def coordinates_of(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
-    """Return names, positions and units of the dimensions of images."""
-    found = list[Coordinate]()
+def coordinates_of(variable: Variable, arrays: Arrays) -> Iterator[Coordinate]:
+    """Yield names, positions and units of the dimensions of images."""
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
     for along, axis in axes:
         if variable.dimensions and (name := variable.dimensions[axis]):
             values = positions(variable, axis, arrays)
             units = arrays.found[name].units if values else ""
-            found.append(Coordinate(along=along, name=name, values=values, units=units))
-    return tuple(found)
-
-
-def labels_of(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
-    """Return classes and labels: whole numbers (N,) named labels or arr_1, else one class."""
-    found = next((arrays.found[name] for name in ("labels", "arr_1") if name in arrays.found), None)
-    if found is None or found.shape != (count,) or found.dtype.kind not in "iu":
-        return labelled(np.full(count, UNLABELLED))
-    labels = arrays.read_all(found).astype(np.int64)
-    if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
-        raise DataError(f"{found.name} of {arrays} has labels from {labels.min()} to {labels.max()}; number from 0")
-    return labelled(labels)
+            yield Coordinate(along=along, name=name, values=values, units=units)
 
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
@@ -329,9 +311,7 @@ def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
 class Regression(Protocol):
     """Trained regression."""
 
-    @property
-    def digest(self) -> str:
-        """Checksum of its weights."""
+    digest: str  # checksum of its weights
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""

@@ -114,7 +114,7 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
 
     def read_one(i: int) -> Values:
         try:
-            return stored.read(joined(stored, rows, i))
+            return stored.read(stored.rounded(joined(stored.shape, rows, i)))
         except BROKEN as error:
             raise DataError(f"{at}: {names} can't be read at input {i} ({one_line(error)})") from error
 

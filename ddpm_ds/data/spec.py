@@ -132,13 +132,9 @@ class DataSpec(Section):
         only_with(types.read_by_source("split")),
     ] = None
     """Split of the data set that `huggingface` reads; null means train, or else the only split."""
-    image_column: Annotated[
-        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("image_column"))
-    ] = None
+    image_column: Annotated[types.Variable | None, only_with(types.read_by_source("image_column"))] = None
     """Column of images that `huggingface` reads; null means the only image column."""
-    label_column: Annotated[
-        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("label_column"))
-    ] = None
+    label_column: Annotated[types.Variable | None, only_with(types.read_by_source("label_column"))] = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
     image_size: types.Size
@@ -254,18 +250,12 @@ class DataSpec(Section):
     def named_arrays(self) -> dict[str, object]:
         """Values of the keys that only a source of named arrays reads, by key, if they are given."""
         condition = self.condition or ConditionSpec()
-        given = {
-            "data.values": self.values if self.are_fields else None,
-            "data.variables": self.variables,
-            "data.mask": self.mask,
-            "data.missing_chunks": self.missing_chunks if self.missing_chunks == "fill" else None,
-            "data.condition.kind": condition.kind if condition.kind == "stored" else None,
-            "data.condition.path": condition.path,
-            "data.condition.variables": condition.variables,
-            "data.condition.constants": condition.constants,
-            "data.condition.vector": condition.vector,
-        }
-        return {key: value for key, value in given.items() if value}
+        given = {f"data.{key}": getattr(self, key) for key in ("values", "variables", "mask", "missing_chunks")}
+        of_condition = ("kind", "path", "variables", "constants", "vector")
+        given |= {f"data.condition.{key}": getattr(condition, key) for key in of_condition}
+        usual = {"data.values": {"bytes"}, "data.missing_chunks": {"refuse"}}
+        usual["data.condition.kind"] = {"reduced", "grey", "cut_out"}
+        return {key: value for key, value in given.items() if value and value not in usual.get(key, ())}
 
     @property
     def reads_arrays(self) -> bool:

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
@@ -40,7 +40,6 @@ SUFFIXES = ("", "_2")
 MOST_TOKENS = 4096
 TEXTS_AT_ONCE = 8
 """Texts that are encoded together, always as many: a product of another shape may be rounded otherwise."""
-PROJECTING = "CLIPTextModelWithProjection"
 INDEX = "model_index.json"
 DOWNLOADED = [INDEX, *(f"{part}{suffix}/*" for part in ("tokenizer", "text_encoder") for suffix in SUFFIXES)]
 
@@ -48,18 +47,20 @@ DOWNLOADED = [INDEX, *(f"{part}{suffix}/*" for part in ("tokenizer", "text_encod
 class Encoded(NamedTuple):
     """Encoded texts."""
 
-    tokens: Tensor
-    """(N, tokens, channels) float16 or float32."""
-    pooled: Tensor | None = None
-    """(N, channels) of the same dtype; None if the U-Net reads none."""
+    tokens: Tensor  # (N, tokens, channels) float16 or float32
+    pooled: Tensor | None = None  # (N, channels) of the same dtype; None if the U-Net reads none
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Encoded:
+        """Return them after a ``change`` of both."""
+        return Encoded(change(self.tokens), None if self.pooled is None else change(self.pooled))
 
     def on(self, device: torch.device) -> Encoded:
         """Return them on a device."""
-        return Encoded(self.tokens.to(device), None if self.pooled is None else self.pooled.to(device))
+        return self.each(lambda part: part.to(device))
 
     def rounded(self) -> Encoded:
         """Return them in float16, as they are stored."""
-        return Encoded(self.tokens.half(), None if self.pooled is None else self.pooled.half())
+        return self.each(lambda part: part.half())
 
 
 def widened(tokens: Tensor, scale: Tensor | None) -> Tensor:
@@ -79,27 +80,19 @@ class _Config(BaseModel):
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = 12
     projection_dim: Width = 512
     max_position_embeddings: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 77
-    num_attention_heads: Annotated[int, Field(ge=1, le=1024)] = 8
 
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"{self.num_attention_heads} heads do not divide hidden_size = {self.hidden_size}")
-        return self
+    @property
+    def projects(self) -> bool:
+        """Whether it has a pooled text."""
+        return self.architectures[0] == "CLIPTextModelWithProjection"
 
     @property
     def parameters(self) -> int:
         """Parameters of the encoder."""
         width, inner = self.hidden_size, self.intermediate_size
         layer = 4 * width * (width + 1) + 2 * width * inner + width + inner + 4 * width
-        projection = width * self.projection_dim if self.architectures[0] == PROJECTING else 0
         embedded = (self.vocab_size + self.max_position_embeddings) * width
-        return embedded + self.num_hidden_layers * layer + 2 * width + projection
-
-    @property
-    def states(self) -> int:
-        """Elements of the hidden states of all layers, which are kept while texts are encoded."""
-        return TEXTS_AT_ONCE * self.max_position_embeddings * (self.num_hidden_layers + 1) * self.hidden_size
+        return embedded + self.num_hidden_layers * layer + 2 * width + self.projects * width * self.projection_dim
 
 
 @dataclass(frozen=True)
@@ -116,8 +109,16 @@ class TextEncoders:
     """Encoders on a device, loaded at their first use: fp16 on CUDA, else fp32. Without a device they read text."""
 
     def __init__(self, spec: TextSpec, parts: Sequence[FilesOfEncoder], device: torch.device | None) -> None:
-        self.spec, self.device, self._parts = spec, device, parts
-        self._configs = [part.config for part in parts]
+        self.spec, self.device, self._parts, self.count = spec, device, parts, len(parts)
+        configs = [part.config for part in parts]
+        self.channels = sum(each.hidden_size for each in configs)  # width of the encoded tokens
+        self.tokens = configs[0].max_position_embeddings  # tokens of a text, padding included
+        self.pooled_channels = next((each.projection_dim for each in configs if each.projects), None)
+        """Width of the pooled text; None if no encoder projects."""
+        self.parameters = sum(each.parameters for each in configs)
+        states = (each.max_position_embeddings * (each.num_hidden_layers + 1) * each.hidden_size for each in configs)
+        self.elements = self.parameters + TEXTS_AT_ONCE * sum(states)
+        """Elements that a device holds while it encodes: parameters, and the states of all layers."""
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
@@ -143,37 +144,6 @@ class TextEncoders:
             for path in (*beside, part.encoder / CONFIG, *_weights(part.encoder, part.variant)):
                 followed.update(f"{path.parent.name}/{path.name} {_checksum(path)}".encode())
         return followed.hexdigest()
-
-    @property
-    def channels(self) -> int:
-        """Width of the encoded tokens."""
-        return sum(each.hidden_size for each in self._configs)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a text, padding included."""
-        return self._configs[0].max_position_embeddings
-
-    @property
-    def pooled_channels(self) -> int | None:
-        """Width of the pooled text; None if no encoder projects."""
-        widths = (each.projection_dim for each in self._configs if each.architectures[0] == PROJECTING)
-        return next(widths, None)
-
-    @property
-    def count(self) -> int:
-        """Number of encoders."""
-        return len(self._parts)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of all encoders."""
-        return sum(each.parameters for each in self._configs)
-
-    @property
-    def elements(self) -> int:
-        """Elements that a device holds while it encodes: parameters, and the states of texts."""
-        return self.parameters + sum(each.states for each in self._configs)
 
     @functools.cached_property
     def tokenizers(self) -> list[Any]:
@@ -242,7 +212,7 @@ class TextEncoders:
                     states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
                     pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
                 tokens.append(torch.cat(states, dim=-1)[:count])
-                projected += () if pooled is None else (pooled[:count],)
+                projected += [] if pooled is None else [pooled[:count]]
         return Encoded(torch.cat(tokens), torch.cat(projected) if projected else None)
 
     def excess(self, texts: Sequence[str]) -> list[int]:
@@ -266,13 +236,14 @@ def check_text(text: TextSpec | None, cross: CrossAttentionSpec | None) -> None:
 
 def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int, int | None] | None:
     """Return the first key of ``unet.text`` that encoders don't fit, its value and theirs; None if they fit."""
-    asked: tuple[tuple[str, int | None, int | None], ...] = (
-        ("tokens", cross.tokens, encoders.tokens),
-        ("context_channels", cross.context_channels, encoders.channels),
-        ("pooled_channels", cross.pooled_channels, encoders.pooled_channels),
-    )
-    wrong = ((key, wanted, found) for key, wanted, found in asked if wanted is not None and wanted != found)
-    return next(wrong, None)
+    for key, found in (
+        ("tokens", encoders.tokens),
+        ("context_channels", encoders.channels),
+        ("pooled_channels", encoders.pooled_channels),
+    ):
+        if (wanted := getattr(cross, key)) is not None and wanted != found:
+            return key, wanted, found
+    return None
 
 
 def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:
@@ -299,11 +270,10 @@ def parts_of(spec: TextSpec) -> list[FilesOfEncoder]:
                 raise _unusable(spec, f"{encoder.name}/{CONFIG} is of another kind ({key}: {fault['msg']})") from None
             except (OSError, ValueError) as error:
                 raise _unusable(spec, f"{encoder.name}/{CONFIG} can't be read ({one_line(error)})") from None
-            variants: tuple[Literal["fp16"] | None, ...] = (None, "fp16")
-            usable = [each for each in variants if _weights(encoder, each)]
-            if not usable:
+            variant: Literal["fp16"] | None = None if _weights(encoder, None) else "fp16"
+            if not _weights(encoder, variant):
                 raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
-            found.append(FilesOfEncoder(tokenizer, encoder, config, usable[0]))
+            found.append(FilesOfEncoder(tokenizer, encoder, config, variant))
         return found
 
     folder = expanded(spec.encoders)

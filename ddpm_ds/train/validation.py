@@ -186,14 +186,15 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
     texts = broadcast_object(() if encoded is None else encoded.texts, tuple[str, ...])
     shapes: list[tuple[int, ...]] = [(unet.tokens, unet.context_channels)]
     shapes += [] if unet.pooled_channels is None else [(unet.pooled_channels,)]
+    given = [] if encoded is None else [part for part in encoded.whole if part is not None]
     parts = []
     for number, shape in enumerate(shapes):
         whole = torch.empty(len(texts) + 1, *shape, dtype=torch.float16, device=device)
-        if encoded is not None:
-            whole.copy_(encoded.whole[number])
+        if given:
+            whole.copy_(given[number])
         dist.broadcast(whole, src=0)
         parts.append(whole)
-    known = EncodedPrompts.split(texts, Encoded(*parts))
+    known = EncodedPrompts(texts, Encoded(*parts))
     against = no_text(text, known.empty)
     return Prompts(unet, known.encoded, against, size=pixels_of(spec.data).size, device=device, texts=known.texts)
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.data.cache import DatasetCache, Indices, Subset
-from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.decoding import Decoding, decode
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
@@ -33,7 +33,15 @@ def encoded(pixels: npt.NDArray[np.uint8], kind: str = "png") -> bytes:
 
 def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels, int]:
     """Pixels and label of an image."""
-    return decoded(source, i, (size, size), channels)[0], int(source.labels[i])
+    return decode(source.read(i), (size, size), channels), int(source.labels[i])
+
+
+def skipped(source: Source, i: int) -> tuple[str, str]:
+    """Name of an image that can't be read, and the reason in a line."""
+    (chunk,) = Decoding(source, (1, 8, 8), None, threads=1).chunks(range(i, i + 1))
+    ((name, reason),) = chunk.skipped
+    assert reason.isprintable() and " at 0x" not in reason
+    return name, reason
 
 
 def loaded(

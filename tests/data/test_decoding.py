@@ -63,6 +63,12 @@ def test_images_turn_and_fit_as_pillow_does_it_in_one_go(mode: str) -> None:
                 assert (fit(image, size, channels) == np.array(whole).reshape(*size, channels)).all()
 
 
+def test_transparent_pixels_are_white_and_images_of_the_size_are_unchanged() -> None:
+    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), (4, 4), 1) == 255).all()
+    pixels = np.asarray(noise(5, 5).convert("RGB"))
+    assert (fit(Image.fromarray(pixels), (5, 5), 3) == pixels).all()
+
+
 @pytest.mark.parametrize(
     ("width", "height"), [(500, 333), (333, 501), (257, 257), (129, 1000), (1023, 513), (65, 67), (64, 64), (40, 30)]
 )
@@ -119,10 +125,11 @@ def test_big_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         def __exit__(self, *_: object) -> None:
             entered.append(-1)
 
+    monkeypatch.setattr(decoding, "BIG", Context())
     big, small = noise(2100, 2000).convert("L"), noise(500, 500).convert("L")
     for image, kind, expected in ((big, "png", [1, -1]), (small, "png", []), (big, "jpeg", [])):
         entered.clear()
-        decode(file_of(image, kind), (8, 8), 1, Context())
+        decode(file_of(image, kind), (8, 8), 1)
         assert entered == expected, "a JPEG is scaled down while it is decoded"
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,13 +294,24 @@ def test_threads_decode_the_same_pixels_and_stop_with_their_reader(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     many = prepare(spec.model_copy(update={"store_root": tmp_path / "many"}))
     assert many.meta == one.meta  # checksums and skipped images among it
-    source = open_source(spec)
-    reads = Mock(wraps=source.read)
-    monkeypatch.setattr(source, "read", reads)
+    source, reads, closed = open_source(spec), list[int](), threading.Event()
+
+    class Stopping(threading.Event):
+        def set(self) -> None:
+            super().set()
+            closed.set()
+
+    def read(i: int) -> bytes:
+        reads.append(i)
+        assert i < 5 or closed.wait(PATIENCE_SECONDS)  # later chunks begin, and wait for the end
+        return (folder / "dogs" / "0.png").read_bytes()
+
+    monkeypatch.setattr(source, "read", read)
+    monkeypatch.setattr(decoding, "threading", SimpleNamespace(Event=Stopping))
     chunks = decoding.Decoding(source, (1, 8, 8), None, threads=2).chunks(range(112))
-    next(chunks)
+    assert len(next(chunks).images) == 5
     chunks.close()  # type: ignore[attr-defined]
-    assert reads.call_count <= 5 * 5 + 2, "no more than two threads with two chunks ahead each"
+    assert len(reads) <= 5 + 2, "each thread ends with its image"
 
 
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(folder: Path, spec_of: SpecOf) -> None:

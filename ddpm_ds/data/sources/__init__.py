@@ -24,12 +24,10 @@ OPENERS: dict[str, Opener] = {
     "arrays": open_arrays,
     "huggingface": open_huggingface,
 }
-"""Functions that open sources of pictures, by `data.source`; :data:`ddpm_ds.schema.choices.SOURCES` has their words."""
+"""Functions that open sources of pictures, by `data.source`; `schema/choices.py` has their words."""
 FIELD_OPENERS: dict[str, VariablesOpener] = {
     "arrays": open_numpy,
-    "hdf5": open_stored,
-    "zarr": open_stored,
-    "netcdf": open_stored,
+    **dict.fromkeys(("hdf5", "zarr", "netcdf"), open_stored),
 }
 """Functions that open files of named arrays, by `data.source`."""
 

@@ -1,12 +1,10 @@
 """Images in one array: numpy's ``.npy`` and ``.npz`` files, the digits and CIFAR-10."""
 
 import contextlib
-import errno
 import io
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib.util import find_spec
@@ -16,10 +14,7 @@ import numpy as np
 from filelock import FileLock
 
 from ddpm_ds.data.sources.base import (
-    BROKEN,
-    MOST_CLASSES,
     NETWORK_TIMEOUT_SECONDS,
-    UNLABELLED,
     Labels,
     Pixels,
     labelled,
@@ -28,13 +23,11 @@ from ddpm_ds.data.sources.base import (
     one_line,
     read_path,
 )
-from ddpm_ds.data.sources.variables import Array, Variable, Variables
+from ddpm_ds.data.sources.variables import Variable, Variables, open_at
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
-IMAGES, LABELS = ("images", "arr_0"), ("labels", "arr_1")
-"""Names of the images and of the labels in a .npz."""
-COPY_BYTES = 2**22
+IMAGES = ("images", "arr_0")  # names of the images in a .npz
 
 
 @dataclass
@@ -71,60 +64,37 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     Images are ``images`` or ``arr_0``, uint8 (N, H, W), (N, H, W, C) or (N, C, H, W) with one or three channels; labels
     are ``labels`` or ``arr_1``, whole numbers from 0. The names ``arr_0`` and ``arr_1`` are guided-diffusion's.
     """
-    path = read_path(spec, "a .npy or .npz file")
-    try:
-        found = _mapped(path, spec.store_root, [*IMAGES, *LABELS])
-        if twice := next((names for names in (IMAGES, LABELS) if all(name in found for name in names)), None):
-            raise ValueError(f"it has {' or '.join(twice)} twice")
-        images, labels = (next((found[name] for name in names if name in found), None) for names in (IMAGES, LABELS))
-        if images is None:
-            raise ValueError(f"it has no array {' or '.join(IMAGES)}")
-    except BROKEN as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # the disk of store_root is full
-        raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again with numpy") from error
-    fits = images.ndim == 3 or (images.ndim == 4 and {images.shape[1], images.shape[3]} & {1, 3})
-    if images.dtype != np.uint8 or not fits or not images.size:
+    arrays = open_at("data.path", read_path(spec, "a .npy or .npz file"), spec, open_numpy)
+    found = [arrays.found[name] for name in IMAGES if name in arrays.found]
+    if len(found) != 1:
+        raise DataError(f"{arrays} has {'two arrays' if found else 'no array'} {' or '.join(IMAGES)}; use one")
+    (images,) = arrays.checked(found)
+    fits = len(images.shape) == 3 or (len(images.shape) == 4 and {images.shape[1], images.shape[3]} & {1, 3})
+    if images.dtype != np.uint8 or not fits or not all(images.shape):
         raise DataError(
-            f"data.path = {path} holds images of {images.dtype} {images.shape}; use uint8 (N, H, W), (N, H, W, C) or "
+            f"{arrays} holds images of {images.dtype} {images.shape}; use uint8 (N, H, W), (N, H, W, C) or "
             "(N, C, H, W) with 1 or 3 channels C"
         )
-    if labels is None:
-        return ArraySource(*labelled(np.full(len(images), UNLABELLED)), images)
-    if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"data.path = {path} holds labels of {labels.dtype} {labels.shape} for {len(images):,} images; use one "
-            "whole number for each"
-        )
-    least, most = int(labels.min()), int(labels.max())
-    if least < 0 or most >= MOST_CLASSES:
-        raise DataError(f"data.path = {path} holds labels from {least} to {most}; number classes from 0")
-    return ArraySource(*labelled(labels.astype(np.int64)), images)
-
-
-def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dict[str, Array]:
-    """Return all arrays of a numpy file, or those of some ``names``, mapped; ``.npz`` are unpacked into ``folder``."""
-    if path.suffix != ".npz":
-        return {IMAGES[0]: map_array(path)}
-    folder.mkdir(parents=True, exist_ok=True)
-    found = dict[str, Array]()
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            name = member.filename.removesuffix(".npy")
-            if name in found:
-                raise ValueError(f"it has {name} twice")
-            if names is None or name in names:
-                with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
-                    shutil.copyfileobj(packed, file, COPY_BYTES)
-                    file.flush()
-                    found[name] = map_array(Path(f"/proc/self/fd/{file.fileno()}"))
-    return found
+    return ArraySource(*labelled(arrays.labels(images.shape[0], strict=True)), arrays.read_all(images))
 
 
 def open_numpy(path: Path, spec: DataSpec) -> Variables:
-    """Open the arrays of a ``.npz``, unpacked into ``store_root``, or a ``.npy``, named images."""
-    arrays = _mapped(path, spec.store_root)
-    return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
+    """Open the arrays of a ``.npz``, each unpacked into an unnamed file in ``store_root``, or of a ``.npy``."""
+    if path.suffix != ".npz":
+        found = {IMAGES[0]: map_array(path)}
+    else:
+        found = {}
+        spec.store_root.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                if name in found:
+                    raise ValueError(f"it has {name} twice")
+                with tempfile.TemporaryFile(dir=spec.store_root) as file, archive.open(member) as packed:
+                    shutil.copyfileobj(packed, file)
+                    file.flush()
+                    found[name] = map_array(Path(f"/proc/self/fd/{file.fileno()}"))
+    return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in found.items()}
 
 
 def open_cifar10(spec: DataSpec, progress: bool) -> ArraySource:

@@ -8,13 +8,12 @@ import socket
 import stat
 import struct
 import sys
-import tarfile
 import threading
 import warnings
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -25,7 +24,6 @@ from PIL import Image
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import open_regular
-from ddpm_ds.ground.formats import parse_json
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Labels: TypeAlias = npt.NDArray[np.int64]
@@ -34,38 +32,19 @@ NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 PICTURES = {".avif", ".heic", ".heif", ".hif", ".jxl", ".webp"}
 """Extensions of images that are listed even if this Pillow can't decode them, so that they are named as left out."""
-MOST_IMAGE_BYTES = 2**28
-"""Maximum bytes of an encoded image, which is read at once."""
-MOST_REASON = 300
-"""Maximum characters shown of an error of a library."""
-MOST_CLASSES = 10**6
-"""Maximum number of classes, in a source and in a U-Net."""
-UNLABELLED = -1
-"""Placeholder for a missing label while labels are collected."""
-MOST_NAMED = 4
-"""Keys or files that are named in advice."""
-NO_CAPTION = -1
-"""Fills the row of an image that has fewer captions than another."""
-MOST_CAPTIONS = 256
-"""Maximum captions of an image: the table of all images has as many columns as one of them."""
+MOST_IMAGE_BYTES = 2**28  # maximum bytes of an encoded image, which is read at once
+MOST_REASON = 300  # maximum characters shown of an error of a library
+MOST_CLASSES = 10**6  # maximum number of classes, in a source and in a U-Net
+UNLABELLED = -1  # placeholder for a missing label while labels are collected
+NO_CAPTION = -1  # fills the row of an image that has fewer captions than another
+MOST_CAPTIONS = 256  # maximum captions of an image: the table of all images has as many columns as one of them
 BROKEN = (
     *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
-    *(struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
 )
 """Errors that the readers of arrays and archives raise for damaged or forged files."""
 NETWORK_TIMEOUT_SECONDS = 20.0
 """Time limit for each network response, since a network that drops packets could delay a launch for minutes."""
-
-
-class UnreadableImage(Exception):
-    """Error for an image of a source that can't be read and is skipped; too many of them are an error."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
 
 
 class Captions:
@@ -86,10 +65,8 @@ class Captions:
                 numbers.append(seen.setdefault(whole, len(seen)))
             ends.append(len(numbers))
         self.texts = tuple(seen)
-        self.missing: Sequence[int] = missing
-        """Images without captions, which are an error."""
-        self.advice = ""
-        """Words for where their captions may be."""
+        self.missing: Sequence[int] = missing  # images without captions, which are an error
+        self.advice = ""  # words for where their captions may be
         counts = np.diff(np.frombuffer(ends, np.int64))
         self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
@@ -100,7 +77,7 @@ def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without one; raises ValueError for anything else."""
     if value is None or value == []:
         return None
-    if not _are_texts(value):
+    if not are_texts(value):
         raise ValueError("its captions are no text and no list of texts")
     texts = [value] if isinstance(value, str) else value
     if len(texts) > MOST_CAPTIONS:
@@ -108,47 +85,18 @@ def captions_in(value: object) -> list[str] | None:
     return texts
 
 
-def _are_texts(value: object) -> TypeGuard[str | list[str]]:
+def are_texts(value: object) -> TypeGuard[str | list[str]]:
+    """Return whether a value is a text or a list of texts."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
-
-
-def texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` in an image's JSON, or else its other keys with texts, each with ``place``."""
-    if not isinstance(block, dict):
-        return {}
-    if (captions := captions_in(block.get(key))) is not None:
-        return captions
-    others = (name for name, value in block.items() if _are_texts(value) and value and name != "file_name")
-    return dict.fromkeys(others, place)
-
-
-def texts_in(place: str, read: Callable[[], bytes], key: str) -> list[str] | dict[str, str]:
-    """Return the captions in the file of an image, a text or as :func:`texts_of` of a .json; raises ValueError."""
-    try:
-        text = read().decode("utf-8-sig")
-        return texts_of(parse_json(text), key, place) if place.lower().endswith(".json") else [text.strip()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{place} can't be read ({one_line(error)})") from error
-
-
-def under_other_keys(others: Mapping[str, str], key: str) -> str:
-    """Return advice about captions that may be under ``others``, keys with their places, instead of ``key``."""
-    keys = sorted(others, key=lambda other: "caption" not in other.lower())
-    return f"{others[keys[0]]} has no {key}, but {', '.join(keys[:MOST_NAMED])}: --set data.text.captions={keys[0]}"
 
 
 class Source(Protocol):
     """Opened source of N images, numbered from 0, which several threads read at once."""
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the labels."""
-        ...
-
-    @property
-    def labels(self) -> Labels:
-        """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
-        ...
+    classes: tuple[str, ...]
+    """Names of the labels."""
+    labels: Labels
+    """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
 
     def name(self, i: int, /) -> str:
         """Return the name of image ``i`` in reports: a path, a member of an archive, a row."""
@@ -203,11 +151,6 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
     if names is None or len(names) <= most:
         names = list(map(str, range(most + 1)))
     return tuple(names), labels
-
-
-def outside(name: str) -> bool:
-    """Return whether a path with slashes leads out of its folder."""
-    return name.startswith("/") or ".." in name.split("/")
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:

@@ -19,19 +19,16 @@ from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
 
-LABELS = "dataset.json"
-"""File of labels in a folder that EDM's or StyleGAN's tools have written."""
-METADATA = ("metadata.jsonl", "metadata.csv")
-"""Files of captions in any folder, with a line for each image below it."""
+LABELS = "dataset.json"  # file of labels in a folder that EDM's or StyleGAN's tools have written
+METADATA = ("metadata.jsonl", "metadata.csv")  # files of captions in any folder, with a line for each image below it
 TEXTS = (".txt", ".caption", ".json")
 """Extensions of an image's file of captions, after its name with its own extension or without. The first one counts."""
+MOST_NAMED = 4  # keys that are named in advice
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
-REPEATED = re.compile(r"\d{1,3}_.+")
-"""Folders whose number asks sd-scripts for repeats."""
+REPEATED = re.compile(r"\d{1,3}_.+")  # folders whose number asks sd-scripts for repeats
 
-_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]
-"""Captions by image, or other keys of its line."""
+_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or other keys of its line
 
 
 @dataclass
@@ -73,7 +70,9 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
     files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
     labels = _listed_labels(root, files)
-    classed = base.numbered(map(class_of, files)) if labels is None else base.labelled(labels)
+    above = (name.partition("/") for name in files)
+    folders = (base.printable(folder) if inside else "." for folder, inside, _ in above)
+    classed = base.numbered(folders) if labels is None else base.labelled(labels)
     captions = None
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
@@ -98,7 +97,11 @@ def _captions(
             if isinstance(found, list):
                 break
             unread |= found
-            found = base.texts_in(base.printable(place), partial(read_bytes, root / place), key)
+            try:
+                text = read_bytes(root / place).decode("utf-8-sig")
+                found = _texts_of(parse_json(text), key, place) if place.lower().endswith(".json") else [text.strip()]
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{base.printable(place)} can't be read ({base.one_line(error)})") from error
         if not isinstance(found, list):
             others.update(unread | found)
             return None
@@ -112,17 +115,31 @@ def _captions(
         captions = base.Captions(map(of, files))
     except ValueError as error:
         raise DataError(f"data.path = {root}: {error}; write it again") from error
-    if captions.missing:
-        line = json.dumps(
-            {"file_name": base.printable(files[captions.missing[0]]), key: "its caption"}, ensure_ascii=False
+    if captions.missing and others:
+        keys = sorted(others, key=lambda other: "caption" not in other.lower())
+        captions.advice = (
+            f"{base.printable(others[keys[0]])} has no {key}, but {', '.join(keys[:MOST_NAMED])}: "
+            f"--set data.text.captions={keys[0]}"
         )
-        usual = f"give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
-        captions.advice = base.under_other_keys(others, key) if others else usual
+    elif captions.missing:
+        name = base.printable(files[captions.missing[0]])
+        line = json.dumps({"file_name": name, key: "its caption"}, ensure_ascii=False)
+        captions.advice = f"give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
     return captions
 
 
+def _texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
+    """Return the captions under ``key`` in an image's JSON, or else its other keys with texts, each with ``place``."""
+    if not isinstance(block, dict):
+        return {}
+    if (captions := base.captions_in(block.get(key))) is not None:
+        return captions
+    others = (name for name, value in block.items() if base.are_texts(value) and value and name != "file_name")
+    return dict.fromkeys(others, place)
+
+
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
-    """Return the texts of :func:`base.texts_of`, by image, in the :data:`METADATA` among ``texts``."""
+    """Return the texts of :func:`_texts_of`, by image, in the :data:`METADATA` among ``texts``."""
     found: _Listed = {}
     for place in texts.values():
         if os.path.basename(place) not in METADATA:
@@ -142,12 +159,10 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
                     if not isinstance(block, dict) or not isinstance(block.get("file_name"), str):
                         keys = f", but {', '.join(map(str, block))}" if isinstance(block, dict) and block else ""
                         raise ValueError(f"it has no file_name{keys}")
-                    name = os.path.join(folder, _slashed(block["file_name"]))
-                    if base.outside(name):
-                        raise ValueError(f"it points outside its folder ({base.printable(name)})")
+                    name = os.path.join(folder, _name_of(block["file_name"]))
                     if name in found:
                         raise ValueError(f"{base.printable(name)} is named twice, and several captions are a list")
-                    found[name] = base.texts_of(block, key, place)
+                    found[name] = _texts_of(block, key, place)
         except (OSError, ValueError, csv.Error) as error:
             line = lines.reader.line_num if rows and lines else line
             raise DataError(
@@ -166,11 +181,9 @@ def _listed_labels(root: Path, names: list[str]) -> base.Labels | None:
             return None
         known, numbers = set(names), dict[str, int]()
         for given, number in listed:
-            name = given if given in known else _slashed(given)
+            name = given if given in known else _name_of(given)
             if name in numbers:
                 raise ValueError(f"{base.printable(name)} has two labels")
-            if base.outside(name):
-                raise ValueError(f"it points outside itself ({base.printable(name)})")
             if type(number) is not int or not 0 <= number < base.MOST_CLASSES:
                 raise ValueError("a label is no whole number from 0")
             numbers[name] = number
@@ -182,14 +195,12 @@ def _listed_labels(root: Path, names: list[str]) -> base.Labels | None:
     return np.array([numbers[name] for name in names], np.int64)
 
 
-def _slashed(path: str) -> str:
-    return path.replace("\\", "/").removeprefix("./")
-
-
-def class_of(path: str) -> str:
-    """Return the class of an image: the first folder of its path, or ``.``."""
-    folder, inside, _ = path.partition("/")
-    return base.printable(folder) if inside else "."
+def _name_of(given: str) -> str:
+    """Return a relative path with slashes; raises ValueError if it leads out of its folder."""
+    name = given.replace("\\", "/").removeprefix("./")
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"it points outside its folder ({base.printable(name)})")
+    return name
 
 
 def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:

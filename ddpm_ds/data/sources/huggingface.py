@@ -1,8 +1,5 @@
 """Data sets of Hugging Face's ``datasets`` library: a folder that it saved, parquet and arrow files, WebDataset's tar
-shards, or a hub name.
-
-The library only downloads and converts. Images are then read directly from memory-mapped Arrow files, since importing
-the library takes seconds, and memory in each process.
+shards, or a hub name. The library downloads and converts; images are read from its memory-mapped Arrow tables.
 """
 
 import re
@@ -16,44 +13,34 @@ from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
-SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder written by ``save_to_disk`` is recognised."""
-LABELS = ("u?int", "string")
-"""Types of columns of labels; class labels are int64."""
-FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
-"""Loaders of the library for single files."""
+COLUMNS = {
+    "data.image_column": ("images", r"PIL\.Image\.Image|files|(large_)?(binary|string)", "Image"),
+    "data.label_column": ("whole numbers or names", r"u?int\d+|(large_)?string", "ClassLabel"),
+    "data.text.captions": ("texts", "(list of )?(large_)?string", ""),
+}
+"""What columns hold, and types that fit and that are usual, by the key that names one."""
+FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # loaders of the library for single files
 
 
 @dataclass
 class HuggingFaceSource:
-    """Images of a column of Arrow files, by row: encoded ones, or paths of image files."""
+    """Images of a column of an Arrow table, by row: encoded ones, or paths of image files."""
 
     classes: tuple[str, ...]
     labels: base.Labels = field(repr=False)
-    files: tuple[str, ...]
-    column: str
-    root: Path
-    """Folder to which paths in the column are relative."""
+    rows: Any = field(repr=False)  # the column, a chunked array
+    root: Path  # folder to which paths in the column are relative
     captions: base.Captions | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        import pyarrow as pa
-
-        tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
-        self._rows = pa.concat_tables(tables).column(self.column)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def name(self, i: int, /) -> str:
         """Return the row and, if it has one, the name of its file."""
-        value = self._rows[i]
+        value = self.rows[i]
         path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
         return f"row {i}" + (f" ({base.printable(path)})" if path else "")
 
     def read(self, i: int, /) -> bytes:
         """Read the image of a row, or the file that the row names."""
-        value = self._rows[i].as_py()
+        value = self.rows[i].as_py()
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str):
@@ -71,7 +58,6 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     """
     try:
         import datasets
-        import pyarrow
         from huggingface_hub import logging as hub_logging
     except ImportError as error:
         raise DataError(
@@ -81,41 +67,37 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     datasets.logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     key = f"data.path = {spec.path}" if spec.name is None else f"data.name = {spec.name}"
-    rows = _loaded(datasets, spec, key)
+    rows = _loaded(datasets, spec.path, spec.name, spec.store_root / "downloads" / "huggingface", key)
     if isinstance(rows, dict):
-        splits = ", ".join(map(str, rows))
         wanted = spec.split or ("train" if "train" in rows or len(rows) != 1 else next(iter(rows)))
         if wanted not in rows:
-            fix = f"choose with --set data.split= one of {splits}"
-            raise DataError(f"data.split = {wanted} is no split of {key}; {fix}")
+            splits = ", ".join(map(str, rows))
+            raise DataError(
+                f"data.split = {wanted} is no split of {key}; choose with --set data.split= one of {splits}"
+            )
         rows = rows[wanted]
     elif spec.split not in (None, str(rows.split)):
         raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
-    columns = ", ".join(rows.column_names)
-    if (column := spec.image_column) is not None:
-        feature = _feature(rows, "data.image_column", column, key)
-        holds_files = isinstance(feature, dict) and "bytes" in feature
-        if not (isinstance(feature, datasets.Image) or holds_files or _is(feature, "binary", "string")):
-            raise DataError(f"data.image_column = {column} of {key} holds no images; its columns are {columns}")
-    elif (column := _only(rows, datasets.Image, "images", "data.image_column", key)) is None:
+    column = _column(rows, "data.image_column", spec.image_column, key)
+    if column is None:
+        columns = ", ".join(rows.column_names)
         raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
-    classes, labels = _labels(datasets, rows, spec, key)
+    classes, labels = _labels(rows, spec.label_column, key)
+    captions = None if spec.text is None else _captions(rows, spec.text.captions, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
-    pyarrow.default_memory_pool().release_unused()  # used for conversion
+    images = rows.data.column(column)
     try:
-        files = tuple(file["filename"] for file in rows.cache_files)
-        source = HuggingFaceSource(classes, labels, files, column, root, _captions(rows, spec, key))
-        source._rows.validate(full=True)  # else reading a row of a forged file could end the process
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        images.validate(full=True)  # else reading a row of a forged file could end the process
+    except ValueError as error:
         raise DataError(f"{key} can't be read ({base.one_line(error)}); save it again") from error
-    if not len(rows) or len(source) != len(rows):
-        raise DataError(f"{key} holds {len(rows):,} rows of {len(source):,} in its files; save a whole data set")
-    return source
+    if not len(rows) or len(images) != len(rows):
+        raise DataError(f"{key} holds {len(rows):,} rows of {len(images):,} in its files; save a whole data set")
+    return HuggingFaceSource(classes, labels, images, root, captions)
 
 
-def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
-    """Load a data set, or a dictionary of data sets by split, with the library; raises DataError."""
-    path, name, options = spec.path, spec.name, {"cache_dir": str(spec.store_root / "downloads" / "huggingface")}
+def _loaded(datasets: Any, path: Path | None, name: str | None, folder: Path, key: str) -> Any:
+    """Load a data set, or a dictionary of data sets by split, which is kept in ``folder``; raises DataError."""
+    options = {"cache_dir": str(folder)}
     fix = "give what save_to_disk wrote, a .parquet, .arrow or .tar file or a folder of them with --set data.path=PATH"
     if path is not None and not path.exists():
         raise DataError(f"{key} does not exist; {fix}")
@@ -129,7 +111,7 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
             return datasets.load_dataset(name, configuration, **options)
         if path.is_file():
             return datasets.load_dataset(FILES[path.suffix], data_files=str(path.resolve()), **options)
-        if any((path / each).is_file() for each in SAVED):
+        if any((path / each).is_file() for each in ("state.json", "dataset_dict.json")):  # by save_to_disk
             return datasets.load_from_disk(str(path), keep_in_memory=False)
         return datasets.load_dataset(str(path.resolve()), **options)
     except Exception as error:  # from Arrow, any file format or the network
@@ -138,31 +120,41 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
         raise DataError(f"{key} can't be loaded ({base.one_line(error)[: base.MOST_REASON]}); {fix}") from error
 
 
-def _only(rows: Any, kind: type, what: str, option: str, key: str) -> str | None:
-    """Return the name of the only column of a ``kind``, None without one; raises DataError for several."""
-    names = [name for name, feature in rows.features.items() if isinstance(feature, kind)]
-    if len(names) > 1:
-        raise DataError(f"{key} has {what} in {', '.join(names)}; choose with --set {option}={names[0]}")
-    return names[0] if names else None
+def _column(rows: Any, option: str, given: str | None, key: str) -> str | None:
+    """Return the ``given`` column, which must fit, or else the only one of the usual type, if any; raises DataError."""
+    what, pattern, usual = COLUMNS[option]
+    kinds = {name: _kind(feature) for name, feature in rows.features.items()}
+    if given is None:
+        names = [name for name, feature in rows.features.items() if type(feature).__name__ == usual]
+        if len(names) > 1:
+            raise DataError(f"{key} has {what} in {', '.join(names)}; choose with --set {option}={names[0]}")
+        return names[0] if names else None
+    fitting = [name for name, kind in kinds.items() if re.fullmatch(pattern, kind)]
+    if given not in fitting:
+        wrong = f"holds {kinds[given]}, no {what}" if given in kinds else f"is no column, which are {', '.join(kinds)}"
+        fix = f"choose with --set {option}= one of {', '.join(fitting)}" if fitting else "convert or rename one"
+        raise DataError(f"{option} = {given} of {key} {wrong}; {fix}")
+    return given
 
 
-def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], base.Labels]:
+def _kind(feature: Any) -> str:
+    if isinstance(feature, dict):
+        return "files" if "bytes" in feature else "struct"
+    inner = getattr(feature, "feature", None)
+    return str(getattr(feature, "dtype", "")) if inner is None else f"list of {_kind(inner)}"
+
+
+def _labels(rows: Any, given: str | None, key: str) -> tuple[tuple[str, ...], base.Labels]:
     """Return the names of the classes and the label of each row; raises DataError."""
-    column = spec.label_column or _only(rows, datasets.ClassLabel, "labels", "data.label_column", key) or "label"
-    if spec.label_column is None and column not in rows.column_names:
+    column = _column(rows, "data.label_column", given, key)
+    if column is None and "label" not in rows.column_names:
         return base.labelled(np.full(len(rows), base.UNLABELLED))
-    feature = _feature(rows, "data.label_column", column, key)
-    if not _is(feature, *LABELS):
-        others = ", ".join(name for name, other in rows.features.items() if _is(other, *LABELS))
-        raise DataError(
-            f"data.label_column = {column} of {key} holds {getattr(feature, 'dtype', 'lists')}, no whole numbers or "
-            f"names; {f'choose with --set data.label_column= one of {others}' if others else 'convert or rename it'}"
-        )
+    column = column or _column(rows, "data.label_column", "label", key)
     fix = "name another with --set data.label_column=COLUMN, or mend it"
-    names, values = getattr(feature, "names", None), rows.data.column(column)
+    names, values = getattr(rows.features[column], "names", None), rows.data.column(column)
     try:
         values.validate(full=True)
-        if _is(feature, "string"):
+        if "string" in str(values.type):
             texts = values.to_pylist()
             labels = np.full(len(texts), base.UNLABELLED)
             names, labels[[text is not None for text in texts]] = base.numbered(
@@ -175,40 +167,19 @@ def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[s
             f"{key} has labels in column {column} that can't be read ({base.one_line(error)}); {fix}"
         ) from error
     missing, most = int((labels < 0).sum()), int(labels.max(initial=0))
-    none_is_meant = missing == len(labels) and spec.label_column is None
+    none_is_meant = missing == len(labels) and given is None
     if (missing and not none_is_meant) or most >= min(len(names) if names else base.MOST_CLASSES, base.MOST_CLASSES):
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
         raise DataError(f"{key} has {what} in column {column}; {fix}")
     return base.labelled(labels, names)
 
 
-def _captions(rows: Any, spec: DataSpec, key: str) -> base.Captions | None:
-    """Return the captions in the column that the spec names, of texts or lists of texts; raises DataError."""
-    if spec.text is None:
-        return None
-    column = spec.text.captions
-    feature = _feature(rows, "data.text.captions", column, key)
-    if not _is(getattr(feature, "feature", feature), "string"):
-        kinds = {name: getattr(other, "feature", other) for name, other in rows.features.items()}
-        texts = ", ".join(name for name, kind in kinds.items() if _is(kind, "string"))
-        fix = f"choose one of {texts}" if texts else "bring a column of captions"
-        raise DataError(f"data.text.captions = {column} of {key} holds no texts; {fix}")
+def _captions(rows: Any, column: str, key: str) -> base.Captions:
+    """Return the captions in a column of texts or lists of texts; raises DataError."""
+    _column(rows, "data.text.captions", column, key)
     values = rows.data.column(column)
     try:
         values.validate(full=True)
         return base.Captions(base.captions_in(value.as_py()) for value in values)
     except ValueError as error:  # Arrow's, of a text that is not UTF-8; a list with a null
         raise DataError(f"{key} has captions in column {column} that can't be read ({base.one_line(error)})") from error
-
-
-def _feature(rows: Any, option: str, column: str, key: str) -> Any:
-    """Return the feature type of a column that the key ``option`` names; raises DataError if there is none."""
-    if column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise DataError(f"{option} = {column} is no column of {key}; its columns are {columns}")
-    return rows.features[column]
-
-
-def _is(feature: Any, *kinds: str) -> bool:
-    """Return whether a column holds one of these ``kinds``, such as "int" and "uint" of any size."""
-    return re.fullmatch(rf"(large_)?({'|'.join(kinds)})\d*", str(getattr(feature, "dtype", ""))) is not None

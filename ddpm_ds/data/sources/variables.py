@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.data.sources.base import BROKEN, files_below, one_line
+from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, files_below, one_line
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import open_regular, read_bytes
@@ -39,34 +39,24 @@ from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 
 Array: TypeAlias = "npt.NDArray[Any]"
-Selection: TypeAlias = Any
-"""Range of the first dimension, or a tuple of slices."""
+Selection: TypeAlias = Any  # range of the first dimension, or a tuple of slices
 
-STACKS = ("(N, H, W)", "(N, C, H, W)")
-"""Shapes of images and of conditions."""
+STACKS = ("(N, H, W)", "(N, C, H, W)")  # shapes of images and of conditions
 USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
 """Names that are looked for where the spec names none."""
-SMALL_BYTES = 2**22
-"""Bytes of small images that are read together."""
-MOST_BYTES = 2**26
-"""Maximum bytes that are read together, of all arrays."""
+SMALL_BYTES = 2**22  # bytes of small images that are read together
+MOST_BYTES = 2**26  # maximum bytes that are read together, of all arrays
 MOST_WASTE, WASTE_BYTES = 64, 10**8
 """Chunks of more than so many times an image's bytes, and so many bytes, are refused."""
-MOST_NAMED = 12
-"""Maximum names of arrays in an error."""
-MOST_COORDINATES = 2**16
-"""Maximum positions of a coordinate that a cache keeps."""
-MOST_IMAGES = 10**9
-"""Maximum images of a source, so that a forged number takes no memory."""
+MOST_NAMED = 12  # maximum names of arrays in an error
+MOST_COORDINATES = 2**16  # maximum positions of a coordinate that a cache keeps
+MOST_IMAGES = 10**9  # maximum images of a source, so that a forged number takes no memory
 PACKED, MISSING = ("scale_factor", "add_offset"), ("_FillValue", "missing_value")
-ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")
-"""Attributes that are read of an array."""
-ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}
-"""Files of an array's metadata, by Zarr's format."""
+ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")  # attributes that are read of an array
+ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}  # files of an array's metadata, by Zarr's format
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 """Beginning of the NAME of a data set that stands for a dimension alone."""
-TIME, OTHER, PLACE = range(3)
-"""Roles of dimensions, in their order."""
+TIME, OTHER, PLACE = range(3)  # roles of dimensions, in their order
 TIMES = {"time", "valid_time", "times", "date", "datetime"}
 PLACES = {
     *("lat", "latitude", "nlat", "rlat", "y", "yc", "south_north", "projection_y_coordinate"),
@@ -90,13 +80,10 @@ class Variable:
     read: Callable[[Selection], Array] = field(repr=False)
     chunks: tuple[int, ...] | None = None
     """Shape of the chunks that are read as a whole; None if every byte can be read alone."""
-    dimensions: tuple[str, ...] = ()
-    """Names of the dimensions; empty or "" where they have none."""
+    dimensions: tuple[str, ...] = ()  # names of the dimensions; empty or "" where they have none
     attributes: Mapping[str, object] = field(default_factory=dict, repr=False)
-    fault: str = ""
-    """Why it can't be read, with the fix, after its name."""
-    fill: float = 0
-    """Value that is read for missing chunks."""
+    fault: str = ""  # why it can't be read, with the fix, after its name
+    fill: float = 0  # value that is read for missing chunks
     lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
     """Counts the missing chunks, and all."""
 
@@ -121,8 +108,7 @@ class Variable:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-Variables: TypeAlias = "dict[str, Variable]"
-"""Arrays of a file by name."""
+Variables: TypeAlias = "dict[str, Variable]"  # arrays of a file by name
 Opener: TypeAlias = "Callable[[Path, DataSpec], Variables]"
 """Function that opens a file or folder; the spec says where it may unpack. May raise any error of its library."""
 
@@ -132,10 +118,8 @@ class Rows:
 
     def __init__(self, variable: Variable, most_bytes: int) -> None:
         self.variable = variable
-        chunk = (variable.chunks or (1,))[0]
-        small, most = (
-            max(1, size // max(1, variable.image_bytes)) for size in (min(SMALL_BYTES, most_bytes), most_bytes)
-        )
+        chunk, image_bytes = (variable.chunks or (1,))[0], max(1, variable.image_bytes)
+        small, most = (max(1, size // image_bytes) for size in (min(SMALL_BYTES, most_bytes), most_bytes))
         self._step = max(small // chunk * chunk, min(chunk, most))
         self._first, self._block = 0, np.empty(0)
 
@@ -156,8 +140,7 @@ class Arrays:
     key: str
     path: Path
     found: Variables
-    filled: bool
-    """Whether missing chunks are read as the fill value."""
+    filled: bool  # whether missing chunks are read as the fill value
 
     def __str__(self) -> str:
         return f"{self.key} = {self.path}"
@@ -189,6 +172,25 @@ class Arrays:
                     f"read instead; bring them{key}"
                 )
         return found
+
+    def labels(self, count: int, strict: bool) -> Labels:
+        """Return the array labels or arr_1, whole numbers (N,) from 0, or UNLABELLED without one; raises DataError.
+
+        Unless it is ``strict``, an array of another kind is not taken for labels.
+        """
+        found = next((self.found[name] for name in ("labels", "arr_1") if name in self.found), None)
+        misfits = found is not None and (found.shape != (count,) or found.dtype.kind not in "iu")
+        if found is None or (misfits and not strict):
+            return np.full(count, UNLABELLED)
+        what = f"{self} holds {found.name}"
+        if misfits:
+            raise DataError(
+                f"{what} of {found.dtype} {found.shape} for {count:,} images; use one whole number for each"
+            )
+        labels = self.read_all(found).astype(np.int64)
+        if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
+            raise DataError(f"{what} from {labels.min()} to {labels.max()}; number classes from 0")
+        return labels
 
     def taken(
         self,
@@ -249,6 +251,8 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
             f"data.source = {spec.source} needs a package ({one_line(error)}): pip install 'ddpm_ds[fields]'"
         ) from error
     except Exception as error:  # a library may raise anything on a damaged file
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the disk of store_root is full
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
     before = path.stat().st_size
     watched = {name: _watched(each, path, before) for name, each in found.items()}
@@ -318,11 +322,11 @@ def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[V
     return found
 
 
-def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array | None:
-    """Return the constant fields, float32 (C, H, W), None if there are none; raises DataError."""
+def constants_of(asked: ConditionSpec, arrays: Arrays, size: tuple[int, int]) -> Array | None:
+    """Return the constant fields, float32 (C, H, W), of this height and width; None without any. Raises DataError."""
     if not asked.constants:
         return None
-    key, size, parts = "data.condition.constants", spec.stored_size, list[Array]()
+    key, parts = "data.condition.constants", list[Array]()
     counted = ("data.condition.constant_channels", asked.constant_channels)
     for variable in arrays.taken(key, asked.constants, ("(H, W)", "(C, H, W)"), counted, size):
         values = arrays.read_all(variable).astype(np.float32).reshape(-1, *size)
@@ -332,15 +336,6 @@ def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array 
             raise DataError(f"{key}: {where}; replace it")
         parts.append(values)
     return np.concatenate(parts)
-
-
-def mask_of(spec: DataSpec, name: str, arrays: Arrays) -> Variable:
-    """Return the array ``name`` that is the mask, checked; raises DataError."""
-    shapes = ("(H, W)", "(N, H, W)", "(N, C, H, W)")
-    (found,) = arrays.taken("data.mask", [name], shapes, size=spec.stored_size)
-    if len(found.shape) == 4 and found.shape[1] not in (1, spec.channels):
-        raise DataError(f"data.mask: {name} of {arrays} has {found.shape[1]} channels; use 1 or {spec.channels}")
-    return found
 
 
 def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
@@ -410,8 +405,7 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
 
         if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
             count = len(os.listdir(path))
-            fix = "name one file, into which they are joined"
-            raise ValueError(f"it is a folder of {count:,} files and no Zarr; {fix}")
+            raise ValueError(f"it is a folder of {count:,} files, no Zarr; name one file, into which they are joined")
         files = [*files_below(path)]
         arrays: Variables = {}
         for folder, _, kind in (file.rpartition("/") for file in files):
