@@ -72,6 +72,9 @@ def summed(costs: Iterable[Cost]) -> Cost:
     return Cost(*(sum(values) for values in zip(*map(astuple, costs), strict=True)))
 
 
+NUMBERS = "flops.json"
+
+
 class FlopsProfile(Observer):
     """Profiler of the first forward pass of every stage in step ``profile_step``.
 
@@ -90,18 +93,14 @@ class FlopsProfile(Observer):
         steps: int,
     ) -> None:
         self._engine, self._layers, self._settings = engine, layers, settings
-        self._folder, self._report = folder, report
-        self._step = settings.profile_step
+        self._folder, self._report, self._step = folder, report, settings.profile_step
         self._waits = settings.enabled
         self._found: list[StageProfile] | None = None
         self._watching = contextlib.ExitStack()
-        done, why = engine.global_steps, ""
-        if self._step > steps:
-            why = f"the run has {steps:,} steps: nothing is profiled; write a step up to {steps}"
-        elif self._step <= done and not (folder / "flops.json").exists():
-            why = f"the run resumes after step {done:,}: nothing is profiled; write a step from {done + 1} on"
-        if self._waits and why:
-            report.log(f"flops_profiler.profile_step = {self._step}, but {why}")
+        done = engine.global_steps
+        if self._waits and not done < self._step <= steps and not (folder / NUMBERS).exists():
+            comes = f"{done + 1:,} to {steps:,}" if done < steps else "none"
+            report.log(f"flops_profiler.profile_step = {self._step}, the steps to come are {comes}: name one of them")
 
     def begin_step(self, step: int) -> None:
         self.finish()
@@ -136,9 +135,7 @@ class FlopsProfile(Observer):
             if keep(self._report, "flops", lambda: self._write(stages)):
                 shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
                 times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
-                each = (
-                    f"{whole.flops / 1e9:.4g} GFLOP forward per micro-batch of {self._engine.micro_batch_size} images"
-                )
+                each = f"{whole.flops / 1e9:.4g} GFLOP per forward of {self._engine.micro_batch_size} images"
                 where = self._folder / "table.txt"
                 self._report.log(f"flops of step {self._step}: {each}, by stage {shares} in {times} ms: {where}")
 
@@ -182,7 +179,7 @@ class FlopsProfile(Observer):
             "stages": [{"stage": stage.stage, "rank": stage.rank, "total": asdict(stage.total)} for stage in stages],
             "layers": [{"stage": stage, "name": name, "total": asdict(cost)} for stage, name, cost in layers],
         }
-        texts[self._folder / "flops.json"] = json.dumps(numbers, indent=2)
+        texts[self._folder / NUMBERS] = json.dumps(numbers, indent=2)
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, f"{text}\n".encode())
@@ -190,7 +187,7 @@ class FlopsProfile(Observer):
 
 
 class UnetStage(nn.ModuleDict):
-    """Layers of a stage as one module, by their index in the U-Net's list."""
+    """Layers of a stage as one module, by their index; DeepSpeed prints the name of this class."""
 
 
 def profile_layers(
@@ -237,18 +234,16 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, object]) -> str:
 
     totals = [(str(stage.stage), str(stage.rank), *cells(stage.total)) for stage in stages]
     layers = [(name, str(stage.stage), *cells(cost)) for stage in stages for name, cost in stage.layers.items()]
-    return "\n".join(
-        [
-            f"one forward pass of a micro-batch of {facts['micro_batch_images']} images in step {facts['step']}, "
-            f"{facts['dtype']}, schedule {facts['schedule']}",
-            "",
-            *aligned([("stage", "rank", *columns), *totals, ("all", "", *cells(whole))], left={0}),
-            "",
-            *aligned([("layer", "stage", *columns), *layers], left={0}),
-            "",
-            "MACs are multiply-accumulates of convolutions, linear layers and attention, by the layers' arithmetic;",
-            f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
-            "without any wait for messages. The profiled step is slower than others.",
-            *([TENSOR_GROUPS] if facts["tensor_size"] != 1 else []),
-        ]
-    )
+    lines = [
+        f"one forward pass of a micro-batch of {facts['micro_batch_images']} images in step {facts['step']}, "
+        f"{facts['dtype']}, schedule {facts['schedule']}",
+        "",
+        *aligned([("stage", "rank", *columns), *totals, ("all", "", *cells(whole))], left={0}),
+        "",
+        *aligned([("layer", "stage", *columns), *layers], left={0}),
+        "",
+        "MACs are multiply-accumulates of convolutions, linear layers and attention, by the layers' arithmetic;",
+        f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
+        "without any wait for messages. The profiled step is slower than others.",
+    ]
+    return "\n".join([*lines, TENSOR_GROUPS] if facts["tensor_size"] != 1 else lines)

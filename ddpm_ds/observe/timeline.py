@@ -294,22 +294,31 @@ def timeline_metrics(summary: Summary, macs_per_image: int) -> dict[str, float]:
 
 def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
     """Write traces in the Chrome trace event format: microseconds, complete events, a thread for each rank."""
-    records = [_named("process_name", 0, title), _named("thread_name", STEPS_ROW, "steps")]
+    records: list[dict[str, Any]] = []
+
+    def name(row: int, name: str) -> None:
+        row_of = {"pid": PROCESS, "tid": row}
+        records.append({"ph": "M", "name": "thread_name", **row_of, "args": {"name": name}})
+        records.append({"ph": "M", "name": "thread_sort_index", **row_of, "args": {"sort_index": row}})
+
+    def add(name: str, kind: str, row: int, start: float, end: float, **values: object) -> None:
+        times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
+        records.append({"ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": row, **times, "args": values})
+
+    records.append({"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}})
+    name(STEPS_ROW, "steps")
     for step in ranks[0].steps:
-        records.append(_slice(f"step {step.number}", "step", STEPS_ROW, step.start, step.end, {}))
+        add(f"step {step.number}", "step", STEPS_ROW, step.start, step.end)
     for trace in ranks:
-        row = STEPS_ROW + 1 + trace.rank
-        stages = f"stage{'s' if len(trace.stages) > 1 else ''} {' and '.join(map(str, trace.stages))}"
-        records.append(_named("thread_name", row, f"rank {trace.rank}: {stages}{_place(trace, ranks)}"))
-        records.append({**_named("thread_sort_index", row, ""), "args": {"sort_index": row}})
-        for step in trace.steps:
-            for event in step.events:
-                name = LOOKS.get(event.instruction, (event.instruction,))[0]
-                arguments = {"step": step.number, "stage": trace.stages[event.phase]}
-                if event.micro_batch >= 0:
-                    arguments["micro-batch"] = event.micro_batch
-                    name = f"{name} {event.micro_batch}"  # last: Perfetto leaves numbers out when it chooses a colour
-                records.append(_slice(name, event.instruction, row, event.start, event.end, arguments))
+        row, stages = STEPS_ROW + 1 + trace.rank, " and ".join(map(str, trace.stages))
+        name(row, f"rank {trace.rank}: stage{'s' * (len(trace.stages) > 1)} {stages}{_place(trace, ranks)}")
+        for number, event in ((step.number, event) for step in trace.steps for event in step.events):
+            what, values = LOOKS.get(event.instruction, (event.instruction,))[0], dict[str, object]()
+            if event.micro_batch >= 0:
+                values["micro-batch"] = event.micro_batch
+                what = f"{what} {event.micro_batch}"  # last: Perfetto leaves numbers out when it chooses a colour
+            values |= {"step": number, "stage": trace.stages[event.phase]}
+            add(what, event.instruction, row, event.start, event.end, **values)
     replace_file(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, separators=(",", ":")).encode())
 
 
@@ -317,17 +326,6 @@ def _place(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
     """Return a rank's replica and its part of a tensor group, where there are several."""
     replica = f", replica {trace.replica}" if any(other.replica for other in ranks) else ""
     return replica + (f", tensor part {trace.part}" if any(other.part for other in ranks) else "")
-
-
-def _slice(
-    name: str, kind: str, row: int, start: float, end: float, arguments: Mapping[str, object]
-) -> dict[str, object]:
-    ts, dur = round(1e6 * start, 3), round(1e6 * (end - start), 3)
-    return {"ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": row, "ts": ts, "dur": dur, "args": arguments}
-
-
-def _named(kind: str, row: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": row, "args": {"name": name}}
 
 
 def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None:

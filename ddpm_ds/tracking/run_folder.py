@@ -378,23 +378,9 @@ class RunFolder:
         return len(files.read_text(file).splitlines())
 
 
-class EventFile:
-    """Writer of an event file. A disk that refuses is one line through ``log``, and never an OSError."""
-
-    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
-        self.path, self._log, self._refused = path, log, False
-
-    def append(self, record: Record) -> bool:
-        """Append a record with the current time; return whether the disk has taken it."""
-        try:
-            files.append_line(self.path, json.dumps(record | {"time": now_ms()}).encode())
-        except OSError as error:
-            if not self._refused:
-                what = "training continues, and MLflow misses what happens until it can"
-                self._log(f"{self.path} can't be written ({error.strerror}); {what}")
-            self._refused = True
-            return False
-        return True
+def append_event(events: Path, record: Record) -> None:
+    """Append a record with the current time; raises OSError."""
+    files.append_line(events, json.dumps(record | {"time": now_ms()}).encode())
 
 
 def now_ms() -> int:
@@ -464,10 +450,11 @@ def ending(events: Path) -> str | None:
     return None
 
 
-def end_killed(events: Path, log: Callable[[str], None]) -> None:
+def end_killed(events: Path) -> None:
     """Write into a file that its run was killed, if it has no end; nobody else may write it now."""
-    if events.is_file() and ending(events) is None:
-        EventFile(events, log).append({"finish": "KILLED"})
+    with suppress(OSError):  # a full disk
+        if events.is_file() and ending(events) is None:
+            append_event(events, {"finish": "KILLED"})
 
 
 def unsent(events: Path) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.tracking.run_folder import EVENTS, NOTE_TAG, EventFile, unsent
+from ddpm_ds.tracking.run_folder import EVENTS, NOTE_TAG, append_event, unsent
 from ddpm_ds.tracking.runs import ExperimentError, find_run
 from tests.launching import REPOSITORY
 from tests.tracking.stored import Store
@@ -109,7 +109,7 @@ def test_nothing_printed_or_written_has_a_secret_of_the_tracking_uri(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.replace("{root}", str(tmp_path)).replace("{}", secret))
     monkeypatch.setenv("NCCL_TOKEN", secret)
     assert main(["note", "run"]) == 2
-    EventFile(tmp_path / EVENTS, print).append({"start": {"output_root": str(tmp_path)}})
+    append_event(tmp_path / EVENTS, {"start": {"output_root": str(tmp_path)}})
     print(unsent(tmp_path / EVENTS))
     out, err = capfd.readouterr()
     written = "".join(file.read_text(errors="replace") for file in tmp_path.iterdir() if file.is_file())

@@ -272,8 +272,14 @@ def test_a_start_that_a_full_disk_refused_comes_before_the_next_event(
     root: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file of a child run is removed when all is sent."""
-    append, refusals = module.EventFile.append, iter([True, True])
-    monkeypatch.setattr(module.EventFile, "append", lambda *one: not next(refusals, False) and append(*one))
+    append, refusals = module.append_event, iter([OSError(errno.ENOSPC, "full")] * 2)
+
+    def full_at_first(*event: Any) -> None:
+        if refusal := next(refusals, None):
+            raise refusal
+        append(*event)
+
+    monkeypatch.setattr(module, "append_event", full_at_first)
     tracker = start(root, tags={} if kind is None else {"kind": kind}, artifacts=[root / "mlflow.db"])
     tracker.metrics({"train/loss": 1.0}, 1)
     tracker.finish("FINISHED", PATIENCE_SECONDS)
