@@ -4,7 +4,6 @@ The first two are measured once and cached in the user's cache folder; start-up 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -51,17 +50,13 @@ class Remembered:
             self._known = {}
 
     def get(self, facts: Sequence[object]) -> list[float] | None:
-        return self._known.get(_key(facts))
+        return self._known.get(json.dumps(facts, sort_keys=True))
 
     def set(self, facts: Sequence[object], values: list[float]) -> None:
-        self._known[_key(facts)] = values
+        self._known[json.dumps(facts, sort_keys=True)] = values
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._file, json.dumps(self._known).encode())
-
-
-def _key(facts: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _name(device: torch.device) -> str:

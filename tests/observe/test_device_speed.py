@@ -57,7 +57,7 @@ def test_each_shape_is_timed_once_and_remembered(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("damage", ["", "{", "[1, 2]", '{"a": 3}', '{"a": [1, "x"]}', '{"a": null}', "\x00\xff"])
+@pytest.mark.parametrize("damage", ["", "[1, 2]", '{"a": 3}', '{"a": [1, "x"]}', "\x00\xff"])
 def test_a_damaged_cache_is_measured_again(cache: Path, damage: str) -> None:
     cache.mkdir()
     for name in ("layer_times.json", "matmul_peak.json"):

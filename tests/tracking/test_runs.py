@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from ddpm_ds.cli.main import main
+from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking.run_folder import EVENTS, NOTE_TAG, append_event, unsent
 from ddpm_ds.tracking.runs import ExperimentError, find_run
 from tests.launching import REPOSITORY
@@ -86,15 +86,9 @@ def test_a_missing_driver_is_named_with_its_install_command_by_every_program(
 @pytest.mark.parametrize(
     "uri",
     [
-        "http://me:{}@127.0.0.1:1",
-        "http://127.0.0.1:1/?sig={}",
-        "http://127.0.0.1:1/x#token={}",
-        "http://me:{}/x",
-        "databricks://none:{}",
-        "sqlite:///{root}/mlflow.db?key={}",
-        "sqlite:///{root}/none.db?key={}",
-        "mysql://me:{}@db/ml",
-        "me:{}@host",
+        *("http://me:{}@127.0.0.1:1", "http://127.0.0.1:1/?sig={}", "http://127.0.0.1:1/x#token={}", "http://me:{}/x"),
+        *("databricks://none:{}", "sqlite:///{root}/mlflow.db?key={}", "sqlite:///{root}/none.db?key={}"),
+        *("mysql://me:{}@db/ml", "me:{}@host"),
     ],
 )
 @pytest.mark.parametrize("secret", ["hush'hu sh", "hush%0Ahu%40sh", 'hush"hu\nsh'])
@@ -121,11 +115,8 @@ def test_nothing_printed_or_written_has_a_secret_of_the_tracking_uri(
 def test_a_tracking_server_that_is_down_is_named_without_its_password(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{port}")
-    with pytest.raises(
-        ExperimentError, match=rf"^MLflow at http://127.0.0.1:{port} fails \(.*nothing is lost"
-    ) as error:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{(port := free_port())}")
+    down = rf"^MLflow at http://127.0.0.1:{port} fails \(.*nothing is lost"
+    with pytest.raises(ExperimentError, match=down) as error:
         find_run(run)
     assert "secret" not in str(error.value) and "\n" not in str(error.value)
