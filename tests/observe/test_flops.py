@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +133,12 @@ def test_a_tensor_group_is_profiled_once_by_its_first_rank(tmp_path: Path) -> No
 def test_an_instruction_that_another_observer_has_wrapped_meanwhile_stays_wrapped_and_passes_through() -> None:
     calls, own = list[Any](), Instruction("ForwardPass", 1, (0,))
     engine = SimpleNamespace(execute={"ForwardPass": lambda _: calls.append("forward")})
-    with instructions_wrapped(engine, lambda instruction, execute: (calls.append(instruction), execute())[1]):
+
+    def around(instruction: Instruction, execute: Callable[[], None]) -> None:
+        calls.append(instruction)
+        execute()
+
+    with instructions_wrapped(engine, around):
         ours = engine.execute["ForwardPass"]
         engine.execute["ForwardPass"] = theirs = lambda instruction: ours(instruction)
         theirs(own)
