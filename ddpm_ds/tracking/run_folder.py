@@ -47,49 +47,37 @@ from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.address import resolve_uri
 
 SPEC, DS_CONFIG, STAGES, MACHINE = "spec.yaml", "ds_config.json", "stages.txt", "machine.json"
-"""Files in a run's folder: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
-METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
-"""Files in a run's folder with log points, held-out losses and observers' measurements."""
+"""Files of a run: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
+METRICS, EVALUATIONS, OBSERVATIONS = POINTS = ("metrics.jsonl", "evaluations.jsonl", "observations.jsonl")
+"""Files of a run with log points, held-out losses and observers' measurements."""
 VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
-"""Files in a run's folder: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
-
+"""Files of a run: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
+ANIMATION, RESUMES, LABELS = "progress.gif", "resumes.jsonl", "tags.json"
+"""Files of a run: pictures drawn while training, one after the other; every resume; tags set by the run's starter."""
+IDENTITY, LOCK = "identity", ".lock"
+"""Files of a run: the identity of its MLflow run, and what its process keeps locked."""
+EVENTS = "events.jsonl"
+"""File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
-SAMPLES_KEY = "eval/samples_ema"
-"""Key of the pictures drawn while training: MLflow shows them with a slider, beside the chart of ``eval/loss``."""
-ANIMATION = "progress.gif"
-"""File with the pictures drawn while training, one after the other."""
-IDENTITY = "identity"
-"""File with the identity of the folder's MLflow run."""
-LOCK = ".lock"  # file that the run's process keeps locked
+
+KIND_TAG, FOLDER_TAG = "kind", "run_dir"
+"""Tags: the kind of a run that is not a training run (evaluate, sample, export, benchmark, sweep), and its folder."""
+START_TAG = "ddpm_ds.start"
+"""Tag with a run's identity, which finds it again when the answer to its creation was lost."""
+PARENT_TAG, NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
+"""Tags by which MLflow shows a run under another one, and as its description."""
+SAMPLES_KEY, RATE = "eval/samples_ema", "perf/images_per_second"
+"""Key of the pictures drawn while training, beside ``eval/loss``; metric of the speed since the last point."""
+DERIVED = "derived."
+"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
+Record = dict[str, Any]
+
 REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL),
 }
 """Disk errors that a user can fix."""
-RESUMES = "resumes.jsonl"
-"""File with a record of every resume."""
-LABELS = "tags.json"
-"""File with the tags set by the run's starter."""
-KIND_TAG = "kind"
-"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, sweep."""
-START_TAG = "ddpm_ds.start"
-"""Tag with a run's identity, which finds it again when the answer to its creation was lost."""
-PARENT_TAG = "mlflow.parentRunId"
-"""Tag by which MLflow shows a run under another one."""
-FOLDER_TAG = "run_dir"
-RATE = "perf/images_per_second"
-"""Metric of a log point's speed over the steps since the previous point, without pauses."""
-DERIVED = "derived."
-"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
-NOTE_TAG = "mlflow.note.content"
-"""Tag that MLflow shows as the description of a run."""
-Record = dict[str, Any]
-
-EVENTS = "events.jsonl"
-"""File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
-POINTS = (METRICS, EVALUATIONS, OBSERVATIONS)
-"""Files of a run's points."""
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
 _CURSOR, _POINT = TypeAdapter(dict[str, NonNegativeInt]), TypeAdapter(dict[str, int | float])
 
