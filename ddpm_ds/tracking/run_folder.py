@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any, BinaryIO
@@ -272,8 +271,20 @@ class RunFolder:
         return tuple(itertools.accumulate(map(int, rows), initial=0))
 
     def points(self, name: str) -> list[dict[str, float]]:
-        """Return the points of one of :data:`POINTS`, as they were written."""
-        return read_points(self.folder / name)
+        """Return the points of one of :data:`POINTS` as they were written, each a ``step`` and numbers.
+
+        Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
+        """
+        found: list[dict[str, float]] = []
+        if (path := self.folder / name).is_file():
+            with open_regular(path) as file:
+                while line := file.readline(CHUNK_BYTES):
+                    with suppress(ValueError):
+                        point = _POINT.validate_json(line, strict=True)
+                        step = point.get("step", math.nan)
+                        if 0 <= step < math.inf and step == int(step):
+                            found.append(point)
+        return found
 
     def columns(self, name: str) -> dict[str, list[float]]:
         """Return :meth:`points` by metric and ``step``, in the order of their steps, all of one length.
@@ -376,39 +387,27 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def lines(path: Path, begin: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the whole lines from byte ``begin`` on, each with the byte where it ends; none if there is no file."""
+def records(path: Path, begin: int = 0) -> Iterator[tuple[Record, int]]:
+    """Yield the records from byte ``begin`` on, each with the byte where it ends; none if there is no file.
+
+    A damaged line, such as one that a crash has cut off, is an empty record.
+    """
     with suppress(FileNotFoundError), files.open_regular(path) as file:
         file.seek(begin)
         for line in file:
             if not line.endswith(b"\n"):  # it is being written
                 return
             begin += len(line)
-            yield line, begin
+            record: Any = {}
+            with suppress(ValueError):
+                record = json.loads(line)
+            yield record if isinstance(record, dict) else {}, begin
 
 
-def read(path: Path, begin: int, most: int) -> list[tuple[Record, int]]:
-    """Return at most ``most`` records from byte ``begin`` on, each with the byte where it ends.
-
-    A damaged line, such as one that a crash has cut off, is an empty record.
-    """
-    return [(_parsed(line), end) for line, end in islice(lines(path, begin), most)]
-
-
-def _parsed(line: bytes) -> Record:
-    with suppress(ValueError):
-        if isinstance(record := json.loads(line), dict):
-            return record
-    return {}
-
-
-def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
+def begun(path: Path, until: float = math.inf) -> tuple[Record, int] | None:
     """Return the last start up to byte ``until``, with the byte where it ends; None if there is none."""
-    last = None
-    for line, end in lines(path):
-        if end <= until and line.startswith(b'{"start"'):
-            last = (_parsed(line), end)
-    return last
+    starts = [(record, end) for record, end in records(path) if end <= until and "start" in record]
+    return starts[-1] if starts else None
 
 
 def cursor_file(events: Path) -> Path:
@@ -448,10 +447,10 @@ def end_killed(events: Path) -> None:
 def unsent(events: Path) -> str | None:
     """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
     with suppress(OSError):  # which its writer has reported
-        last, count = begun(events), sum(1 for _ in lines(events, bytes_sent(events)))
+        last, count = begun(events), sum(1 for _ in records(events, bytes_sent(events)))
         if last is not None and count:
-            records = f"{count:,} {'record' if count == 1 else 'records'}"
-            return f"not sent: {records} to {place_of(last[0])}; to send them: {send_command(events)}"
+            several = f"{count:,} record{'s' * (count > 1)}"
+            return f"not sent: {several} to {place_of(last[0])}; to send them: {send_command(events)}"
     return None
 
 
@@ -466,20 +465,3 @@ def discard(events: Path) -> None:
         with suppress(OSError):
             events.unlink()
             cursor_file(events).unlink(missing_ok=True)
-
-
-def read_points(path: Path) -> list[dict[str, float]]:
-    """Return the points of a JSON-lines file in order, each a ``step`` and numbers; empty if there is no file.
-
-    Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
-    """
-    found = []
-    if path.is_file():
-        with open_regular(path) as file:
-            while line := file.readline(CHUNK_BYTES):
-                with suppress(ValueError):
-                    point = _POINT.validate_json(line, strict=True)
-                    step = point.get("step", math.nan)
-                    if 0 <= step < math.inf and step == int(step):
-                        found.append(point)
-    return found

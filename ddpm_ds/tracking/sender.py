@@ -24,9 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
@@ -63,7 +63,7 @@ from ddpm_ds.tracking.run_folder import (
     ending,
     lock,
     place_of,
-    read,
+    records,
     unsent,
 )
 from ddpm_ds.tracking.tracker import INTERVAL
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 
 Log = Callable[[str, str], None]
 """Shows a line, which is second, once for each topic, which is first."""
-Answer = TypeVar("Answer")
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills the rest of a rank after 30
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -126,7 +125,7 @@ class Sender:
 
     def advance(self) -> bool:
         """Send the next log points, or one record of another kind; return whether there was one."""
-        found = read(self._events, self._at, RECORDS_AT_ONCE)
+        found = list(islice(records(self._events, self._at), RECORDS_AT_ONCE))
         batch = list(takewhile(lambda one: "metrics" in one[0], found)) or found[:1]
         if batch:
             self._deliver([record for record, _ in batch])

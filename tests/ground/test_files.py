@@ -25,7 +25,6 @@ from ddpm_ds.tracking.run_folder import (
     append_event,
     claim_folder,
     disk_errors_reported,
-    read_points,
     unsent,
     write_labels,
 )
@@ -124,7 +123,7 @@ def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> No
         assert unsent(tmp_path / EVENTS) is None
     os.mkfifo(tmp_path / METRICS)
     with hanging():
-        assert read_points(tmp_path / METRICS) == []
+        assert RunFolder(tmp_path).points(METRICS) == []
 
 
 def test_results_from_a_file_are_kept_until_it_changes(tmp_path: Path) -> None:

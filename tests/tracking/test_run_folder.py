@@ -33,7 +33,6 @@ from ddpm_ds.tracking.run_folder import (
     checkpoints_of,
     claim_folder,
     disk_errors_reported,
-    read_points,
 )
 from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
@@ -127,7 +126,7 @@ def test_the_last_logged_step_is_that_of_the_last_whole_point_even_after_a_rollb
         file.write(b'{"step": 40, "train/l')  # cut off by a full disk
     assert folder.logged_step(METRICS) == 20
     folder.append(METRICS, {"train/loss": 0.25}, 50)
-    assert read_points(tmp_path / METRICS)[-1] == {"step": 50, "train/loss": 0.25}
+    assert folder.points(METRICS)[-1] == {"step": 50, "train/loss": 0.25}
 
 
 POINT = {"train/seen_images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
@@ -329,7 +328,7 @@ def test_damaged_points_are_left_out_and_a_damaged_identity_is_one_line(tmp_path
     (tmp_path / "metrics.jsonl").write_bytes(
         b"\n".join([*bad, b'{"step": 2, "x": [1]}', b'{"step":' + b"1" * 5000 + b"}"])
     )
-    assert read_points(tmp_path / "metrics.jsonl") == [] and RunFolder(tmp_path).logged_step("metrics.jsonl") == 0
+    assert RunFolder(tmp_path).points(METRICS) == [] and RunFolder(tmp_path).logged_step("metrics.jsonl") == 0
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b"\n" + good)
     assert RunFolder(tmp_path).logged_step("metrics.jsonl") == 3

@@ -27,7 +27,7 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, read
+from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, records
 from ddpm_ds.tracking.sender import Sender
 from ddpm_ds.tracking.tracker import Tracker
 from tests.launching import PATIENCE_SECONDS, wait_for
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.launch
 
 def written(root: Path) -> list[dict[str, Any]]:
     """The events of the run in ``root``."""
-    return [record for record, _ in read(root / "run" / EVENTS, 0, 10**9)]
+    return [record for record, _ in records(root / "run" / EVENTS)]
 
 
 def start_in_mlflow(root: Path, **changes: Any) -> Tracker:
