@@ -25,7 +25,6 @@ from torch import nn
 
 from ddpm_ds.config import ds_model
 from ddpm_ds.ground.errors import faults_logged
-from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.units import aligned
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
@@ -132,7 +131,7 @@ class FlopsProfile(Observer):
                 values[f"flops/stage{stage.stage}_gflops"] = stage.total.flops / 1e9
                 values[f"flops/stage{stage.stage}_latency_ms"] = stage.total.seconds * 1e3
             self._report.observed(values, self._step)
-            if keep(self._report, "flops", lambda: self._write(stages)):
+            if keep(self._report, "flops", self._files(stages)):
                 shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
                 times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
                 each = f"{whole.flops / 1e9:.4g} GFLOP per forward of {self._engine.micro_batch_size} images"
@@ -155,7 +154,7 @@ class FlopsProfile(Observer):
         assert self._found is not None
         self._found.append(StageProfile(self._left.pop(phase), dist.get_rank(), costs, text))
 
-    def _write(self, stages: Sequence[StageProfile]) -> list[Path]:
+    def _files(self, stages: Sequence[StageProfile]) -> dict[Path, str | bytes]:
         engine = self._engine
         facts = {
             "step": self._step,
@@ -166,12 +165,12 @@ class FlopsProfile(Observer):
             "deepspeed": version("deepspeed"),
         }
         output = self._settings.output_file or self._folder / "flops"
-        texts = {}
+        texts: dict[Path, str | bytes] = {}
         for stage in stages:
             names = list(stage.layers)
             heading = f"stage {stage.stage} of {len(stages)}, on rank {stage.rank}: layers {names[0]} to {names[-1]}"
-            texts[Path(f"{output}.stage{stage.stage}.txt")] = f"{heading}\n{stage.text}"
-        texts[self._folder / "table.txt"] = table(stages, facts)
+            texts[Path(f"{output}.stage{stage.stage}.txt")] = f"{heading}\n{stage.text}\n"
+        texts[self._folder / "table.txt"] = table(stages, facts) + "\n"
         layers = [(stage.stage, name, cost) for stage in stages for name, cost in stage.layers.items()]
         numbers = {
             **facts,
@@ -179,11 +178,8 @@ class FlopsProfile(Observer):
             "stages": [{"stage": stage.stage, "rank": stage.rank, "total": asdict(stage.total)} for stage in stages],
             "layers": [{"stage": stage, "name": name, "total": asdict(cost)} for stage, name, cost in layers],
         }
-        texts[self._folder / NUMBERS] = json.dumps(numbers, indent=2)
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, f"{text}\n".encode())
-        return list(texts)
+        texts[self._folder / NUMBERS] = json.dumps(numbers, indent=2) + "\n"
+        return texts
 
 
 class UnetStage(nn.ModuleDict):

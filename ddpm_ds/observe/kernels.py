@@ -16,7 +16,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.files import replace_file
-from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
+from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, reported
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
@@ -97,20 +97,15 @@ class KernelProfile(Observer):
         if not self._recorded:
             return
 
-        own = self._folder / f"rank{dist.get_rank()}"
-        table, trace = own.with_suffix(".txt"), own.with_suffix(".trace.json.gz")
-
-        def write() -> list[Path]:
+        own, written = self._folder / f"rank{dist.get_rank()}", list[str]()
+        key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
+        with reported(self._report, own):
             self._folder.mkdir(parents=True, exist_ok=True)
-            key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
-            rows = profiler.key_averages().table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
-            replace_file(table, rows.encode())
-            profiler.export_chrome_trace(str(trace))
-            return []  # rank 0 keeps all of them
-
-        written = [str(table), str(trace)] if keep(self._report, "kernels", write) else []
-        files = gather_objects(written, list[str])
-        if files is not None:
+            replace_file(own.with_suffix(".txt"), table.encode())
+            profiler.export_chrome_trace(f"{own}.trace.json.gz")
+            written = [f"{own}.txt", f"{own}.trace.json.gz"]
+        if (files := gather_objects(written, list[str])) is not None:
             for path in (path for own in files for path in own):
                 self._report.artifact(Path(path), "kernels")
             first = self._last - self._recorded + 1

@@ -121,17 +121,25 @@ def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[]
         engine.execute.update({name: before[name] for name in before if engine.execute[name] is ours[name]})
 
 
-def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
-    """Write files and keep them with the run in ``folder``; if the disk refuses, log that and return False."""
+@contextlib.contextmanager
+def reported(report: Report, path: Path) -> Iterator[None]:
+    """Log the OSError of a disk that refuses a file, as ``path`` if the error names none; training continues."""
     try:
-        paths = write()
+        yield
     except OSError as error:
-        what = error.filename or f"a file of the run's folder {folder}".rstrip()  # without a name if a disk is full
-        report.log(f"{what} can't be written ({error.strerror}); training continues")
-        return False
-    for path in paths:
-        report.artifact(path, folder)
-    return True
+        report.log(f"{error.filename or path} can't be written ({error.strerror}); training continues")
+
+
+def keep(report: Report, folder: str, files: Mapping[Path, str | bytes]) -> bool:
+    """Write files and keep them with the run in ``folder``; if the disk refuses, log that and return False."""
+    with reported(report, next(iter(files))):
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content.encode() if isinstance(content, str) else content)
+        for path in files:
+            report.artifact(path, folder)
+        return True
+    return False
 
 
 FILE = Path("trace", "pauses.json")  # in a run's folder

@@ -102,13 +102,13 @@ class Recorder:
         if tracker is None or self.folder is None or spec is None or drawn is None:
             return
         path = self.folder.samples(images_seen)
-        title = grid_title(self.folder.folder.resolve().name, images_seen, spec.sampler, spec.diffusion, "ema")
-        names = drawn.prompts or class_names(spec.data, spec.bucket_group, spec.unet.classes)
-        labels = [names[i % len(names)] for i in range(len(drawn.images)) if names]
         try:
             if path.exists():
                 return
             path.parent.mkdir(exist_ok=True)
+            title = grid_title(self.folder.folder.resolve().name, images_seen, spec.sampler, spec.diffusion, "ema")
+            names = drawn.prompts or class_names(spec.data, spec.bucket_group, spec.unet.classes)
+            labels = [names[i % len(names)] for i in range(len(drawn.images)) if names]
             write_png(drawn.picture(title, labels), path)
         except OSError as error:
             return self.log(f"{path} can't be written ({error.strerror}); training continues")
@@ -192,7 +192,7 @@ def recorded(
     folder.folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():  # a full disk must not cut off the files of the start before
         replace_file(folder.folder / name, content.encode() if isinstance(content, str) else content)
-    flat, tags = flatten(start.params), {**start.tags, **_origin(), **labels(folder.folder, note, line.log)}
+    flat, tags = flatten(start.params), {**start.tags, **origin_tags(), **labels(folder.folder, note, line.log)}
     params = parameters(flat, tags)
     tags |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # of this start, unlike params
     if checkpoint is not None:
@@ -215,8 +215,8 @@ def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
 
 
-def _origin() -> dict[str, str]:
-    """Return tags for the run's origin: code, host, versions."""
+def origin_tags() -> dict[str, str]:
+    """Return tags for the origin of a run: code, host, versions."""
     command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty", "--abbrev=40"]
     try:  # no tag is used, so it is the commit
         described = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True).stdout

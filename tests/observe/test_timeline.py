@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from ddpm_ds.observe.observer import Barrier, Clock, RankTrace, TracedStep, aligned, clock_offset
-from ddpm_ds.observe.timeline import draw_median_step, draw_step, rank_seconds, timeline_metrics, write_trace
+from ddpm_ds.observe.timeline import draw_median_step, draw_step, rank_seconds, timeline_metrics, trace_json
 from ddpm_ds.pipeline.schedule import Event
 
 
@@ -30,10 +30,8 @@ def ranks_of(*steps: TracedStep) -> list[RankTrace]:
     return [RankTrace(rank, 0, rank, (0, 1), ((8, 0), (8, 0)), (), steps) for rank in range(2)]
 
 
-def test_a_trace_names_steps_and_ranks_for_perfetto(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_trace(ranks_of(step(20, 0.0, 0.5), step(21, 0.5, 0.25)), "digits", path)
-    records = json.loads(path.read_text())["traceEvents"]
+def test_a_trace_names_steps_and_ranks_for_perfetto() -> None:
+    records = json.loads(trace_json(ranks_of(step(20, 0.0, 0.5), step(21, 0.5, 0.25)), "digits"))["traceEvents"]
     names = {record["tid"]: record["args"]["name"] for record in records if record["name"] == "thread_name"}
     assert names == {1: "steps", 2: "rank 0: stages 0 and 1, replica 0", 3: "rank 1: stages 0 and 1, replica 1"}
     boxes = [record for record in records if record["ph"] == "X"]
@@ -42,13 +40,12 @@ def test_a_trace_names_steps_and_ranks_for_perfetto(tmp_path: Path) -> None:
     assert boxes[2] == {"ph": "X", **forward, "args": {"step": 20, "stage": 1, "micro-batch": 3}}
 
 
-def test_picture_is_of_the_median_step_and_waiting_is_grey(tmp_path: Path) -> None:
-    path, alone = tmp_path / "steps.png", tmp_path / "alone.png"
-    draw_median_step(ranks_of(step(20, 0.0, 0.9), step(21, 0.9, 0.2), step(22, 1.1, 0.5)), "digits", path)
+def test_picture_is_of_the_median_step_and_waiting_is_grey() -> None:
+    ranks, alone = ranks_of(step(20, 0.0, 0.9), step(21, 0.9, 0.2), step(22, 1.1, 0.5)), BytesIO()
     rows = [[Event("ForwardPass", 1, 3, 0.0, 0.25), Event("RecvGrad", 1, 3, 0.25, 0.5)]] * 2
     draw_step(rows, 0.5, ["0, replica 0", "0, replica 1"], "step 22: digits\n500 ms, bubble 50.0%", alone)
-    assert path.read_bytes() == alone.read_bytes()
-    with Image.open(path) as picture:
+    assert draw_median_step(ranks, "digits") == alone.getvalue()
+    with Image.open(alone) as picture:
         pixels = np.asarray(picture.convert("RGBA"))
     forward, waiting = ((pixels == (*colour, 255)).all(2).sum() for colour in ((143, 188, 240), (228, 228, 228)))
     assert 0.9 < forward / waiting < 1, "half of the rows; a number is written into the forwards"

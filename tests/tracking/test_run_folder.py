@@ -23,7 +23,7 @@ from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.ground.errors import CheckpointError, OutputError
 from ddpm_ds.tracking.pictures import Drawn
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _origin, recorded
+from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, origin_tags, recorded
 from ddpm_ds.tracking.run_folder import (
     LOCK,
     METRICS,
@@ -194,7 +194,7 @@ def test_pictures_are_in_the_order_of_their_images_beyond_a_billion_too(tmp_path
 
 def test_code_without_git_is_of_an_unknown_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    tags = _origin()
+    tags = origin_tags()
     assert (tags["git_commit"], tags["git_dirty"]) == ("unknown", "unknown")
 
 
