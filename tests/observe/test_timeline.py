@@ -104,13 +104,10 @@ def test_seconds_bubble_and_utilisation_of_a_step() -> None:
 
 
 def test_pauses_are_no_part_of_the_step() -> None:
-    pause = Event("checkpoint", 0, -1, 9.5, 10.0)
-    ranks, _ = aligned([trace(0, [*FIRST, pause]), trace(1, SECOND)])
-    summary = summarise(ranks, 1.0)
-    values = timeline_metrics(summary, macs_per_image=1)
-    assert summary["ranks"][0]["step_seconds"] == 9.5
+    ranks, _ = aligned([trace(0, [*FIRST, Event("checkpoint", 0, -1, 9.5, 10.0)]), trace(1, SECOND)])
+    values = timeline_metrics(summary := summarise(ranks, 1.0), macs_per_image=1)
+    assert summary["ranks"][0]["step_seconds"] == 9.5 and "perf/sampling_fraction" not in values
     assert values["perf/checkpoint_fraction"] == pytest.approx(0.025)
-    assert "perf/sampling_fraction" not in values
 
 
 def test_ranks_wait_for_each_other_where_gradients_are_added_and_where_they_agree() -> None:
@@ -137,12 +134,11 @@ def test_clocks_of_two_hosts_become_one() -> None:
 
 def test_time_on_a_device_is_what_its_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events have times in milliseconds, which the device says when it has come to them."""
-    synchronize, events = Mock(), iter((100.0, 100.0, 350.0))
+    synchronize, at = Mock(), iter((100.0, 100.0, 350.0))
 
     def event(enable_timing: bool) -> Mock:
-        made = Mock(at=next(events))
-        made.elapsed_time = lambda end: end.at - made.at
-        return made
+        now = next(at)
+        return Mock(at=now, elapsed_time=lambda end: end.at - now)
 
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)

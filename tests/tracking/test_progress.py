@@ -137,10 +137,6 @@ def test_a_clock_moves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_for(lambda: len(stream.getvalue()) > before)
 
 
-def test_durations() -> None:
-    assert [duration(seconds) for seconds in (0.4, 59.6, 3599, 36061)] == ["0:00", "1:00", "59:59", "10:01:01"]
-
-
 def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     uri = "sqlite:////runs/mlflow.db"
     values: dict[str, Any] = {"loss": 0.11468, "images": 128_000, "images_per_second": 1302.4, "steps": 2000}
@@ -156,5 +152,6 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
         "serve it with             mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "open it at                http://127.0.0.1:5000/#/runs/abc",
     ]
+    assert [duration(seconds) for seconds in (0.4, 59.6, 3599, 36061)] == ["0:00", "1:00", "59:59", "10:01:01"]
     unreached = summary(**values, link=RunLink(None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None))
     assert "not reached at http://127.0.0.1:5000" in unreached and "serve" not in unreached

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +39,7 @@ from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
 from tests.launching import tiny_spec
+from tests.tracking.stored import full_disk
 
 SPEC = tiny_spec()
 SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
@@ -114,19 +115,6 @@ def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path:
     checkpoint = Saver.before_now(saver)
     assert checkpoint is not None and checkpoint.path == good
     assert len(said) == 1 and damaged.name in said[0]
-
-
-def test_the_last_logged_step_is_that_of_the_last_whole_point_even_after_a_rollback(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.identity() == RunFolder(tmp_path).identity() != "", "made once"
-    assert folder.logged_step(METRICS) == 0
-    for step in (10, 20, 30, 20):
-        folder.append(METRICS, {"train/loss": 0.5}, step)
-    with (tmp_path / METRICS).open("ab") as file:
-        file.write(b'{"step": 40, "train/l')  # cut off by a full disk
-    assert folder.logged_step(METRICS) == 20
-    folder.append(METRICS, {"train/loss": 0.25}, 50)
-    assert folder.points(METRICS)[-1] == {"step": 50, "train/loss": 0.25}
 
 
 POINT = {"train/seen_images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
@@ -301,15 +289,11 @@ def test_a_rehearsal_is_no_reason_to_refuse_a_folder_and_other_files_are(tmp_pat
 
 
 def test_a_start_on_a_full_disk_leaves_what_the_start_before_has_recorded(tmp_path: Path) -> None:
-    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), dict.fromkeys(("spec.yaml", "stages.txt"), "before")
+    before = dict.fromkeys(("spec.yaml", "stages.txt"), "before")
     for name, text in before.items():
         (tmp_path / name).write_text(text)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            begin(tmp_path, {"spec.yaml": "of this start"})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(0), pytest.raises(OSError, match="File too large"):
+        begin(tmp_path, {"spec.yaml": "of this start"})
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
@@ -323,17 +307,18 @@ def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: i
 
 
 def test_damaged_points_are_left_out_and_a_damaged_identity_is_one_line(tmp_path: Path) -> None:
-    good = b'{"step": 3, "train/loss": NaN}\n'
-    bad = (b"\xff\xfe", b"[1]", b'{"step": "3"}', b'{"step": NaN}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 10**5)
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b"\n".join([*bad, b'{"step": 2, "x": [1]}', b'{"step":' + b"1" * 5000 + b"}"])
-    )
-    assert RunFolder(tmp_path).points(METRICS) == [] and RunFolder(tmp_path).logged_step("metrics.jsonl") == 0
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b"\n" + good)
-    assert RunFolder(tmp_path).logged_step("metrics.jsonl") == 3
+    folder, bad = RunFolder(tmp_path), [b"\xff\xfe", b"[1]", b"[" * 10**5, b'{"step":' + b"1" * 5000 + b"}"]
+    bad += [b'{"step": %s}' % step for step in (b'"3"', b"NaN", b"-1", b"1e400", b'2, "x": [1]')]
+    (tmp_path / METRICS).write_bytes(b"\n".join(bad))  # the last is cut off, as by a full disk
+    assert folder.points(METRICS) == [] and folder.logged_step(METRICS) == 0
+    for step, loss in ((10, math.nan), (30, 0.5), (20, 0.5)):  # a rollback
+        folder.append(METRICS, {"train/loss": loss}, step)
+    assert folder.logged_step(METRICS) == 20 and folder.points(METRICS)[1:] == [
+        {"step": step, "train/loss": 0.5} for step in (30, 20)
+    ]
+    assert folder.identity() == RunFolder(tmp_path).identity() != "", "made once"
     for content in (b"", b"\xff", b"a b", b"../x", b"x" * 10**6):
         (tmp_path / "identity").write_bytes(content)
         with pytest.raises(OutputError, match="identity") as caught:
-            RunFolder(tmp_path).identity()
+            folder.identity()
         assert str(caught.value).isprintable()

@@ -7,7 +7,6 @@ import errno
 import getpass
 import math
 import os
-import resource
 import signal
 import sqlite3
 import subprocess
@@ -15,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, STAR
 from ddpm_ds.tracking.sender import Sender
 from ddpm_ds.tracking.tracker import Tracker
 from tests.launching import PATIENCE_SECONDS, wait_for
-from tests.tracking.stored import everything, history, read_run, start
+from tests.tracking.stored import everything, full_disk, history, read_run, start
 
 pytestmark = pytest.mark.launch
 
@@ -250,20 +249,13 @@ def test_two_senders_never_send_together(root: Path, capsys: pytest.CaptureFixtu
 def test_a_full_disk_gets_one_line_and_events_go_on_when_there_is_room(root: Path) -> None:
     said: list[str] = []
     tracker, file = start(root, log=said.append), root / "run" / EVENTS
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(4):
-        most = file.stat().st_size + 10 if step in (1, 2) else limits[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        try:
+        with full_disk(file.stat().st_size + 10) if step in (1, 2) else contextlib.nullcontext():
             tracker.metrics({"train/loss": float(step)}, step)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(0, 0.0), (3, 3.0)] and read_run(root).info.status == "FINISHED"
-    assert said == [
-        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and MLflow misses what happens "
-        "until it can"
-    ]
+    why = f"{os.strerror(errno.ENOSPC)}); training continues, and MLflow misses what happens until it can"
+    assert said == [f"{file} can't be written ({why}"]
 
 
 @pytest.mark.parametrize("kind", [None, "evaluate"])
@@ -271,14 +263,8 @@ def test_a_start_that_a_full_disk_refused_comes_before_the_next_event(
     root: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file of a child run is removed when all is sent."""
-    append, refusals = module.append_event, iter([OSError(errno.ENOSPC, "full")] * 2)
-
-    def full_at_first(*event: Any) -> None:
-        if refusal := next(refusals, None):
-            raise refusal
-        append(*event)
-
-    monkeypatch.setattr(module, "append_event", full_at_first)
+    full, append = OSError(errno.ENOSPC, "full"), module.append_event
+    monkeypatch.setattr(module, "append_event", Mock(side_effect=[full, full, *[DEFAULT] * 4], wraps=append))
     tracker = start(root, tags={} if kind is None else {"kind": kind}, artifacts=[root / "mlflow.db"])
     tracker.metrics({"train/loss": 1.0}, 1)
     tracker.finish("FINISHED", PATIENCE_SECONDS)
