@@ -109,8 +109,7 @@ class FlopsProfile(Observer):
         engine = self._engine
         self._watching.enter_context(engine.watched())  # the profiler waits for the device at each module
         if engine.grid.get_data_parallel_id() == engine.module.tensor.rank == 0:
-            stages = stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)
-            self._left = dict(enumerate(stages))
+            self._left = dict(enumerate(stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)))
             self._watching.enter_context(instructions_wrapped(engine, self._around))
             # In this step alone: DeepSpeed replaces functions, for which layers would be compiled again.
             self._watching.callback(torch.compiler.set_stance, "default")
@@ -135,8 +134,8 @@ class FlopsProfile(Observer):
                 shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
                 times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
                 each = f"{whole.flops / 1e9:.4g} GFLOP per forward of {self._engine.micro_batch_size} images"
-                where = self._folder / "table.txt"
-                self._report.log(f"flops of step {self._step}: {each}, by stage {shares} in {times} ms: {where}")
+                what = f"{each}, by stage {shares} in {times} ms: {self._folder / 'table.txt'}"
+                self._report.log(f"flops of step {self._step}: {what}")
 
     def _around(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Profile the first forward pass of each of this rank's stages."""
@@ -178,8 +177,7 @@ class FlopsProfile(Observer):
             "stages": [{"stage": stage.stage, "rank": stage.rank, "total": asdict(stage.total)} for stage in stages],
             "layers": [{"stage": stage, "name": name, "total": asdict(cost)} for stage, name, cost in layers],
         }
-        texts[self._folder / NUMBERS] = json.dumps(numbers, indent=2) + "\n"
-        return texts
+        return texts | {self._folder / NUMBERS: json.dumps(numbers, indent=2) + "\n"}
 
 
 class UnetStage(nn.ModuleDict):

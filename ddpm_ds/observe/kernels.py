@@ -46,7 +46,7 @@ class KernelProfile(Observer):
         else:
             self._stop()
         begins = step in self._steps or step + 1 == self._steps.start
-        if self._profiler is None and not self._recorded and begins:
+        if self._profiler is None and begins and not self._recorded:
             os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             self._on_device = self._engine.device.type == "cuda"
 

@@ -375,6 +375,6 @@ def draw_step(
     lines = [line for given in title.splitlines() for line in textwrap.wrap(given, TITLE_CHARACTERS)]
     figure.suptitle("\n".join(lines), fontsize=8.5)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = [Patch(color=colour, label=label) for colour, label in labels.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+    handles = [Patch(color=colour, label=label) for colour, label in labels.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     figure.savefig(file, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files

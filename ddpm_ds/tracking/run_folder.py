@@ -39,7 +39,6 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.ground import files
 from ddpm_ds.ground.errors import OutputError
-from ddpm_ds.ground.files import CHUNK_BYTES, open_regular
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.secret import public_address
 from ddpm_ds.schema.section import flatten
@@ -249,9 +248,9 @@ class RunFolder:
 
         SpecError, ValueError or AttributeError is raised for a damaged file.
         """
-        spec, config = self.folder / SPEC, self.folder / DS_CONFIG
-        found = flatten(parse_yaml(files.read_text(spec), SPEC))
-        found |= flatten({"ds_config": self.ds_config}) if config.exists() else {}
+        found = flatten(parse_yaml(files.read_text(self.folder / SPEC), SPEC))
+        if (self.folder / DS_CONFIG).exists():
+            found |= flatten({"ds_config": self.ds_config})
         if last := begun(self.folder / EVENTS):
             start = last[0]["start"]
             derived = {name: value for name, value in start["tags"].items() if name.startswith(DERIVED)}
@@ -277,8 +276,8 @@ class RunFolder:
         """
         found: list[dict[str, float]] = []
         if (path := self.folder / name).is_file():
-            with open_regular(path) as file:
-                while line := file.readline(CHUNK_BYTES):
+            with files.open_regular(path) as file:
+                while line := file.readline(files.CHUNK_BYTES):
                     with suppress(ValueError):
                         point = _POINT.validate_json(line, strict=True)
                         step = point.get("step", math.nan)
@@ -321,8 +320,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> list[Path]:
         """Folders of the complete checkpoints, oldest first; their checksums are not verified."""
-        folder = checkpoints_of(self.folder)
-        return [folder / name for name in names(folder)]
+        return [checkpoints_of(self.folder) / name for name in names(checkpoints_of(self.folder))]
 
     @property
     def verdict(self) -> str | None:

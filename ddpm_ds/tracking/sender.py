@@ -13,7 +13,6 @@ in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,8 +124,10 @@ class Sender:
 
     def advance(self) -> bool:
         """Send the next log points, or one record of another kind; return whether there was one."""
-        found = list(islice(records(self._events, self._at), RECORDS_AT_ONCE))
-        batch = list(takewhile(lambda one: "metrics" in one[0], found)) or found[:1]
+        following = islice(records(self._events, self._at), RECORDS_AT_ONCE)
+        batch = list(islice(following, 1))
+        if batch and "metrics" in batch[0][0]:
+            batch += takewhile(lambda one: "metrics" in one[0], following)
         if batch:
             self._deliver([record for record, _ in batch])
             self._at, self.sent = batch[-1][1], self.sent + len(batch)
@@ -357,7 +358,7 @@ def _send_file(events: Path) -> bool:
         if (locked := lock(events)) is None:
             log("another process sends it, as that of a run that is still going does")
             return False
-        with locked, contextlib.ExitStack() as claim:
+        with locked, ExitStack() as claim:
             if (last := begun(events)) is None:
                 return True
             if (run := events.with_name(LOCK)).is_file() and (free := lock(run)) is not None:

@@ -46,9 +46,7 @@ from ddpm_ds.tracking.run_folder import (
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run has ended, in MLflow's words."""
-SENDER = "ddpm_ds.tracking.sender"
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is down
-USER_TAG = "mlflow.user"
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
 
@@ -85,7 +83,7 @@ class RunStart:
             "output_root": str(self.run_dir.parent.resolve()),
             "run_dir": str(self.run_dir.resolve()),
             "params": flatten(self.params),
-            "tags": {USER_TAG: user_name(), **self.tags},
+            "tags": {"mlflow.user": user_name(), **self.tags},
             "dataset": self.dataset,
             "parent": self.parent,
             "system_metrics": None if off else os.environ.get(INTERVAL, "10"),
@@ -117,7 +115,7 @@ def start_child() -> subprocess.Popen[bytes]:
         "PYTHONSAFEPATH": "1",  # and none in the working folder besides
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", SENDER, str(os.getpid())]
+    command = [sys.executable, "-m", "ddpm_ds.tracking.sender", str(os.getpid())]
     # Ctrl-C reaches the child as well, and would print a traceback of its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
