@@ -227,8 +227,8 @@ class Sender:
                 context = InputTag("mlflow.data.context", "training")
                 client.log_inputs(run.info.run_id, [DatasetInput(dataset, [context])])
         self._run = run
-        self._reply({"run": {"run_id": run.info.run_id, "experiment_id": experiment_id}})
         self._join_parent(run)
+        self._reply({"run": {"run_id": run.info.run_id, "experiment_id": experiment_id}})
 
     def _join_parent(self, run: Run) -> bool:
         """Make the run a child of its parent, if it has one; return False if MLflow does not have that, or not yet."""

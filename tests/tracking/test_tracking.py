@@ -289,14 +289,17 @@ def test_a_run_that_was_killed_is_so_in_mlflow_when_its_folder_is_taken_again(ro
     assert ends == {"one": "KILLED", "two": "FINISHED", "three": "KILLED"}
 
 
-def test_a_child_finds_its_parent_however_late_that_comes(root: Path) -> None:
-    said: list[str] = []
-    child = start_in_mlflow(root, identity="child", parent="parent", log=said.append)
-    (root / "sweep").mkdir()
+def test_a_child_finds_its_parent_when_it_begins_or_however_late_that_comes(root: Path) -> None:
+    said, client = list[str](), MlflowClient(f"sqlite:///{root}/mlflow.db")
+    for name in ("sweep", "second"):
+        (root / name).mkdir()
+    first = start_in_mlflow(root, identity="first", parent="parent", log=said.append)
     parent = start_in_mlflow(root, identity="parent", run_dir=root / "sweep")
-    link = child.finish("FINISHED", PATIENCE_SECONDS)
-    run = MlflowClient(f"sqlite:///{root}/mlflow.db").get_run(str(link.run_id))
-    assert run.data.tags[PARENT_TAG] == parent.finish("FINISHED", PATIENCE_SECONDS).run_id and said == []
+    second = start_in_mlflow(root, identity="second", parent="parent", run_dir=root / "second", log=said.append)
+    assert client.get_run(str(second.run_id)).data.tags[PARENT_TAG] == parent.run_id
+    for tracker in (first, second, parent):
+        tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert client.get_run(str(first.run_id)).data.tags[PARENT_TAG] == parent.run_id and said == []
 
 
 SERVER = "http://tracker:5000"
