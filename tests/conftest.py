@@ -43,6 +43,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {wanted} CUDA device(s), and there are {found}")
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that need programs as long ones. Files that take long come first, so that several workers end at about

@@ -68,7 +68,7 @@ def test_a_run_that_is_watched_in_every_way_does_not_lock(
     said = log.read_text()
     assert all(words in said for words in ("flops of step 4", "traced steps 6-7", "held-out loss")), said
     assert list((tmp_path / "run" / "samples").glob("*.png")) and checkpoints(tmp_path / "run")
-    assert (tmp_path / "run" / "kernels" / "groups.txt").exists()
+    assert (tmp_path / "run" / "kernels" / "rank3.txt").exists()
 
     plain = arguments(tmp_path / "plain", FEW, config, layout)
     ranks = fork_ranks(4, TRAIN, *plain, stdout=log, stderr=log, MLFLOW_TRACKING_URI="")

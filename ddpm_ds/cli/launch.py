@@ -125,7 +125,7 @@ def train(options: StartOptions) -> int:
     ended = supervise([*program, "--described"], place, **vars(options.restarts), log=log)
     if ended.code > 128:  # a second signal has ended the process that sends to MLflow too
         events = run_dir / run_folder.EVENTS
-        run_folder.end_killed(events, log)
+        run_folder.end_killed(events)
         if line := run_folder.unsent(events):
             log(line)
     again = list(options.arguments)

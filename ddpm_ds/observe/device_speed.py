@@ -4,7 +4,6 @@ The first two are measured once and cached in the user's cache folder; start-up 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -51,17 +50,13 @@ class Remembered:
             self._known = {}
 
     def get(self, facts: Sequence[object]) -> list[float] | None:
-        return self._known.get(_key(facts))
+        return self._known.get(json.dumps(facts, sort_keys=True))
 
     def set(self, facts: Sequence[object], values: list[float]) -> None:
-        self._known[_key(facts)] = values
+        self._known[json.dumps(facts, sort_keys=True)] = values
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._file, json.dumps(self._known).encode())
-
-
-def _key(facts: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _name(device: torch.device) -> str:
@@ -94,21 +89,15 @@ def measured_times(
     """
     known = Remembered("layer_times.json")
 
-    def times(layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
-        found = []
-        for layer in layers:
-            shape = {name: value for name, value in asdict(layer).items() if name != "name"}
-            kind = type(layer).__name__
-            facts = [_name(device), kind, shape, images, precision, "channels_last", torch.__version__]
-            seconds = known.get(facts)
-            if seconds is None:
-                progress(layer, images)
-                seconds = list(astuple(time_layer(layer, images, device, DTYPES[precision][1])))
-                known.set(facts, seconds)
-            found.append(LayerSeconds(*seconds))
-        return found
+    def seconds(layer: Layer, images: int) -> LayerSeconds:
+        shape = {name: value for name, value in asdict(layer).items() if name != "name"}
+        facts = [_name(device), type(layer).__name__, shape, images, precision, "channels_last", torch.__version__]
+        if (found := known.get(facts)) is None:
+            progress(layer, images)
+            known.set(facts, found := list(astuple(time_layer(layer, images, device, DTYPES[precision][1]))))
+        return LayerSeconds(*found)
 
-    return times
+    return lambda layers, images: [seconds(layer, images) for layer in layers]
 
 
 def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> LayerSeconds:
@@ -209,8 +198,7 @@ def startup_times(layers: Sequence[Layer], device: torch.device, precision: Dtyp
         smallest.setdefault(type(layer).__name__, layer)
     startup = {}
     for kind, layer in smallest.items():
-        sides = (FEW_PIXELS * (1 + isinstance(layer, larger)) for larger in (DownsampleLayer, UpsampleLayer))
-        size_in, size_out = ((side, side) for side in sides)
-        tiny = replace(layer, in_size=size_in, out_size=size_out)
+        side_in, side_out = (FEW_PIXELS * (1 + isinstance(layer, each)) for each in (DownsampleLayer, UpsampleLayer))
+        tiny = replace(layer, in_size=(side_in, side_in), out_size=(side_out, side_out))
         startup[kind] = time_layer(tiny, 1, device, DTYPES[precision][1])
     return startup

@@ -25,7 +25,6 @@ from torch import nn
 
 from ddpm_ds.config import ds_model
 from ddpm_ds.ground.errors import faults_logged
-from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.units import aligned
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
@@ -72,6 +71,9 @@ def summed(costs: Iterable[Cost]) -> Cost:
     return Cost(*(sum(values) for values in zip(*map(astuple, costs), strict=True)))
 
 
+NUMBERS = "flops.json"
+
+
 class FlopsProfile(Observer):
     """Profiler of the first forward pass of every stage in step ``profile_step``.
 
@@ -90,18 +92,14 @@ class FlopsProfile(Observer):
         steps: int,
     ) -> None:
         self._engine, self._layers, self._settings = engine, layers, settings
-        self._folder, self._report = folder, report
-        self._step = settings.profile_step
+        self._folder, self._report, self._step = folder, report, settings.profile_step
         self._waits = settings.enabled
         self._found: list[StageProfile] | None = None
         self._watching = contextlib.ExitStack()
-        done, why = engine.global_steps, ""
-        if self._step > steps:
-            why = f"the run has {steps:,} steps: nothing is profiled; write a step up to {steps}"
-        elif self._step <= done and not (folder / "flops.json").exists():
-            why = f"the run resumes after step {done:,}: nothing is profiled; write a step from {done + 1} on"
-        if self._waits and why:
-            report.log(f"flops_profiler.profile_step = {self._step}, but {why}")
+        done = engine.global_steps
+        if self._waits and not done < self._step <= steps and not (folder / NUMBERS).exists():
+            comes = f"{done + 1:,} to {steps:,}" if done < steps else "none"
+            report.log(f"flops_profiler.profile_step = {self._step}, the steps to come are {comes}: name one of them")
 
     def begin_step(self, step: int) -> None:
         self.finish()
@@ -111,8 +109,7 @@ class FlopsProfile(Observer):
         engine = self._engine
         self._watching.enter_context(engine.watched())  # the profiler waits for the device at each module
         if engine.grid.get_data_parallel_id() == engine.module.tensor.rank == 0:
-            stages = stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)
-            self._left = dict(enumerate(stages))
+            self._left = dict(enumerate(stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)))
             self._watching.enter_context(instructions_wrapped(engine, self._around))
             # In this step alone: DeepSpeed replaces functions, for which layers would be compiled again.
             self._watching.callback(torch.compiler.set_stance, "default")
@@ -133,14 +130,12 @@ class FlopsProfile(Observer):
                 values[f"flops/stage{stage.stage}_gflops"] = stage.total.flops / 1e9
                 values[f"flops/stage{stage.stage}_latency_ms"] = stage.total.seconds * 1e3
             self._report.observed(values, self._step)
-            if keep(self._report, "flops", lambda: self._write(stages)):
+            if keep(self._report, "flops", self._files(stages)):
                 shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
                 times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
-                each = (
-                    f"{whole.flops / 1e9:.4g} GFLOP forward per micro-batch of {self._engine.micro_batch_size} images"
-                )
-                where = self._folder / "table.txt"
-                self._report.log(f"flops of step {self._step}: {each}, by stage {shares} in {times} ms: {where}")
+                each = f"{whole.flops / 1e9:.4g} GFLOP per forward of {self._engine.micro_batch_size} images"
+                what = f"{each}, by stage {shares} in {times} ms: {self._folder / 'table.txt'}"
+                self._report.log(f"flops of step {self._step}: {what}")
 
     def _around(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Profile the first forward pass of each of this rank's stages."""
@@ -158,7 +153,7 @@ class FlopsProfile(Observer):
         assert self._found is not None
         self._found.append(StageProfile(self._left.pop(phase), dist.get_rank(), costs, text))
 
-    def _write(self, stages: Sequence[StageProfile]) -> list[Path]:
+    def _files(self, stages: Sequence[StageProfile]) -> dict[Path, str | bytes]:
         engine = self._engine
         facts = {
             "step": self._step,
@@ -169,12 +164,12 @@ class FlopsProfile(Observer):
             "deepspeed": version("deepspeed"),
         }
         output = self._settings.output_file or self._folder / "flops"
-        texts = {}
+        texts: dict[Path, str | bytes] = {}
         for stage in stages:
             names = list(stage.layers)
             heading = f"stage {stage.stage} of {len(stages)}, on rank {stage.rank}: layers {names[0]} to {names[-1]}"
-            texts[Path(f"{output}.stage{stage.stage}.txt")] = f"{heading}\n{stage.text}"
-        texts[self._folder / "table.txt"] = table(stages, facts)
+            texts[Path(f"{output}.stage{stage.stage}.txt")] = f"{heading}\n{stage.text}\n"
+        texts[self._folder / "table.txt"] = table(stages, facts) + "\n"
         layers = [(stage.stage, name, cost) for stage in stages for name, cost in stage.layers.items()]
         numbers = {
             **facts,
@@ -182,15 +177,11 @@ class FlopsProfile(Observer):
             "stages": [{"stage": stage.stage, "rank": stage.rank, "total": asdict(stage.total)} for stage in stages],
             "layers": [{"stage": stage, "name": name, "total": asdict(cost)} for stage, name, cost in layers],
         }
-        texts[self._folder / "flops.json"] = json.dumps(numbers, indent=2)
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, f"{text}\n".encode())
-        return list(texts)
+        return texts | {self._folder / NUMBERS: json.dumps(numbers, indent=2) + "\n"}
 
 
 class UnetStage(nn.ModuleDict):
-    """Layers of a stage as one module, by their index in the U-Net's list."""
+    """Layers of a stage as one module, by their index; DeepSpeed prints the name of this class."""
 
 
 def profile_layers(
@@ -237,18 +228,16 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, object]) -> str:
 
     totals = [(str(stage.stage), str(stage.rank), *cells(stage.total)) for stage in stages]
     layers = [(name, str(stage.stage), *cells(cost)) for stage in stages for name, cost in stage.layers.items()]
-    return "\n".join(
-        [
-            f"one forward pass of a micro-batch of {facts['micro_batch_images']} images in step {facts['step']}, "
-            f"{facts['dtype']}, schedule {facts['schedule']}",
-            "",
-            *aligned([("stage", "rank", *columns), *totals, ("all", "", *cells(whole))], left={0}),
-            "",
-            *aligned([("layer", "stage", *columns), *layers], left={0}),
-            "",
-            "MACs are multiply-accumulates of convolutions, linear layers and attention, by the layers' arithmetic;",
-            f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
-            "without any wait for messages. The profiled step is slower than others.",
-            *([TENSOR_GROUPS] if facts["tensor_size"] != 1 else []),
-        ]
-    )
+    lines = [
+        f"one forward pass of a micro-batch of {facts['micro_batch_images']} images in step {facts['step']}, "
+        f"{facts['dtype']}, schedule {facts['schedule']}",
+        "",
+        *aligned([("stage", "rank", *columns), *totals, ("all", "", *cells(whole))], left={0}),
+        "",
+        *aligned([("layer", "stage", *columns), *layers], left={0}),
+        "",
+        "MACs are multiply-accumulates of convolutions, linear layers and attention, by the layers' arithmetic;",
+        f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
+        "without any wait for messages. The profiled step is slower than others.",
+    ]
+    return "\n".join([*lines, TENSOR_GROUPS] if facts["tensor_size"] != 1 else lines)

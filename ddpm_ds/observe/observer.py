@@ -121,17 +121,25 @@ def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[]
         engine.execute.update({name: before[name] for name in before if engine.execute[name] is ours[name]})
 
 
-def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
-    """Write files and keep them with the run in ``folder``; if the disk refuses, log that and return False."""
+@contextlib.contextmanager
+def reported(report: Report, path: Path) -> Iterator[None]:
+    """Log the OSError of a disk that refuses a file, as ``path`` if the error names none; training continues."""
     try:
-        paths = write()
+        yield
     except OSError as error:
-        what = error.filename or f"a file of the run's folder {folder}".rstrip()  # without a name if a disk is full
-        report.log(f"{what} can't be written ({error.strerror}); training continues")
-        return False
-    for path in paths:
-        report.artifact(path, folder)
-    return True
+        report.log(f"{error.filename or path} can't be written ({error.strerror}); training continues")
+
+
+def keep(report: Report, folder: str, files: Mapping[Path, str | bytes]) -> bool:
+    """Write files and keep them with the run in ``folder``; if the disk refuses, log that and return False."""
+    with reported(report, next(iter(files))):
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content.encode() if isinstance(content, str) else content)
+        for path in files:
+            report.artifact(path, folder)
+        return True
+    return False
 
 
 FILE = Path("trace", "pauses.json")  # in a run's folder
@@ -239,20 +247,8 @@ class RankTrace:
     """Place in the tensor group."""
 
 
-class HostClock:
-    """Clock of the host, for work that is done when a call returns, as on a CPU."""
-
-    def mark(self) -> Any:
-        """Return a mark of this moment in the order of the device's work, without waiting for the device."""
-        return time.perf_counter()
-
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return the time of each mark on the host's clock. Waits for the device."""
-        return list(marks)
-
-
-class DeviceClock(HostClock):
-    """Clock of CUDA events on the current stream; making one, once per trace, waits for the device."""
+class Clock:
+    """Clock of CUDA events on the current stream, made once per trace; on a CPU, which works at once, the host's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -261,13 +257,19 @@ class DeviceClock(HostClock):
         wait_for_device(device)
         self._zero_seconds = time.perf_counter()
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        """Return a mark of this moment in the order of the device's work, without waiting for the device."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Return the time of each mark on the host's clock. Waits for the device."""
         wait_for_device(self._device)
+        if self._device.type != "cuda":
+            return list(marks)
         return [self._zero_seconds + self._zero.elapsed_time(mark) / 1e3 for mark in marks]
 
 
@@ -277,7 +279,7 @@ class Recording:
     def __init__(self, engine: UnetPipelineEngine, step: int) -> None:
         """Wrap the engine's instructions. Collective; waits for the device and for all ranks."""
         self._engine = engine
-        self._clock = DeviceClock(engine.device) if engine.device.type == "cuda" else HostClock()
+        self._clock = Clock(engine.device)
         self._barriers: list[Barrier] = []
         for _ in range(BARRIERS):
             came = time.perf_counter()
@@ -320,27 +322,24 @@ class Recording:
 
     def close(self) -> RankTrace:
         """End the last step and restore the engine. Waits for the device."""
-        end = self._clock.mark()
+        self.begin_step(self.step + 1)  # which is not taken
         self.abandon()
         engine, steps = self._engine, []
-        for (number, start, events), stop in zip(
-            self._steps, [*(start for _, start, _ in self._steps[1:]), end], strict=True
-        ):
-            marks = [start, stop, *(mark for event in events for mark in event[3:])]
-            first, last, *times = self._clock.seconds(marks)
-            timed = (Event(*event[:3], *times[2 * place :][:2]) for place, event in enumerate(events))
-            steps.append(TracedStep(number, first, last, tuple(timed)))
+        for (number, start, events), (_, end, _) in itertools.pairwise(self._steps):
+            times = self._clock.seconds([start, end, *(mark for event in events for mark in event[3:])])
+            spans = zip(times[2::2], times[3::2], strict=True)
+            timed = tuple(Event(*event[:3], *span) for event, span in zip(events, spans, strict=True))
+            steps.append(TracedStep(number, times[0], times[1], timed))
         channels = (engine.stage_channels(phase, engine.micro_batch_size) for phase in range(engine.phases))
         ways = ((one.activations_out, one.gradients_out) for one in channels)
+        sizes = ((on.message_bytes if on else 0, back.message_bytes if back else 0) for on, back in ways)
         return RankTrace(
             rank=dist.get_rank(),
             pipeline_rank=engine.stage_id,
             replica=engine.grid.get_data_parallel_id(),
             part=engine.module.tensor.rank,
             stages=tuple(stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)),
-            message_bytes=tuple(
-                (on.message_bytes if on else 0, back.message_bytes if back else 0) for on, back in ways
-            ),
+            message_bytes=tuple(sizes),
             barriers=tuple(self._barriers),
             steps=tuple(steps),
         )

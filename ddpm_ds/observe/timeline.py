@@ -7,6 +7,7 @@ RUN_DIR/trace/summary.json       circumstances of the trace, and each rank's :fu
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -21,7 +22,6 @@ import torch.distributed as dist
 
 from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
-from ddpm_ds.ground.files import replace_file
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -130,12 +130,7 @@ class Timeline(Observer):
         if dist.get_rank() == 0:
             self._seconds_before = self._summary_of_last["step_seconds"]
             file = self._folder.parent / PROGRAMS
-
-            def write() -> list[Path]:
-                replace_file(file, written(self._engine.programs).encode())
-                return [file]
-
-            if keep(self._report, "", write):
+            if keep(self._report, "", {file: written(self._engine.programs)}):
                 self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
         return True
 
@@ -158,7 +153,7 @@ class Timeline(Observer):
                 if self._seconds_before:
                     values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
                 self._report.observed(values, last)
-                if keep(self._report, "trace", lambda: self._write(ranks, summary)):
+                if keep(self._report, "trace", self._files(ranks, summary)):
                     suffixes = ".png and .json" if self._engine.num_stages > 1 else ".json"
                     self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}{suffixes}")
 
@@ -185,21 +180,16 @@ class Timeline(Observer):
             "ranks": ranks,
         }
 
-    def _write(self, ranks: Sequence[RankTrace], summary: Summary) -> list[Path]:
+    def _files(self, ranks: Sequence[RankTrace], summary: Summary) -> dict[Path, str | bytes]:
         replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
         tensor = f" x {summary['tensor_size']} tensor ranks" if summary["tensor_size"] > 1 else ""
         passes = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
         title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{tensor}{replicas}, {passes}"
-        name = f"steps-{summary['first_step']}-{summary['last_step']}"
-        trace, picture = (self._folder / f"{name}.{suffix}" for suffix in ("json", "png"))
-        facts = self._folder / "summary.json"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_trace(ranks, title, trace)
-        replace_file(facts, json.dumps(summary, indent=2).encode() + b"\n")
-        if self._engine.num_stages == 1:
-            return [trace, facts]
-        draw_median_step(ranks, title, picture)
-        return [trace, picture, facts]
+        name = self._folder / f"steps-{summary['first_step']}-{summary['last_step']}"
+        files: dict[Path, str | bytes] = {name.with_suffix(".json"): trace_json(ranks, title)}
+        if self._engine.num_stages > 1:
+            files[name.with_suffix(".png")] = draw_median_step(ranks, title)
+        return files | {self._folder / "summary.json": json.dumps(summary, indent=2) + "\n"}
 
 
 def rank_seconds(trace: RankTrace) -> Summary:
@@ -292,25 +282,34 @@ def timeline_metrics(summary: Summary, macs_per_image: int) -> dict[str, float]:
     return values
 
 
-def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
-    """Write traces in the Chrome trace event format: microseconds, complete events, a thread for each rank."""
-    records = [_named("process_name", 0, title), _named("thread_name", STEPS_ROW, "steps")]
+def trace_json(ranks: Sequence[RankTrace], title: str) -> str:
+    """Return traces in the Chrome trace event format: microseconds, complete events, a thread for each rank."""
+    records: list[dict[str, Any]] = []
+
+    def name(row: int, name: str) -> None:
+        row_of = {"pid": PROCESS, "tid": row}
+        records.append({"ph": "M", "name": "thread_name", **row_of, "args": {"name": name}})
+        records.append({"ph": "M", "name": "thread_sort_index", **row_of, "args": {"sort_index": row}})
+
+    def add(name: str, kind: str, row: int, start: float, end: float, **values: object) -> None:
+        times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
+        records.append({"ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": row, **times, "args": values})
+
+    records.append({"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}})
+    name(STEPS_ROW, "steps")
     for step in ranks[0].steps:
-        records.append(_slice(f"step {step.number}", "step", STEPS_ROW, step.start, step.end, {}))
+        add(f"step {step.number}", "step", STEPS_ROW, step.start, step.end)
     for trace in ranks:
-        row = STEPS_ROW + 1 + trace.rank
-        stages = f"stage{'s' if len(trace.stages) > 1 else ''} {' and '.join(map(str, trace.stages))}"
-        records.append(_named("thread_name", row, f"rank {trace.rank}: {stages}{_place(trace, ranks)}"))
-        records.append({**_named("thread_sort_index", row, ""), "args": {"sort_index": row}})
-        for step in trace.steps:
-            for event in step.events:
-                name = LOOKS.get(event.instruction, (event.instruction,))[0]
-                arguments = {"step": step.number, "stage": trace.stages[event.phase]}
-                if event.micro_batch >= 0:
-                    arguments["micro-batch"] = event.micro_batch
-                    name = f"{name} {event.micro_batch}"  # last: Perfetto leaves numbers out when it chooses a colour
-                records.append(_slice(name, event.instruction, row, event.start, event.end, arguments))
-    replace_file(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, separators=(",", ":")).encode())
+        row, stages = STEPS_ROW + 1 + trace.rank, " and ".join(map(str, trace.stages))
+        name(row, f"rank {trace.rank}: stage{'s' * (len(trace.stages) > 1)} {stages}{_place(trace, ranks)}")
+        for number, event in ((step.number, event) for step in trace.steps for event in step.events):
+            what, values = LOOKS.get(event.instruction, (event.instruction,))[0], dict[str, object]()
+            if event.micro_batch >= 0:
+                values["micro-batch"] = event.micro_batch
+                what = f"{what} {event.micro_batch}"  # last: Perfetto leaves numbers out when it chooses a colour
+            values |= {"step": number, "stage": trace.stages[event.phase]}
+            add(what, event.instruction, row, event.start, event.end, **values)
+    return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
 def _place(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
@@ -319,19 +318,8 @@ def _place(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
     return replica + (f", tensor part {trace.part}" if any(other.part for other in ranks) else "")
 
 
-def _slice(
-    name: str, kind: str, row: int, start: float, end: float, arguments: Mapping[str, object]
-) -> dict[str, object]:
-    ts, dur = round(1e6 * start, 3), round(1e6 * (end - start), 3)
-    return {"ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": row, "ts": ts, "dur": dur, "args": arguments}
-
-
-def _named(kind: str, row: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": row, "args": {"name": name}}
-
-
-def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
-    """Write the step of median length as a PNG."""
+def draw_median_step(ranks: Sequence[RankTrace], title: str) -> bytes:
+    """Return the step of median length as a PNG."""
     steps = sorted(range(len(ranks[0].steps)), key=lambda step: ranks[0].steps[step].end - ranks[0].steps[step].start)
     chosen = [trace.steps[steps[(len(steps) - 1) // 2]] for trace in ranks]
     start = min(step.start for step in chosen)
@@ -342,7 +330,9 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None
     bubble = waited / sum(step.end - step.start for step in chosen)
     title = f"step {chosen[0].number}: {title}\n{1e3 * seconds:,.4g} ms, bubble {bubble:.1%}"
     names = [f"{trace.stages[0]}{_place(trace, ranks)}" for trace in ranks]
-    draw_step(rows, seconds, names, title, path)
+    picture = io.BytesIO()
+    draw_step(rows, seconds, names, title, picture)
+    return picture.getvalue()
 
 
 def draw_step(
@@ -385,6 +375,6 @@ def draw_step(
     lines = [line for given in title.splitlines() for line in textwrap.wrap(given, TITLE_CHARACTERS)]
     figure.suptitle("\n".join(lines), fontsize=8.5)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = [Patch(color=colour, label=label) for colour, label in labels.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+    handles = [Patch(color=colour, label=label) for colour, label in labels.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     figure.savefig(file, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files

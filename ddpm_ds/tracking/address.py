@@ -1,5 +1,6 @@
 """Addresses of MLflow's stores and of the pages of its UI. MLflow is not imported."""
 
+import logging
 import os
 import re
 import shlex
@@ -35,13 +36,21 @@ MLFLOW = {
 def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
     """Return the address of a page (``/#/...``) of MLflow's UI, and the command to serve it, None if a server does."""
     uri = public_address(tracking_uri)
-    served = uri.startswith(("http://", "https://"))
     if page:
         page += f"{'&' if '?' in page else '?'}{TRAINING_MODE}"
+    if uri.startswith(("http://", "https://")):
+        return f"{uri.rstrip('/')}{page}", None
     serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
     if uri != tracking_uri:  # a secret is on no command line
         serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
-    return f"{uri.rstrip('/') if served else LOCAL_UI}{page}", None if served else serve
+    return f"{LOCAL_UI}{page}", serve
+
+
+def quiet() -> None:
+    """Give MLflow's client our defaults, where the user has set no others, and let nothing of it print."""
+    logging.disable(logging.CRITICAL)
+    for name, value in MLFLOW.items():
+        os.environ.setdefault(name, value)
 
 
 def reason(error: BaseException) -> str:
@@ -80,14 +89,12 @@ def uri_fault(uri: str) -> str | None:
         path = os.path.abspath(address.removeprefix("file:"))
         file = path if path.endswith(".db") else f"{path}/mlflow.db"
         return f"{named} is a path, and MLflow 3 keeps no runs in folders; write {SQLITE}{file}"
-    if (store := sqlite_file(uri)) is not None and store.is_dir():
-        return f"{named} is a folder; write {SQLITE}{store}/mlflow.db"
     if scheme == "sqlite":
-        return None
+        store = sqlite_file(uri)
+        return f"{named} is a folder; write {SQLITE}{store}/mlflow.db" if store is not None and store.is_dir() else None
     if scheme.partition("+")[0] not in DATABASES:
-        if entry_points(group=PLUGINS, name=scheme):
-            return None
-        return f"{named} is no store of MLflow's; write {' or '.join(EXAMPLES)}"
+        known = entry_points(group=PLUGINS, name=scheme)
+        return None if known else f"{named} is no store of MLflow's; write {' or '.join(EXAMPLES)}"
     from sqlalchemy import exc, make_url
 
     try:

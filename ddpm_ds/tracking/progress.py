@@ -39,19 +39,18 @@ class ProgressLine:
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._total, self._stream, self._clock = total_images, stream or sys.stderr, clock
-        self._lock = threading.RLock()
+        self._lock, self._closed = threading.RLock(), threading.Event()
         self._images: int | None = None
-        self._images_per_second, self._has_log_point = 0.0, False
         self._loss: float | None = None
         self._scale: float | None = None
         self._activity: tuple[str, float] | None = None
-        self._began = self._wrote = clock()
-        self._measured: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None
         """Images and time of the first step, from which the rate counts until a log point has one."""
+        self._rate, self._has_log_point = 0.0, False
+        self._began = self._wrote = clock()
         self._bar: tqdm[NoReturn] | None = None
         if self._stream.isatty():
             self._bar = tqdm(total=total_images, file=self._stream, bar_format=BEFORE, nrows=24)
-        self._closed = threading.Event()
 
         def keep_ticking() -> None:
             while not self._closed.wait(TICK_SECONDS):
@@ -72,13 +71,12 @@ class ProgressLine:
     def step(self, images_seen: int) -> None:
         """Show that a step has ended, at most a few times per second. Reads nothing from the device."""
         with self._lock:
-            first, self._images = self._images is None, images_seen
-            now = self._clock()
-            if self._measured is None:
-                self._measured = images_seen, now
-            elif not self._has_log_point and images_seen > self._measured[0] and now > self._measured[1]:
-                self._images_per_second = (images_seen - self._measured[0]) / (now - self._measured[1])
-            if self._bar is not None and (first or now - self._wrote >= SECONDS_BETWEEN_UPDATES):
+            now, self._images = self._clock(), images_seen
+            begins, self._first = self._first is None, self._first or (images_seen, now)
+            images, seconds = images_seen - self._first[0], now - self._first[1]
+            if not self._has_log_point and images > 0 and seconds > 0:
+                self._rate = images / seconds
+            if self._bar is not None and (begins or now - self._wrote >= SECONDS_BETWEEN_UPDATES):
                 self._show()
 
     def first_loss(self, loss: float) -> None:
@@ -92,7 +90,7 @@ class ProgressLine:
     ) -> None:
         """Show the values of a log point; ``loss_scale`` is None if the loss is not scaled."""
         with self._lock:
-            self._images, self._images_per_second, self._has_log_point = images_seen, images_per_second, True
+            self._images, self._rate, self._has_log_point = images_seen, images_per_second, True
             self._loss, self._scale = loss, loss_scale
             self._show()
 
@@ -125,32 +123,29 @@ class ProgressLine:
                 self._show()
 
     def _show(self) -> None:
+        activity = ""
+        if self._activity is not None:
+            seconds = int(self._clock() - self._activity[1])
+            activity = self._activity[0] + (f", {seconds} s" if seconds else "")
         if self._bar is None:
-            seen = self._images
-            parts = [] if seen is None else [f"{seen:,}/{self._total:,} images ({seen / self._total:.0%})"]
-            parts += [] if seen is None else self._numbers()
-            if line := "  ".join(filter(None, (*parts, self._doing()))):
+            seen, parts = self._images, list[str]()
+            if seen is not None:
+                parts = [f"{seen:,}/{self._total:,} images ({seen / self._total:.0%})", *self._numbers()]
+            if line := "  ".join(filter(None, (*parts, activity))):
                 self._write(line)
             return
         with contextlib.suppress(OSError):  # the terminal has gone; the run ends in order all the same
-            doing = self._doing()
             self._bar.bar_format = BEFORE if self._images is None else BAR
             self._bar.n, self._bar.ncols = self._images or 0, shutil.get_terminal_size().columns - 1
             self._bar.set_postfix_str("  ".join(self._numbers()), refresh=False)
-            self._bar.set_description_str(doing if self._images is None else f"  {doing}" * bool(doing), refresh=False)
+            described = activity if self._images is None else f"  {activity}" * bool(activity)
+            self._bar.set_description_str(described, refresh=False)
             self._bar.refresh()
         self._wrote = self._clock()
 
-    def _doing(self) -> str:
-        if self._activity is None:
-            return ""
-        what, since = self._activity
-        seconds = int(self._clock() - since)
-        return f"{what}, {seconds} s" if seconds else what
-
     def _numbers(self) -> list[str]:
         parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
-        if rate := self._images_per_second:
+        if rate := self._rate:
             parts += [f"{rate:,.4g} images/s", f"{duration(max(self._total - (self._images or 0), 0) / rate)} left"]
         return parts if self._scale is None else [*parts, f"loss scale {self._scale:g}"]
 

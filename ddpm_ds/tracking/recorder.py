@@ -98,8 +98,8 @@ class Recorder:
 
     def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
-        spec = self._spec
-        if self.tracker is None or self.folder is None or spec is None or drawn is None:
+        spec, tracker = self._spec, self.tracker
+        if tracker is None or self.folder is None or spec is None or drawn is None:
             return
         path = self.folder.samples(images_seen)
         try:
@@ -112,8 +112,8 @@ class Recorder:
             write_png(drawn.picture(title, labels), path)
         except OSError as error:
             return self.log(f"{path} can't be written ({error.strerror}); training continues")
-        self.tracker.image(path, SAMPLES_KEY, step)
-        self.tracker.metrics({"usage/samples_seconds": seconds}, step)
+        tracker.image(path, SAMPLES_KEY, step)
+        tracker.metrics({"usage/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
         """Record the held-out loss, by the names of :meth:`ddpm_ds.train.objective.HeldOutLoss.values`."""
@@ -188,20 +188,19 @@ def recorded(
     ``start`` has all settings as ``params``. ``files`` are kept, by file name. The run resumes from ``checkpoint``,
     with ``changed`` settings; ``note`` is the reason for a new run; ``sender`` is as in :class:`Tracker`.
     """
-    run_dir = start.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(run_dir)
+    folder = RunFolder(start.run_dir)
+    folder.folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():  # a full disk must not cut off the files of the start before
-        replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
-    flat, own = flatten(start.params), {**start.tags, **_origin(), **labels(run_dir, note, line.log)}
-    params = parameters(flat, own)
-    own |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # of this start, unlike params
+        replace_file(folder.folder / name, content.encode() if isinstance(content, str) else content)
+    flat, tags = flatten(start.params), {**start.tags, **origin_tags(), **labels(folder.folder, note, line.log)}
+    params = parameters(flat, tags)
+    tags |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # of this start, unlike params
     if checkpoint is not None:
-        own["resume_count"] = str(folder.add_resume(checkpoint, changed))
-    start = replace(start, params=params, tags=own, identity=folder.identity(), system_metrics=True)
+        tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
+    start = replace(start, params=params, tags=tags, identity=folder.identity(), system_metrics=True)
     tracker = Tracker(start, line.log, sender)
     for name in files:
-        tracker.artifact(run_dir / name)
+        tracker.artifact(folder.folder / name)
     recorder = Recorder(line, tracker, folder, spec)
     try:
         yield recorder
@@ -216,20 +215,18 @@ def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
 
 
-def _origin() -> dict[str, str]:
-    """Return tags for the run's origin: code, host, versions."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):  # no git, or no repository
-            return None
-
-    changes = git("status", "--porcelain", "--untracked-files=no")
+def origin_tags() -> dict[str, str]:
+    """Return tags for the origin of a run: code, host, versions."""
+    command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:  # no tag is used, so it is the commit
+        described = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True).stdout
+        commit, dirty, _ = described.strip().partition("-dirty")
+        changed = str(bool(dirty)).lower()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        commit = changed = "unknown"
     return {
-        "git_commit": git("rev-parse", "HEAD") or "unknown",
-        "git_dirty": "unknown" if changes is None else str(bool(changes)).lower(),
+        "git_commit": commit,
+        "git_dirty": changed,
         "host": platform.node(),
         "mlflow.source.name": "launch/train.py",
         **{f"version.{name}": version(name) for name in ("torch", "deepspeed", "mlflow-skinny")},

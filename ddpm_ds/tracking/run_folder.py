@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any, BinaryIO
@@ -40,56 +39,43 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.ground import files
 from ddpm_ds.ground.errors import OutputError
-from ddpm_ds.ground.files import CHUNK_BYTES, open_regular
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.secret import public_address
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.address import resolve_uri
 
 SPEC, DS_CONFIG, STAGES, MACHINE = "spec.yaml", "ds_config.json", "stages.txt", "machine.json"
-"""Files in a run's folder: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
-METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
-"""Files in a run's folder with log points, held-out losses and observers' measurements."""
+"""Files of a run: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
+METRICS, EVALUATIONS, OBSERVATIONS = POINTS = ("metrics.jsonl", "evaluations.jsonl", "observations.jsonl")
+"""Files of a run with log points, held-out losses and observers' measurements."""
 VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
-"""Files in a run's folder: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
-
+"""Files of a run: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
+ANIMATION, RESUMES, LABELS = "progress.gif", "resumes.jsonl", "tags.json"
+"""Files of a run: pictures drawn while training, one after the other; every resume; tags set by the run's starter."""
+IDENTITY, LOCK = "identity", ".lock"
+"""Files of a run: the identity of its MLflow run, and what its process keeps locked."""
+EVENTS = "events.jsonl"
+"""File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
-SAMPLES_KEY = "eval/samples_ema"
-"""Key of the pictures drawn while training: MLflow shows them with a slider, beside the chart of ``eval/loss``."""
-ANIMATION = "progress.gif"
-"""File with the pictures drawn while training, one after the other."""
-IDENTITY = "identity"
-"""File with the identity of the folder's MLflow run."""
-LOCK = ".lock"  # file that the run's process keeps locked
+
+KIND_TAG, FOLDER_TAG = "kind", "run_dir"
+"""Tags: the kind of a run that is not a training run (evaluate, sample, export, benchmark, sweep), and its folder."""
+START_TAG = "ddpm_ds.start"
+"""Tag with a run's identity, which finds it again when the answer to its creation was lost."""
+PARENT_TAG, NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
+"""Tags by which MLflow shows a run under another one, and as its description."""
+SAMPLES_KEY, RATE = "eval/samples_ema", "perf/images_per_second"
+"""Key of the pictures drawn while training, beside ``eval/loss``; metric of the speed since the last point."""
+DERIVED = "derived."
+"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
+Record = dict[str, Any]
+
 REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL),
 }
 """Disk errors that a user can fix."""
-RESUMES = "resumes.jsonl"
-"""File with a record of every resume."""
-LABELS = "tags.json"
-"""File with the tags set by the run's starter."""
-KIND_TAG = "kind"
-"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, sweep."""
-START_TAG = "ddpm_ds.start"
-"""Tag with a run's identity, which finds it again when the answer to its creation was lost."""
-PARENT_TAG = "mlflow.parentRunId"
-"""Tag by which MLflow shows a run under another one."""
-FOLDER_TAG = "run_dir"
-RATE = "perf/images_per_second"
-"""Metric of a log point's speed over the steps since the previous point, without pauses."""
-DERIVED = "derived."
-"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
-NOTE_TAG = "mlflow.note.content"
-"""Tag that MLflow shows as the description of a run."""
-Record = dict[str, Any]
-
-EVENTS = "events.jsonl"
-"""File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
-POINTS = (METRICS, EVALUATIONS, OBSERVATIONS)
-"""Files of a run's points."""
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
 _CURSOR, _POINT = TypeAdapter(dict[str, NonNegativeInt]), TypeAdapter(dict[str, int | float])
 
@@ -262,9 +248,9 @@ class RunFolder:
 
         SpecError, ValueError or AttributeError is raised for a damaged file.
         """
-        spec, config = self.folder / SPEC, self.folder / DS_CONFIG
-        found = flatten(parse_yaml(files.read_text(spec), SPEC))
-        found |= flatten({"ds_config": self.ds_config}) if config.exists() else {}
+        found = flatten(parse_yaml(files.read_text(self.folder / SPEC), SPEC))
+        if (self.folder / DS_CONFIG).exists():
+            found |= flatten({"ds_config": self.ds_config})
         if last := begun(self.folder / EVENTS):
             start = last[0]["start"]
             derived = {name: value for name, value in start["tags"].items() if name.startswith(DERIVED)}
@@ -284,8 +270,20 @@ class RunFolder:
         return tuple(itertools.accumulate(map(int, rows), initial=0))
 
     def points(self, name: str) -> list[dict[str, float]]:
-        """Return the points of one of :data:`POINTS`, as they were written."""
-        return read_points(self.folder / name)
+        """Return the points of one of :data:`POINTS` as they were written, each a ``step`` and numbers.
+
+        Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
+        """
+        found: list[dict[str, float]] = []
+        if (path := self.folder / name).is_file():
+            with files.open_regular(path) as file:
+                while line := file.readline(files.CHUNK_BYTES):
+                    with suppress(ValueError):
+                        point = _POINT.validate_json(line, strict=True)
+                        step = point.get("step", math.nan)
+                        if 0 <= step < math.inf and step == int(step):
+                            found.append(point)
+        return found
 
     def columns(self, name: str) -> dict[str, list[float]]:
         """Return :meth:`points` by metric and ``step``, in the order of their steps, all of one length.
@@ -322,8 +320,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> list[Path]:
         """Folders of the complete checkpoints, oldest first; their checksums are not verified."""
-        folder = checkpoints_of(self.folder)
-        return [folder / name for name in names(folder)]
+        return [checkpoints_of(self.folder) / name for name in names(checkpoints_of(self.folder))]
 
     @property
     def verdict(self) -> str | None:
@@ -378,23 +375,9 @@ class RunFolder:
         return len(files.read_text(file).splitlines())
 
 
-class EventFile:
-    """Writer of an event file. A disk that refuses is one line through ``log``, and never an OSError."""
-
-    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
-        self.path, self._log, self._refused = path, log, False
-
-    def append(self, record: Record) -> bool:
-        """Append a record with the current time; return whether the disk has taken it."""
-        try:
-            files.append_line(self.path, json.dumps(record | {"time": now_ms()}).encode())
-        except OSError as error:
-            if not self._refused:
-                what = "training continues, and MLflow misses what happens until it can"
-                self._log(f"{self.path} can't be written ({error.strerror}); {what}")
-            self._refused = True
-            return False
-        return True
+def append_event(events: Path, record: Record) -> None:
+    """Append a record with the current time; raises OSError."""
+    files.append_line(events, json.dumps(record | {"time": now_ms()}).encode())
 
 
 def now_ms() -> int:
@@ -402,39 +385,27 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def lines(path: Path, begin: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the whole lines from byte ``begin`` on, each with the byte where it ends; none if there is no file."""
+def records(path: Path, begin: int = 0) -> Iterator[tuple[Record, int]]:
+    """Yield the records from byte ``begin`` on, each with the byte where it ends; none if there is no file.
+
+    A damaged line, such as one that a crash has cut off, is an empty record.
+    """
     with suppress(FileNotFoundError), files.open_regular(path) as file:
         file.seek(begin)
         for line in file:
             if not line.endswith(b"\n"):  # it is being written
                 return
             begin += len(line)
-            yield line, begin
+            record: Any = {}
+            with suppress(ValueError):
+                record = json.loads(line)
+            yield record if isinstance(record, dict) else {}, begin
 
 
-def read(path: Path, begin: int, most: int) -> list[tuple[Record, int]]:
-    """Return at most ``most`` records from byte ``begin`` on, each with the byte where it ends.
-
-    A damaged line, such as one that a crash has cut off, is an empty record.
-    """
-    return [(_parsed(line), end) for line, end in islice(lines(path, begin), most)]
-
-
-def _parsed(line: bytes) -> Record:
-    with suppress(ValueError):
-        if isinstance(record := json.loads(line), dict):
-            return record
-    return {}
-
-
-def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
+def begun(path: Path, until: float = math.inf) -> tuple[Record, int] | None:
     """Return the last start up to byte ``until``, with the byte where it ends; None if there is none."""
-    last = None
-    for line, end in lines(path):
-        if end <= until and line.startswith(b'{"start"'):
-            last = (_parsed(line), end)
-    return last
+    starts = [(record, end) for record, end in records(path) if end <= until and "start" in record]
+    return starts[-1] if starts else None
 
 
 def cursor_file(events: Path) -> Path:
@@ -464,19 +435,20 @@ def ending(events: Path) -> str | None:
     return None
 
 
-def end_killed(events: Path, log: Callable[[str], None]) -> None:
+def end_killed(events: Path) -> None:
     """Write into a file that its run was killed, if it has no end; nobody else may write it now."""
-    if events.is_file() and ending(events) is None:
-        EventFile(events, log).append({"finish": "KILLED"})
+    with suppress(OSError):  # a full disk
+        if events.is_file() and ending(events) is None:
+            append_event(events, {"finish": "KILLED"})
 
 
 def unsent(events: Path) -> str | None:
     """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
     with suppress(OSError):  # which its writer has reported
-        last, count = begun(events), sum(1 for _ in lines(events, bytes_sent(events)))
+        last, count = begun(events), sum(1 for _ in records(events, bytes_sent(events)))
         if last is not None and count:
-            records = f"{count:,} {'record' if count == 1 else 'records'}"
-            return f"not sent: {records} to {place_of(last[0])}; to send them: {send_command(events)}"
+            several = f"{count:,} record{'s' * (count > 1)}"
+            return f"not sent: {several} to {place_of(last[0])}; to send them: {send_command(events)}"
     return None
 
 
@@ -491,20 +463,3 @@ def discard(events: Path) -> None:
         with suppress(OSError):
             events.unlink()
             cursor_file(events).unlink(missing_ok=True)
-
-
-def read_points(path: Path) -> list[dict[str, float]]:
-    """Return the points of a JSON-lines file in order, each a ``step`` and numbers; empty if there is no file.
-
-    Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
-    """
-    found = []
-    if path.is_file():
-        with open_regular(path) as file:
-            while line := file.readline(CHUNK_BYTES):
-                with suppress(ValueError):
-                    point = _POINT.validate_json(line, strict=True)
-                    step = point.get("step", math.nan)
-                    if 0 <= step < math.inf and step == int(step):
-                        found.append(point)
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.files import expanded
 from ddpm_ds.ground.secret import public_address
 from ddpm_ds.schema.types import GivenPath
-from ddpm_ds.tracking.address import MLFLOW, reason, resolve_uri, sqlite_file, uri_fault
+from ddpm_ds.tracking.address import quiet, reason, resolve_uri, sqlite_file, uri_fault
 from ddpm_ds.tracking.run_folder import IDENTITY, NOTE_TAG, SPEC, START_TAG, RunFolder, identity_of
 
 if TYPE_CHECKING:
@@ -101,10 +100,7 @@ def _client_of(uri: str) -> Iterator[MlflowClient]:
         raise ExperimentError(fault)
     if (database := sqlite_file(uri)) is not None and not database.is_file():
         raise ExperimentError(f"there is no MLflow store {public_address(uri)}; set MLFLOW_TRACKING_URI to the store")
-    for name, value in MLFLOW.items():
-        os.environ.setdefault(name, value)
-    for talkative in ("mlflow", "alembic"):
-        logging.getLogger(talkative).setLevel(logging.ERROR)
+    quiet()
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError

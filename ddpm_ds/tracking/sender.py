@@ -13,9 +13,7 @@ in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -24,10 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import takewhile
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
@@ -40,10 +38,10 @@ from ddpm_ds.ground.options import limited_seconds
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.tracking.address import (
     DATABASES,
-    MLFLOW,
     SQLITE,
     check_tracking_uri,
     deleted_experiment,
+    quiet,
     reason,
     resolve_uri,
     sqlite_file,
@@ -54,8 +52,8 @@ from ddpm_ds.tracking.run_folder import (
     NOTE_TAG,
     PARENT_TAG,
     START_TAG,
-    EventFile,
     Record,
+    append_event,
     begun,
     bytes_sent,
     cursor_file,
@@ -64,7 +62,7 @@ from ddpm_ds.tracking.run_folder import (
     ending,
     lock,
     place_of,
-    read,
+    records,
     unsent,
 )
 from ddpm_ds.tracking.tracker import INTERVAL
@@ -75,7 +73,6 @@ if TYPE_CHECKING:
 
 Log = Callable[[str, str], None]
 """Shows a line, which is second, once for each topic, which is first."""
-Answer = TypeVar("Answer")
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills the rest of a rank after 30
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -125,46 +122,19 @@ class Sender:
         self._run: Run | None = None  # before its start is sent, and after its end
         self.sent, self.ended_at, self.refused = 0, 0, False
 
-    def follow(self, own: int, hurried: threading.Event) -> None:
-        """Send records as they come, until the end of the run whose start ends at byte ``own``.
-
-        The first failure is a line; each is tried again after pauses, which are short once it is ``hurried``.
-        """
-        pause, down = FIRST_PAUSE_SECONDS, False
-        while self.ended_at <= own:
-            try:
-                sent = self.advance()
-            except Exception as error:  # whatever it is, training must not see it
-                down = True
-                self._reply({"down": True})
-                self._log("down", f"{self.place} fails ({reason(error)}); training continues, and it is tried again")
-                if hurried.wait(pause):
-                    time.sleep(FIRST_PAUSE_SECONDS)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                continue
-            if sent or down:
-                self._reply({"sent": self.sent, "down": False})
-            if down:
-                self._log("up", f"{self.place} answers again")
-            pause, down = FIRST_PAUSE_SECONDS, False
-            if not sent:
-                time.sleep(POLL_SECONDS)
-
     def advance(self) -> bool:
-        """Send the next records, log points many at a time; return whether there were any."""
-        left = found = read(self._events, self._at, RECORDS_AT_ONCE)
-        try:
-            while left:
-                batch = list(takewhile(lambda one: "metrics" in one[0], left)) or left[:1]
-                self._deliver([record for record, _ in batch])
-                left, self._at = left[len(batch) :], batch[-1][1]
-                self.sent += len(batch)
-                self.ended_at = batch[-1][1] if "finish" in batch[0][0] else self.ended_at
-        finally:
-            if found:
-                with suppress(OSError):  # more is sent again
-                    replace_file(cursor_file(self._events), json.dumps({"sent": self._at}).encode() + b"\n")
-        return bool(found)
+        """Send the next log points, or one record of another kind; return whether there was one."""
+        following = islice(records(self._events, self._at), RECORDS_AT_ONCE)
+        batch = list(islice(following, 1))
+        if batch and "metrics" in batch[0][0]:
+            batch += takewhile(lambda one: "metrics" in one[0], following)
+        if batch:
+            self._deliver([record for record, _ in batch])
+            self._at, self.sent = batch[-1][1], self.sent + len(batch)
+            self.ended_at = self._at if "finish" in batch[0][0] else self.ended_at
+            with suppress(OSError):  # it is sent again
+                replace_file(cursor_file(self._events), json.dumps({"sent": self._at}).encode() + b"\n")
+        return bool(batch)
 
     def _deliver(self, batch: Sequence[Record]) -> None:
         """Send a batch to the run of the start before it; what MLflow will never take is a line, and left out."""
@@ -257,8 +227,8 @@ class Sender:
                 context = InputTag("mlflow.data.context", "training")
                 client.log_inputs(run.info.run_id, [DatasetInput(dataset, [context])])
         self._run = run
-        self._reply({"run": {"run_id": run.info.run_id, "experiment_id": experiment_id}})
         self._join_parent(run)
+        self._reply({"run": {"run_id": run.info.run_id, "experiment_id": experiment_id}})
 
     def _join_parent(self, run: Run) -> bool:
         """Make the run a child of its parent, if it has one; return False if MLflow does not have that, or not yet."""
@@ -332,24 +302,38 @@ class Child:
             if self.alone:
                 return False
             time.sleep(POLL_SECONDS)
-        (start, own), hurried, deadline = last, threading.Event(), math.inf
+        (start, own), down, deadline, pause = last, False, math.inf, FIRST_PAUSE_SECONDS
         if interval := start["start"]["system_metrics"]:
             arguments = interval, self.reply, self.log
             threading.Thread(target=read_system_metrics, args=arguments, daemon=True).start()
         sender = Sender(events, start, self.log, self.reply)
-        thread = threading.Thread(target=sender.follow, args=(own, hurried), daemon=True)
-        thread.start()
-        while thread.is_alive():
+        while sender.ended_at <= own:
             if self.alone and deadline == math.inf:
                 deadline = time.monotonic() + FLUSH_SECONDS
                 if begun(events) == last and ending(events) is None:  # nor resumed already
-                    EventFile(events, lambda line: self.log("disk", line)).append({"finish": "FAILED"})
-            if self.alone or ending(events) is not None:
-                hurried.set()
+                    with suppress(OSError):
+                        append_event(events, {"finish": "FAILED"})
             if time.monotonic() > deadline:
                 self.log("unsent", unsent(events) or "")
                 return False
-            thread.join(POLL_SECONDS)
+            try:
+                if not sender.advance():
+                    time.sleep(POLL_SECONDS)
+                    continue
+            except Exception as error:  # whatever it is, training must not see it
+                down = True
+                self.reply({"down": True})
+                self.log("down", f"{sender.place} fails ({reason(error)}); training continues, and it is tried again")
+                again = time.monotonic() + pause
+                while time.monotonic() < again and not self.alone and ending(events) is None:
+                    time.sleep(POLL_SECONDS)
+                time.sleep(FIRST_PAUSE_SECONDS * (time.monotonic() < again))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            self.reply({"sent": sender.sent, "down": False})
+            if down:
+                self.log("up", f"{sender.place} answers again")
+            down, pause = False, FIRST_PAUSE_SECONDS
         return not sender.refused
 
 
@@ -359,9 +343,7 @@ def send_later(run_dir: Path) -> bool:
     Raises:
         UserError: there is no run in the folder, or MLflow takes no such tracking URI.
     """
-    logging.disable(logging.CRITICAL)
-    for name, value in MLFLOW.items():
-        os.environ.setdefault(name, value)
+    quiet()
     files = sorted(run_dir.glob("events*.jsonl"), key=lambda file: file.name != EVENTS)  # children find their parent
     if not files:
         raise UserError(f"{run_dir} holds no {EVENTS}; name the folder of a run of this version")
@@ -376,12 +358,12 @@ def _send_file(events: Path) -> bool:
         if (locked := lock(events)) is None:
             log("another process sends it, as that of a run that is still going does")
             return False
-        with locked, contextlib.ExitStack() as claim:
+        with locked, ExitStack() as claim:
             if (last := begun(events)) is None:
                 return True
             if (run := events.with_name(LOCK)).is_file() and (free := lock(run)) is not None:
                 claim.enter_context(free)
-                end_killed(events, print)
+                end_killed(events)
             check_tracking_uri(Path(last[0]["start"]["output_root"]))
             sender = Sender(events, last[0], lambda _, line: log(line), lambda _: None)
             try:
@@ -401,7 +383,7 @@ def _send_file(events: Path) -> bool:
 
 def main() -> None:
     """Send the events that the trainer names."""
-    logging.disable(logging.CRITICAL)
+    quiet()
     # Launchers and terminals signal the whole process group; this process ends when the trainer has.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

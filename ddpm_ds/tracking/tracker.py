@@ -5,9 +5,8 @@
          log lines ◀── listening thread ◀── replies ──┘
 
 MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`), with its import, its database, its network and its
-crashes. An event is a line in a file (:class:`~ddpm_ds.tracking.run_folder.EventFile`), so what MLflow has not taken
-can be sent later. (MLflow's own asynchronous logging drops what a server does not take at once, and runs in threads of
-the training process.)
+crashes. An event is a line in a file, so what MLflow has not taken can be sent later. (MLflow's own asynchronous
+logging drops what a server does not take at once, and runs in threads of the training process.)
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from ddpm_ds.ground.errors import print_to_stderr
 from ddpm_ds.ground.secret import public_address
 from ddpm_ds.processes.hosts import user_name
 from ddpm_ds.schema.section import flatten
-from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
+from ddpm_ds.tracking.address import page_of, resolve_uri
 from ddpm_ds.tracking.run_folder import (
     EVENTS,
     KIND_TAG,
-    EventFile,
     Record,
+    append_event,
     discard,
     end_killed,
     now_ms,
@@ -47,9 +46,7 @@ from ddpm_ds.tracking.run_folder import (
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run has ended, in MLflow's words."""
-SENDER = "ddpm_ds.tracking.sender"
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is down
-USER_TAG = "mlflow.user"
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
 
@@ -86,7 +83,7 @@ class RunStart:
             "output_root": str(self.run_dir.parent.resolve()),
             "run_dir": str(self.run_dir.resolve()),
             "params": flatten(self.params),
-            "tags": {USER_TAG: user_name(), **self.tags},
+            "tags": {"mlflow.user": user_name(), **self.tags},
             "dataset": self.dataset,
             "parent": self.parent,
             "system_metrics": None if off else os.environ.get(INTERVAL, "10"),
@@ -113,13 +110,12 @@ class RunLink:
 def start_child() -> subprocess.Popen[bytes]:
     """Start the sender, which waits for a :class:`Tracker` of this process."""
     variables = {
-        **MLFLOW,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),  # finds the modules we found
         "PYTHONSAFEPATH": "1",  # and none in the working folder besides
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", SENDER, str(os.getpid())]
+    command = [sys.executable, "-m", "ddpm_ds.tracking.sender", str(os.getpid())]
     # Ctrl-C reaches the child as well, and would print a traceback of its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -143,17 +139,18 @@ class Tracker:
         self._start, self._log = start.record(), log
         kind = start.tags.get(KIND_TAG)
         name = EVENTS if kind is None else f"events-{kind}-{self._start['id']}.jsonl"
-        self._events = EventFile(Path(self._start["run_dir"]) / name, log)
-        self._lock, self._finished, self._closed = threading.Lock(), False, False
-        end_killed(self._events.path, log)  # the start before, which may have been another run
-        self._begun = self._events.append({"start": self._start})
+        self._events = Path(self._start["run_dir"]) / name
+        self._lock = threading.Lock()
+        self._begun = self._refused = self._finished = self._closed = False
+        end_killed(self._events)  # the start before, which may have been another run
+        self._put()
         self._run: dict[str, str] = {}
         self._sent, self._down = 0, False  # by the child's last reply
         self._link: RunLink | None = None
         self._process = sender or start_child()
         assert self._process.stdin is not None
         with suppress(OSError), self._process.stdin as orders:  # if it has died, the listener notices
-            orders.write(os.fsencode(self._events.path) + b"\n")
+            orders.write(os.fsencode(self._events) + b"\n")
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
         self._listener.start()
 
@@ -205,21 +202,29 @@ class Tracker:
             self._process.kill()
             self._listener.join(5.0)
             if self._process.wait() == 0:
-                discard(self._events.path)
-            elif line := unsent(self._events.path):
+                discard(self._events)
+            elif line := unsent(self._events):
                 self._log(line)
             uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
             page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
             self._link = RunLink(run_id, public_address(uri), *page_of(uri, page))
         return self._link
 
-    def _put(self, record: Record) -> bool:
-        """Append a record, after the start if the disk has not taken that yet; return whether it took it."""
+    def _put(self, *records: Record) -> bool:
+        """Append records, after the start if the disk has not taken that yet; return whether it took them."""
         with self._lock:
-            self._begun = self._begun or self._events.append({"start": self._start})
-            if self._finished or not (self._begun and self._events.append(record)):
+            if self._finished:
                 return False
-            self._finished = "finish" in record
+            try:
+                for record in records if self._begun else ({"start": self._start}, *records):
+                    append_event(self._events, record)
+                    self._begun, self._finished = True, "finish" in record
+            except OSError as error:
+                if not self._refused:
+                    what = "training continues, and MLflow misses what happens until it can"
+                    self._log(f"{self._events} can't be written ({error.strerror}); {what}")
+                self._refused = True
+                return False
             return True
 
     def _listen(self) -> None:
@@ -239,5 +244,5 @@ class Tracker:
         if code < 0 and not self._closed:
             self._log(
                 f"the process that sends to MLflow died (exit code {code}); training continues, and its events are "
-                f"kept; to send them: {send_command(self._events.path)}"
+                f"kept; to send them: {send_command(self._events)}"
             )

@@ -21,7 +21,7 @@ from ddpm_ds.ground.device import host_memory
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.ground.units import gib
 from ddpm_ds.processes.supervisor import Outcome, Place
-from ddpm_ds.tracking.run_folder import EVENTS, EventFile, ending
+from ddpm_ds.tracking.run_folder import EVENTS, append_event, ending
 from tests.forking import REPOSITORY
 from tests.launching import place_digits, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
@@ -109,7 +109,7 @@ def test_a_run_that_a_second_signal_ends_is_killed_in_its_file_and_a_line_says_w
 
     def supervise(*_: object, **__: object) -> Outcome:
         run_dir.mkdir()
-        EventFile(run_dir / EVENTS, print).append({"start": {"output_root": str(tmp_path), "trackers": []}})
+        append_event(run_dir / EVENTS, {"start": {"output_root": str(tmp_path), "trackers": []}})
         return Outcome(128 + signal.SIGINT)
 
     monkeypatch.setattr(launch, "supervise", supervise)

@@ -12,7 +12,7 @@ import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.experiments.compare import Compared, find_compared, number, table_rows, terminal
-from ddpm_ds.tracking.run_folder import EVENTS, EventFile
+from ddpm_ds.tracking.run_folder import EVENTS, append_event
 
 SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [8.0, 128.0, 64.0, 128.0]}
 FAST = {"train/loss": [0.9, 0.6, 0.2], "perf/images_per_second": [16.0, 256.0, 128.0, 256.0]}
@@ -26,15 +26,14 @@ def plant(folder: Path, points: Mapping[str, list[float]], *, stages: list[int],
     """The folder of a run, as it is after one start for each number of stages."""
     folder.mkdir(parents=True)
     (folder / "identity").write_text(f"identity-of-{folder.name}\n")
-    events = EventFile(folder / EVENTS, print)
     for count in stages:
         params = {"derived.world_size": str(stages[0]), "derived.node": f"node-of-{folder.name}"}
         tags = {"derived.world_size": str(count)}
-        events.append({"start": {"params": params, "tags": tags}})
+        append_event(folder / EVENTS, {"start": {"params": params, "tags": tags}})
         (folder / "spec.yaml").write_text(yaml.safe_dump({"unet": {"channels": 8}, "train": {"seed": 3}}))
         (folder / "ds_config.json").write_text(json.dumps({"pipeline": {"stages": count}}))
     if ended:
-        events.append({"finish": ended})
+        append_event(folder / EVENTS, {"finish": ended})
     for place in range(4):
         values = {metric: values[place] for metric, values in points.items() if place < len(values)}
         with (folder / "metrics.jsonl").open("a") as file:

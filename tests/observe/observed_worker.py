@@ -2,9 +2,9 @@
 
     python tests/observe/observed_worker.py CASES.json REPORT_FOLDER
 
-A case has the ladder's ``case``; ``course``, the numbers of the steps in the order in which the loop begins them; and
-``loader_seconds``, how long the loader takes for a micro-batch. The case ``broken`` ends amid its profiled steps.
-Files go to ``REPORT_FOLDER/NAME/flops``, ``trace`` and ``kernels``, what was told to ``REPORT_FOLDER/rank{r}.json``.
+A case has the ladder's ``case``; ``course``, the steps in the order in which the loop begins them; and the loader's
+``loader_seconds`` for a micro-batch. The case ``broken`` ends amid its profiled steps. Files go to folders below
+``REPORT_FOLDER/NAME``, what observers report to ``REPORT_FOLDER/rank{r}.json``.
 """
 
 from __future__ import annotations

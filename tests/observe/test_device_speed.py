@@ -49,16 +49,20 @@ def test_each_shape_is_timed_once_and_remembered(monkeypatch: pytest.MonkeyPatch
     assert len(first) == len(LAYERS) and min(first) > 0
     assert 0 < len(timed) < len(LAYERS)  # equal layers are timed once
     assert times_with(2) == (first, [])
-    assert times_with(3)[1] == timed
-    assert times_with(2, "bf16")[1] == timed
-    assert times_with(2) == (first, [])
+    assert times_with(3)[1] == times_with(2, "bf16")[1] == timed and times_with(2) == (first, [])
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another processor's")
     assert times_with(2)[1] == timed
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("damage", ["", "{", "[1, 2]", '{"a": 3}', '{"a": [1, "x"]}', '{"a": null}', "\x00\xff"])
-def test_a_damaged_cache_is_measured_again(cache: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["", "[1, 2]", '{"a": 3}', '{"a": [1, "x"]}', "\x00\xff", None])
+def test_a_damaged_cache_is_measured_again_and_one_that_cannot_be_written_is_left(
+    cache: Path, damage: str | None
+) -> None:
+    if damage is None:
+        cache.write_text("")
+        assert shared_peak(CPU, "fp32") > 0 and times_with(1)[1]
+        return
     cache.mkdir()
     for name in ("layer_times.json", "matmul_peak.json"):
         (cache / name).write_text(damage, encoding="latin-1")
@@ -80,9 +84,3 @@ def test_peak_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert shared_peak(CPU, "fp32") == 1.0
     assert len(json.loads((cache / "matmul_peak.json").read_text())) == 3
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_folder_that_cannot_be_written_costs_nothing(cache: Path) -> None:
-    cache.write_text("")
-    assert shared_peak(CPU, "fp32") > 0 and times_with(1)[1]

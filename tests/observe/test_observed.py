@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ddpm_ds.observe.kernels import GROUPS
 from ddpm_ds.pipeline.schedule import neighbours, program
 from ddpm_ds.schema.layout import Schedule
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS
@@ -186,31 +185,23 @@ def test_every_layout_is_profiled_with_recomputation_and_in_half_precision(obser
         assert "DeepSpeed Flops Profiler" in text and "UnetStage(" in text
 
 
-@pytest.mark.parametrize(("name", "steps", "last"), [("folded", 2, 6), ("replicas", 1, 5)])
+@pytest.mark.parametrize(("name", "steps", "last"), [("folded", 2, 6), ("replicas", 1, 5), ("linear", 0, 3)])
 def test_steps_are_profiled_once_on_all_ranks(name: str, steps: int, last: int, observed: Observed) -> None:
     told, folder = observed.ranks[0][name], observed.folder / name / "kernels"
-    ((step, values),) = [(step, values) for step, values in told["metrics"] if "kernels/total_seconds" in values]
-    assert step == last
-    assert set(values) == {f"kernels/{group}_seconds" for group in (*list(GROUPS)[1:], "total")}
-    total = values.pop("kernels/total_seconds")
-    assert sum(values.values()) == pytest.approx(total)
-    launches, communication = (values.pop(f"kernels/{group}_seconds") for group in ("launch_overhead", "communication"))
-    assert min(values.values()) > 0 and launches == 0 <= communication
-
-    files = ["groups.txt", *(f"rank{rank}{end}" for rank in range(2) for end in (".trace.json.gz", ".txt"))]
+    (said,) = (line for line in told["logged"] if "kernels" in line)
+    if not steps:
+        assert said.startswith("--profile-kernels 5-6: none of these steps was taken since the run was started")
+        assert not folder.exists()
+        return
+    assert said == f"kernels of steps {last - steps + 1}-{last}: {folder}, a table for each rank"
+    files = [f"rank{rank}{end}" for rank in range(2) for end in (".txt", ".trace.json.gz")]
     assert [file for file in told["artifacts"] if file.startswith("kernels")] == [f"kernels/{file}" for file in files]
-    text = (folder / "groups.txt").read_text()
-    assert text.startswith(f"steps {last - steps + 1}-{last}, all ranks")
-    assert "convolution backward" in text
     for rank in range(2):
         table = (folder / f"rank{rank}.txt").read_text()
         for column in ("Self CPU", "CPU total", "Self CPU Mem", "# of Calls", "instruction BackwardPass"):
             assert column in table, column
         events = json.loads(gzip.decompress((folder / f"rank{rank}.trace.json.gz").read_bytes()))["traceEvents"]
         seen = {one["name"] for one in events}
-        assert {one for one in seen if one.startswith("ProfilerStep")} == {
-            f"ProfilerStep#{number}" for number in range(last - steps + 1, last + 1)
-        }
+        numbers = range(last - steps + 1, last + 1)
+        assert {one for one in seen if one.startswith("ProfilerStep")} == {f"ProfilerStep#{one}" for one in numbers}
         assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: sampling"} <= seen
-    (said,) = (line for line in told["logged"] if line.startswith(f"kernels of steps {last - steps + 1}-{last}: "))
-    assert said.endswith("groups.txt")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from io import BytesIO
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.observe.observer import Barrier, DeviceClock, RankTrace, TracedStep, aligned, clock_offset
-from ddpm_ds.observe.timeline import draw_median_step, draw_step, rank_seconds, timeline_metrics, write_trace
+from ddpm_ds.observe.observer import Barrier, Clock, RankTrace, TracedStep, aligned, clock_offset
+from ddpm_ds.observe.timeline import draw_median_step, draw_step, rank_seconds, timeline_metrics, trace_json
 from ddpm_ds.pipeline.schedule import Event
 
 
@@ -29,10 +30,8 @@ def ranks_of(*steps: TracedStep) -> list[RankTrace]:
     return [RankTrace(rank, 0, rank, (0, 1), ((8, 0), (8, 0)), (), steps) for rank in range(2)]
 
 
-def test_a_trace_names_steps_and_ranks_for_perfetto(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_trace(ranks_of(step(20, 0.0, 0.5), step(21, 0.5, 0.25)), "digits", path)
-    records = json.loads(path.read_text())["traceEvents"]
+def test_a_trace_names_steps_and_ranks_for_perfetto() -> None:
+    records = json.loads(trace_json(ranks_of(step(20, 0.0, 0.5), step(21, 0.5, 0.25)), "digits"))["traceEvents"]
     names = {record["tid"]: record["args"]["name"] for record in records if record["name"] == "thread_name"}
     assert names == {1: "steps", 2: "rank 0: stages 0 and 1, replica 0", 3: "rank 1: stages 0 and 1, replica 1"}
     boxes = [record for record in records if record["ph"] == "X"]
@@ -41,13 +40,12 @@ def test_a_trace_names_steps_and_ranks_for_perfetto(tmp_path: Path) -> None:
     assert boxes[2] == {"ph": "X", **forward, "args": {"step": 20, "stage": 1, "micro-batch": 3}}
 
 
-def test_picture_is_of_the_median_step_and_waiting_is_grey(tmp_path: Path) -> None:
-    path, alone = tmp_path / "steps.png", tmp_path / "alone.png"
-    draw_median_step(ranks_of(step(20, 0.0, 0.9), step(21, 0.9, 0.2), step(22, 1.1, 0.5)), "digits", path)
+def test_picture_is_of_the_median_step_and_waiting_is_grey() -> None:
+    ranks, alone = ranks_of(step(20, 0.0, 0.9), step(21, 0.9, 0.2), step(22, 1.1, 0.5)), BytesIO()
     rows = [[Event("ForwardPass", 1, 3, 0.0, 0.25), Event("RecvGrad", 1, 3, 0.25, 0.5)]] * 2
     draw_step(rows, 0.5, ["0, replica 0", "0, replica 1"], "step 22: digits\n500 ms, bubble 50.0%", alone)
-    assert path.read_bytes() == alone.read_bytes()
-    with Image.open(path) as picture:
+    assert draw_median_step(ranks, "digits") == alone.getvalue()
+    with Image.open(alone) as picture:
         pixels = np.asarray(picture.convert("RGBA"))
     forward, waiting = ((pixels == (*colour, 255)).all(2).sum() for colour in ((143, 188, 240), (228, 228, 228)))
     assert 0.9 < forward / waiting < 1, "half of the rows; a number is written into the forwards"
@@ -62,16 +60,11 @@ def summarise(traces: Sequence[RankTrace], peak: float) -> dict[str, Any]:
 
 def trace(rank: int, events: Sequence[Event], barriers: Any = ((0, 1),), ahead: float = 0.0) -> RankTrace:
     """One step of ten seconds on a rank whose clock is ``ahead``."""
-    moved = tuple(event._replace(start=event.start + ahead, end=event.end + ahead) for event in events)
-    return RankTrace(
-        rank=rank,
-        pipeline_rank=rank,
-        replica=0,
-        stages=(rank,),
-        message_bytes=((64, 0), (0, 64))[rank : rank + 1],
-        barriers=tuple(Barrier(came + ahead, left + ahead) for came, left in barriers),
-        steps=(TracedStep(20, ahead, 10.0 + ahead, moved),),
+    step, bounds = (
+        TracedStep(20, 0.0, 10.0, tuple(events)),
+        [Barrier(came + ahead, left + ahead) for came, left in barriers],
     )
+    return RankTrace(rank, rank, 0, (rank,), (((64, 0), (0, 64))[rank],), tuple(bounds), (step.moved(-ahead),))
 
 
 FIRST = [
@@ -103,43 +96,28 @@ def test_seconds_bubble_and_utilisation_of_a_step() -> None:
     second = dict(zip(kinds, (1.0, 1.0, 6.0, 0.0, 0.0, 0.0, 1.25), strict=True))
     stages = {f"stage0/{kind}_seconds": first[kind] for kind in kinds}
     stages |= {f"stage1/{kind}_seconds": second[kind] for kind in kinds}
-    assert values == pytest.approx(
-        stages
-        | {
-            "perf/traced_step_seconds": 10.0,
-            "perf/bubble_fraction": (2.25 + 6.0) / 20,
-            "perf/imbalance": 4 / 3 - 1,
-            "perf/mfu": 8 * 125 * 2 * 3 / 10 / 2000,
-            "perf/data_wait_fraction": 0.1,
-        }
-    )
+    whole = {"traced_step_seconds": 10.0, "bubble_fraction": (2.25 + 6.0) / 20, "imbalance": 4 / 3 - 1}
+    whole |= {"mfu": 8 * 125 * 2 * 3 / 10 / 2000, "data_wait_fraction": 0.1}
+    assert values == pytest.approx(stages | {f"perf/{name}": value for name, value in whole.items()})
     assert summary["ranks"][0]["other_seconds"] == pytest.approx(0.5)
     assert summary["ranks"][1]["phases"][0]["gradient_bytes"] == 64
 
 
 def test_pauses_are_no_part_of_the_step() -> None:
-    pause = Event("checkpoint", 0, -1, 9.5, 10.0)
-    ranks, _ = aligned([trace(0, [*FIRST, pause]), trace(1, SECOND)])
-    summary = summarise(ranks, 1.0)
-    values = timeline_metrics(summary, macs_per_image=1)
-    assert summary["ranks"][0]["step_seconds"] == 9.5
+    ranks, _ = aligned([trace(0, [*FIRST, Event("checkpoint", 0, -1, 9.5, 10.0)]), trace(1, SECOND)])
+    values = timeline_metrics(summary := summarise(ranks, 1.0), macs_per_image=1)
+    assert summary["ranks"][0]["step_seconds"] == 9.5 and "perf/sampling_fraction" not in values
     assert values["perf/checkpoint_fraction"] == pytest.approx(0.025)
-    assert "perf/sampling_fraction" not in values
 
 
-def test_a_step_on_which_ranks_do_not_agree_makes_nobody_wait() -> None:
+def test_ranks_wait_for_each_other_where_gradients_are_added_and_where_they_agree() -> None:
     early = [event if event.instruction != "OptimizerStep" else event._replace(end=7.0) for event in SECOND]
-    ranks, _ = aligned([trace(0, FIRST), trace(1, early)])
+    ranks, _ = aligned([trace(0, FIRST), trace(1, early)])  # who ends before the last begins has not waited
     assert all(event.instruction != "WaitForRanks" for event in ranks[1].steps[0].events)
-
-
-def test_replicas_wait_for_each_other_where_gradients_are_added() -> None:
-    late = [Event("ReduceGrads", 0, -1, 7.0, 8.0)]
-    early = [Event("ReduceGrads", 0, -1, 5.0, 8.0)]
-    both = [trace(0, late), trace(1, early)]
+    both = [trace(rank, [Event("ReduceGrads", 0, -1, begin, 8.0)]) for rank, begin in enumerate((7.0, 5.0))]
     ranks, _ = aligned(both)
-    assert ranks[1].steps[0].events == tuple(early)  # another stage
-    ranks, _ = aligned([both[0], RankTrace(**{**vars(both[1]), "pipeline_rank": 0, "replica": 1})])
+    assert ranks[1].steps[0].events == both[1].steps[0].events  # another stage
+    ranks, _ = aligned([both[0], replace(both[1], pipeline_rank=0, replica=1)])
     assert ranks[1].steps[0].events == (Event("WaitForRanks", 0, -1, 5.0, 7.0), Event("ReduceGrads", 0, -1, 7.0, 8.0))
 
 
@@ -156,17 +134,16 @@ def test_clocks_of_two_hosts_become_one() -> None:
 
 def test_time_on_a_device_is_what_its_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events have times in milliseconds, which the device says when it has come to them."""
-    synchronize, events = Mock(), iter((100.0, 100.0, 350.0))
+    synchronize, at = Mock(), iter((100.0, 100.0, 350.0))
 
     def event(enable_timing: bool) -> Mock:
-        made = Mock(at=next(events))
-        made.elapsed_time = lambda end: end.at - made.at
-        return made
+        now = next(at)
+        return Mock(at=now, elapsed_time=lambda end: end.at - now)
 
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr("ddpm_ds.observe.observer.time.perf_counter", lambda: 7.0)
-    clock = DeviceClock(torch.device("cuda"))
+    clock = Clock(torch.device("cuda"))
     synchronize.reset_mock()
     marks = [clock.mark(), clock.mark()]
     assert not synchronize.called

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,14 @@ def everything(root: Path) -> dict[str, Any]:
         "images": [given.dataset.digest for given in run.inputs.dataset_inputs],
         "files": files,
     }
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """A disk on which no file gets longer than ``size`` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

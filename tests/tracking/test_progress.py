@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.tracking import progress
 from ddpm_ds.tracking.progress import ProgressLine, duration, summary
 from ddpm_ds.tracking.tracker import RunLink
+from tests.launching import wait_for
 
 
 class Terminal(io.StringIO):
@@ -34,22 +36,16 @@ class Terminal(io.StringIO):
         return lines
 
 
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> Mock:
+    """Seconds that pass when the test sets ``now``."""
+    clock = Mock(now=0.0)
+    clock.side_effect = lambda: clock.now
+    return clock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def line_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[io.StringIO], ProgressLine]]:
+def line_on(clock: Mock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[io.StringIO], ProgressLine]]:
     """Progress lines of 1,000 images on 80 columns, whose own clock ticks only where a test calls ``_tick``."""
     monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
     monkeypatch.setattr(progress, "TICK_SECONDS", 1e6)
@@ -65,7 +61,7 @@ def line_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def test_a_log_file_gets_plain_lines_at_log_points_and_where_it_would_be_silent(
-    line_on: Callable[[io.StringIO], ProgressLine], clock: Clock
+    line_on: Callable[[io.StringIO], ProgressLine], clock: Mock
 ) -> None:
     stream = io.StringIO()
     line = line_on(stream)
@@ -102,7 +98,7 @@ def test_a_log_file_gets_plain_lines_at_log_points_and_where_it_would_be_silent(
 
 
 def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
-    line_on: Callable[[io.StringIO], ProgressLine], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    line_on: Callable[[io.StringIO], ProgressLine], clock: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Terminal()
     line = line_on(stream)
@@ -136,20 +132,9 @@ def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
 def test_a_clock_moves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
     stream = Terminal()
-    line = ProgressLine(1000, stream=stream)
-    try:
-        with line.doing("importing"):
-            deadline, before = time.monotonic() + 60, len(stream.getvalue())
-            while len(stream.getvalue()) == before and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert len(stream.getvalue()) > before
-    finally:
-        line.close()
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36061, "10:01:01")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    with contextlib.closing(ProgressLine(1000, stream=stream)) as line, line.doing("importing"):
+        before = len(stream.getvalue())
+        wait_for(lambda: len(stream.getvalue()) > before)
 
 
 def test_the_summary_says_what_came_out_and_where_it_is() -> None:
@@ -167,5 +152,6 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
         "serve it with             mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "open it at                http://127.0.0.1:5000/#/runs/abc",
     ]
+    assert [duration(seconds) for seconds in (0.4, 59.6, 3599, 36061)] == ["0:00", "1:00", "59:59", "10:01:01"]
     unreached = summary(**values, link=RunLink(None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None))
     assert "not reached at http://127.0.0.1:5000" in unreached and "serve" not in unreached

@@ -5,28 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image, ImageSequence
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.ground.errors import CheckpointError, OutputError
-from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.pictures import Drawn
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _origin, recorded
+from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, origin_tags, recorded
 from ddpm_ds.tracking.run_folder import (
     LOCK,
     METRICS,
@@ -36,13 +33,13 @@ from ddpm_ds.tracking.run_folder import (
     checkpoints_of,
     claim_folder,
     disk_errors_reported,
-    read_points,
 )
 from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
 from tests.launching import tiny_spec
+from tests.tracking.stored import full_disk
 
 SPEC = tiny_spec()
 SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
@@ -93,57 +90,31 @@ def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoints_when_sta
     assert found(run_dir, str(own)) == own and found(run_dir, str(back)) == back, "it may go back"
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_line_and_refused_when_it_is_named(tmp_path: Path) -> None:
     old, new = save(tmp_path, 8), save(tmp_path, 16)
     (new / "state.json").write_text("{}")
     said: list[str] = []
-    assert found(tmp_path, "auto", said.append) == old
-    assert len(said) == 1 and new.name in said[0]
-    with pytest.raises(CheckpointError, match=new.name):
-        found(tmp_path, str(new))
-    with pytest.raises(CheckpointError, match=r"none\.here is unusable: manifest.json can't be read"):
-        found(tmp_path, str(tmp_path / "none.here"))
-    with pytest.raises(CheckpointError, match=r"x can't be used \(a name has 255 bytes at most"):
-        found(tmp_path, str(tmp_path / ("x" * 300)))
+    assert found(tmp_path, "auto", said.append) == old and len(said) == 1 and new.name in said[0]
+    for name, message in (
+        (new, new.name),
+        (tmp_path / "none.here", r"none\.here is unusable: manifest.json can't be read"),
+        (tmp_path / ("x" * 300), r"x can't be used \(a name has 255 bytes at most"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            found(tmp_path, str(name))
+    old.rename(old.with_name(f".replaced-{old.name}"))  # replacing it was interrupted
+    assert found(tmp_path, "auto", said.append) == old and read_manifest(old).images == 8
 
 
-def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path) -> None:
-    """Else a run with one checkpoint would begin anew."""
-    only = save(tmp_path, 8)
-    only.rename(only.with_name(f".replaced-{only.name}"))
-    assert found(tmp_path, "auto") == only
-    assert read_manifest(only).images == 8
-
-
+@pytest.mark.usefixtures("alone")
 def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path: Path) -> None:
     """After a resume from an older one, later checkpoints lie in the folder until the next is saved."""
-    good, damaged, _later = save(tmp_path, 8), save(tmp_path, 16), save(tmp_path, 32)
+    (good, damaged, _later), said = [save(tmp_path, images) for images in (8, 16, 32)], list[str]()
     (damaged / "state.json").write_text("{}")
-    saver = object.__new__(Saver)
-    saver._folder, saver._engine = checkpoints_of(tmp_path), cast(UnetPipelineEngine, SimpleNamespace(images_seen=24))
-    said = list[str]()
-    saver._log = said.append
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        checkpoint = saver.before_now()
-        assert checkpoint is not None and checkpoint.path == good
-        assert len(said) == 1 and damaged.name in said[0]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_last_logged_step_is_that_of_the_last_whole_point_even_after_a_rollback(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.identity() == RunFolder(tmp_path).identity() != "", "made once"
-    assert folder.logged_step(METRICS) == 0
-    for step in (10, 20, 30, 20):
-        folder.append(METRICS, {"train/loss": 0.5}, step)
-    assert folder.logged_step(METRICS) == 20
-    with (tmp_path / METRICS).open("ab") as file:
-        file.write(b'{"step": 40, "train/l')  # cut off by a full disk
-    assert folder.logged_step(METRICS) == 20
-    folder.append(METRICS, {"train/loss": 0.25}, 50)
-    assert read_points(tmp_path / METRICS)[-1] == {"step": 50, "train/loss": 0.25}
+    saver = Mock(_folder=checkpoints_of(tmp_path), _engine=Mock(images_seen=24), _log=said.append)
+    checkpoint = Saver.before_now(saver)
+    assert checkpoint is not None and checkpoint.path == good
+    assert len(said) == 1 and damaged.name in said[0]
 
 
 POINT = {"train/seen_images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
@@ -171,7 +142,10 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     tracking.metrics.side_effect = KeyboardInterrupt  # stands for the end of the process
     with pytest.raises(KeyboardInterrupt):
         first.point(POINT, 30, fp16=False)
-    second, said, tracking = recorder(tmp_path)
+    for expected in ([30], []):
+        second, said, tracking = recorder(tmp_path)
+        second.evaluation({"eval/loss": 0.25}, 30)  # which the process before did not come to
+        assert steps(tracking) == expected and said == ["held-out loss 0.2500"]
     for step in (20, 40):  # the process before may have sent 30, so it is left out
         second.point(POINT, step, fp16=False)
         second.checkpoint(0.1, step)
@@ -179,7 +153,7 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     second.rolled_back("went back", 1, 80, 20)
     second.point(POINT, 30, fp16=False)
     assert tracking.numbers.call_args.args == ({"train/rollbacks": 1.0}, 20)
-    assert said == ["went back"] and steps(tracking) == [40, 40, 30], "a new course is logged"
+    assert said[1:] == ["went back"] and steps(tracking) == [40, 40, 30], "a new course is logged"
 
 
 def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
@@ -208,7 +182,7 @@ def test_pictures_are_in_the_order_of_their_images_beyond_a_billion_too(tmp_path
 
 def test_code_without_git_is_of_an_unknown_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    tags = _origin()
+    tags = origin_tags()
     assert (tags["git_commit"], tags["git_dirty"]) == ("unknown", "unknown")
 
 
@@ -229,16 +203,6 @@ def test_a_run_ends_with_all_its_pictures_as_an_animation_however_often_it_was_r
     assert len(said) == 1 and said[0].startswith(f"no {path}: ")
 
 
-def test_a_held_out_loss_is_logged_although_the_point_of_its_step_was(tmp_path: Path) -> None:
-    """The process may die between the two."""
-    first, _, _ = recorder(tmp_path)
-    first.point(POINT, 10, fp16=False)
-    for expected in ([10], []):
-        made, said, tracking = recorder(tmp_path)
-        made.evaluation({"eval/loss": 0.25}, 10)
-        assert steps(tracking) == expected and said == ["held-out loss 0.2500"]
-
-
 def test_a_disk_that_refuses_points_and_pictures_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,12 +221,6 @@ def test_a_disk_that_refuses_points_and_pictures_does_not_end_a_run(
     assert steps(tracking)[-1] == 10 and tracking.image.call_count == 2 and tracking.finish.called
     said.remove("went back")
     assert len(said) == 4 and all("Permission denied" in line for line in said), said
-
-
-def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
-    with claim_folder(tmp_path / "run"), pytest.raises(OutputError, match="is in use by a run that is still going"):
-        claim_folder(tmp_path / "run")
-    claim_folder(tmp_path / "run").close()
 
 
 def begin(run_dir: Path, written: dict[str, str]) -> None:
@@ -326,21 +284,17 @@ def test_a_rehearsal_is_no_reason_to_refuse_a_folder_and_other_files_are(tmp_pat
         check_output(tmp_path, "auto")
     with pytest.raises(OutputError, match=r"rehearsal.json is no folder; remove it, or name another run folder"):
         check_output(tmp_path / "rehearsal.json", "auto")
+    with claim_folder(tmp_path), pytest.raises(OutputError, match="is in use by a run that is still going"):
+        claim_folder(tmp_path)
 
 
 def test_a_start_on_a_full_disk_leaves_what_the_start_before_has_recorded(tmp_path: Path) -> None:
-    run_dir, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-    run_dir.mkdir()
-    for name in ("spec.yaml", "ds_config.json", "stages.txt"):
-        (run_dir / name).write_text("of the start before")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            begin(run_dir, {"spec.yaml": "of this start"})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    kept = {path.name: path.read_text() for path in run_dir.iterdir()}
-    assert kept == dict.fromkeys(("spec.yaml", "ds_config.json", "stages.txt"), "of the start before")
+    before = dict.fromkeys(("spec.yaml", "stages.txt"), "before")
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    with full_disk(0), pytest.raises(OSError, match="File too large"):
+        begin(tmp_path, {"spec.yaml": "of this start"})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR])
@@ -353,17 +307,18 @@ def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: i
 
 
 def test_damaged_points_are_left_out_and_a_damaged_identity_is_one_line(tmp_path: Path) -> None:
-    good = b'{"step": 3, "train/loss": NaN}\n'
-    bad = (b"\xff\xfe", b"[1]", b'{"step": "3"}', b'{"step": NaN}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 10**5)
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b"\n".join([*bad, b'{"step": 2, "x": [1]}', b'{"step":' + b"1" * 5000 + b"}"])
-    )
-    assert read_points(tmp_path / "metrics.jsonl") == [] and RunFolder(tmp_path).logged_step("metrics.jsonl") == 0
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b"\n" + good)
-    assert RunFolder(tmp_path).logged_step("metrics.jsonl") == 3
+    folder, bad = RunFolder(tmp_path), [b"\xff\xfe", b"[1]", b"[" * 10**5, b'{"step":' + b"1" * 5000 + b"}"]
+    bad += [b'{"step": %s}' % step for step in (b'"3"', b"NaN", b"-1", b"1e400", b'2, "x": [1]')]
+    (tmp_path / METRICS).write_bytes(b"\n".join(bad))  # the last is cut off, as by a full disk
+    assert folder.points(METRICS) == [] and folder.logged_step(METRICS) == 0
+    for step, loss in ((10, math.nan), (30, 0.5), (20, 0.5)):  # a rollback
+        folder.append(METRICS, {"train/loss": loss}, step)
+    assert folder.logged_step(METRICS) == 20 and folder.points(METRICS)[1:] == [
+        {"step": step, "train/loss": 0.5} for step in (30, 20)
+    ]
+    assert folder.identity() == RunFolder(tmp_path).identity() != "", "made once"
     for content in (b"", b"\xff", b"a b", b"../x", b"x" * 10**6):
         (tmp_path / "identity").write_bytes(content)
         with pytest.raises(OutputError, match="identity") as caught:
-            RunFolder(tmp_path).identity()
+            folder.identity()
         assert str(caught.value).isprintable()

@@ -7,7 +7,6 @@ import errno
 import getpass
 import math
 import os
-import resource
 import signal
 import sqlite3
 import subprocess
@@ -15,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -27,18 +26,18 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, read
+from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, records
 from ddpm_ds.tracking.sender import Sender
 from ddpm_ds.tracking.tracker import Tracker
 from tests.launching import PATIENCE_SECONDS, wait_for
-from tests.tracking.stored import everything, history, read_run, start
+from tests.tracking.stored import everything, full_disk, history, read_run, start
 
 pytestmark = pytest.mark.launch
 
 
 def written(root: Path) -> list[dict[str, Any]]:
     """The events of the run in ``root``."""
-    return [record for record, _ in read(root / "run" / EVENTS, 0, 10**9)]
+    return [record for record, _ in records(root / "run" / EVENTS)]
 
 
 def start_in_mlflow(root: Path, **changes: Any) -> Tracker:
@@ -147,10 +146,9 @@ def test_a_deleted_experiment_gets_one_line_with_the_way_to_restore_it_and_train
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     client.delete_experiment(deleted := client.create_experiment("experiment", (root / "mlartifacts").as_uri()))
     said: list[str] = []
-    tracker = start(root, log=said.append)
+    tracker = start(root, log=said.append, sender=module.start_child())  # as if it was started ahead
     tracker.metrics({"train/loss": 1.0}, 1)
     wait_for(lambda: said)
-    time.sleep(1.5)  # at least one more attempt
     assert len(said) == 1 and "logging.experiment = experiment is deleted" in said[0]
     assert f"restore it: mlflow experiments restore --experiment-id {deleted}); training continues" in said[0]
     client.restore_experiment(deleted)
@@ -251,20 +249,13 @@ def test_two_senders_never_send_together(root: Path, capsys: pytest.CaptureFixtu
 def test_a_full_disk_gets_one_line_and_events_go_on_when_there_is_room(root: Path) -> None:
     said: list[str] = []
     tracker, file = start(root, log=said.append), root / "run" / EVENTS
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(4):
-        most = file.stat().st_size + 10 if step in (1, 2) else limits[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        try:
+        with full_disk(file.stat().st_size + 10) if step in (1, 2) else contextlib.nullcontext():
             tracker.metrics({"train/loss": float(step)}, step)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(0, 0.0), (3, 3.0)] and read_run(root).info.status == "FINISHED"
-    assert said == [
-        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and MLflow misses what happens "
-        "until it can"
-    ]
+    why = f"{os.strerror(errno.ENOSPC)}); training continues, and MLflow misses what happens until it can"
+    assert said == [f"{file} can't be written ({why}"]
 
 
 @pytest.mark.parametrize("kind", [None, "evaluate"])
@@ -272,8 +263,8 @@ def test_a_start_that_a_full_disk_refused_comes_before_the_next_event(
     root: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file of a child run is removed when all is sent."""
-    append, refusals = module.EventFile.append, iter([True, True])
-    monkeypatch.setattr(module.EventFile, "append", lambda *one: not next(refusals, False) and append(*one))
+    full, append = OSError(errno.ENOSPC, "full"), module.append_event
+    monkeypatch.setattr(module, "append_event", Mock(side_effect=[full, full, *[DEFAULT] * 4], wraps=append))
     tracker = start(root, tags={} if kind is None else {"kind": kind}, artifacts=[root / "mlflow.db"])
     tracker.metrics({"train/loss": 1.0}, 1)
     tracker.finish("FINISHED", PATIENCE_SECONDS)
@@ -298,14 +289,17 @@ def test_a_run_that_was_killed_is_so_in_mlflow_when_its_folder_is_taken_again(ro
     assert ends == {"one": "KILLED", "two": "FINISHED", "three": "KILLED"}
 
 
-def test_a_child_finds_its_parent_however_late_that_comes(root: Path) -> None:
-    said: list[str] = []
-    child = start_in_mlflow(root, identity="child", parent="parent", log=said.append)
-    (root / "sweep").mkdir()
+def test_a_child_finds_its_parent_when_it_begins_or_however_late_that_comes(root: Path) -> None:
+    said, client = list[str](), MlflowClient(f"sqlite:///{root}/mlflow.db")
+    for name in ("sweep", "second"):
+        (root / name).mkdir()
+    first = start_in_mlflow(root, identity="first", parent="parent", log=said.append)
     parent = start_in_mlflow(root, identity="parent", run_dir=root / "sweep")
-    link = child.finish("FINISHED", PATIENCE_SECONDS)
-    run = MlflowClient(f"sqlite:///{root}/mlflow.db").get_run(str(link.run_id))
-    assert run.data.tags[PARENT_TAG] == parent.finish("FINISHED", PATIENCE_SECONDS).run_id and said == []
+    second = start_in_mlflow(root, identity="second", parent="parent", run_dir=root / "second", log=said.append)
+    assert client.get_run(str(second.run_id)).data.tags[PARENT_TAG] == parent.run_id
+    for tracker in (first, second, parent):
+        tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert client.get_run(str(first.run_id)).data.tags[PARENT_TAG] == parent.run_id and said == []
 
 
 SERVER = "http://tracker:5000"
@@ -408,13 +402,6 @@ def test_after_the_trainer_the_child_lives_no_longer_than_its_flush_and_leaves_t
     assert [next(iter(record), None) for record in written(root)] == ["start", "metrics", None, "finish"]
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert send(root) == 0 and history(root, "a") == [(1, 1.0)] and read_run(root).info.status == "FAILED"
-
-
-def test_a_child_may_be_started_ahead(root: Path) -> None:
-    child, said = module.start_child(), list[str]()
-    tracker = start(root, sender=child, log=said.append)
-    assert tracker._process is child
-    assert tracker.finish("FINISHED", PATIENCE_SECONDS).run_id == read_run(root).info.run_id and said == []
 
 
 def test_params_are_flat_text() -> None:

@@ -19,7 +19,7 @@ import yaml
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, images_of
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import CheckpointError
-from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, RunFolder, checkpoints_of, identity_of, read_points
+from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, RunFolder, checkpoints_of, identity_of
 from ddpm_ds.train.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
 from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, sources_of, train_all
@@ -182,7 +182,7 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
         """What is said, and the steps of the points, the images of the pictures and whether it is the same run."""
         identity = folder.identity()
         said = remove_abandoned_points(tmp_path, checkpoint, spec, config)
-        steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in read_points(tmp_path / name)]
+        steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in RunFolder(tmp_path).points(name)]
         return said, steps, [images_of(path.stem) for path in folder.all_samples()], identity_of(tmp_path) == identity
 
     assert remove_abandoned_points(tmp_path, None, slow, config) is None, "a new folder"
