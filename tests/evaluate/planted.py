@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment
@@ -120,6 +121,20 @@ def report(folder: Path) -> dict[str, Any]:
     """The only scores.json in a folder of evaluations."""
     (path,) = folder.glob("*/scores.json")
     return dict(json.loads(path.read_text()))
+
+
+def refusal(capture: pytest.CaptureFixture[str], *words: object) -> str:
+    """The only line that a refused command prints on stderr."""
+    capture.readouterr()
+    assert main([*map(str, words)]) == 2
+    (line,) = capture.readouterr().err.splitlines()
+    assert line.startswith("ddpm-ds: error: ")
+    return line
+
+
+def largest_difference(one: Tensor, other: Tensor) -> int:
+    """The largest difference of the pixels of two sets of uint8 images."""
+    return int((one.int() - other.int()).abs().max())
 
 
 def evaluate_verb(capfd: pytest.CaptureFixture[str]) -> Sample:

@@ -25,7 +25,15 @@ from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import DataError, SpecError
 from tests.evaluate.conftest import FakeTracker
-from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, plant, sample_verb, trained_of
+from tests.evaluate.planted import (
+    FAST,
+    FAST_SAMPLER,
+    Sample,
+    largest_difference,
+    plant,
+    sample_verb,
+    trained_of,
+)
 from tests.launching import tiny_spec
 from tests.model_hub import ModelHub
 
@@ -58,10 +66,6 @@ def trained(encoders: Path) -> Trained:
 
 def images(trained: Trained, prompts: str | list[str], negative: str | None = None, **sampler: Any) -> Tensor:
     return sample(trained, 4, sampler=FAST_SAMPLER.model_copy(update=sampler), prompts=prompts, negative=negative)
-
-
-def largest_difference(one: Tensor, other: Tensor) -> int:
-    return int((one.int() - other.int()).abs().max())
 
 
 def test_an_image_is_that_of_its_prompt_whatever_is_drawn_beside_it(trained: Trained) -> None:

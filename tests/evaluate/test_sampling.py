@@ -27,7 +27,7 @@ from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import EvaluationError, SpecError
 from ddpm_ds.tracking.pictures import grid
-from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
+from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, largest_difference, plant, sample_verb, trained_of
 from tests.launching import tiny_spec
 
 INDEX = torch.arange(6)
@@ -56,10 +56,6 @@ def test_an_image_that_is_not_finite_is_refused(trained: Trained) -> None:
     next(broken.unet.parameters()).fill_(torch.inf)
     with pytest.raises(EvaluationError, match=r"image 0 of .* is drawn with NaN or infinity by ddim; .* --steps or"):
         images(broken)
-
-
-def largest_difference(one: Tensor, other: Tensor) -> int:
-    return int((one.int() - other.int()).abs().max())
 
 
 def test_an_image_depends_on_its_seed_and_number_and_not_on_its_batch(trained: Trained) -> None:
