@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,13 @@ def plant(
         writer.begin(f"rank{rank}", fragments, description, {**scalars(images), "steps": description.step})
     assert all([writer.wait() for writer in writers]), printed
     return run_dir / "checkpoints" / f"images-{images:09}"
+
+
+def plant_alone(folder: Path, **how: Any) -> Path:
+    """Save a checkpoint outside of a run's folder, so that nothing is recorded in MLflow; returns its folder."""
+    plant(folder / "run", **how).rename(folder / "checkpoint")
+    shutil.rmtree(folder / "run")
+    return folder / "checkpoint"
 
 
 def same_weights(one: UNet, other: UNet) -> bool:

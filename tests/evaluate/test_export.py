@@ -36,30 +36,22 @@ from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface
-from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of
+from tests.evaluate.planted import UNLABELLED, plant, plant_alone, refusal, same_weights, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
 
 FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
 SPECS = REPOSITORY / "launch" / "specs"
 
 
-def checkpoint_of(folder: Path, **sections: Any) -> Path:
-    """A checkpoint outside of a run's folder, so that nothing is recorded in MLflow."""
-    planted = plant(folder / "run", 320, **sections)
-    shutil.move(planted, folder / "checkpoint")
-    shutil.rmtree(folder / "run")
-    return folder / "checkpoint"
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A class-conditional one of 4 timesteps."""
-    return checkpoint_of(tmp_path_factory.mktemp("few"), **FEW)
+    """A class-conditional checkpoint of 4 timesteps."""
+    return plant_alone(tmp_path_factory.mktemp("few"), **FEW)
 
 
 @pytest.fixture(scope="module")
 def unlabelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint_of(tmp_path_factory.mktemp("plain"), **FEW, **UNLABELLED)
+    return plant_alone(tmp_path_factory.mktemp("plain"), **FEW, **UNLABELLED)
 
 
 def examples(trained: Trained) -> tuple[torch.Tensor, ...]:
@@ -76,6 +68,17 @@ def assert_close(theirs: torch.Tensor, ours: torch.Tensor) -> None:
     by division, product, exponential and product, each within half a unit, an angle errs by up to 4 x 32 x 2^-24."""
     tolerance = 4 * read_back.COMPARED_TIMESTEPS * 2**-24
     torch.testing.assert_close(theirs, ours, rtol=0, atol=tolerance * ours.abs().max().item())
+
+
+def shapes_of(unet: UNet) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in unet.layers.named_parameters()}
+
+
+def assert_initial(path: Path, unet: UNet) -> None:
+    """A run that starts from a file has the weights of ``unet``."""
+    weights = InitialWeights(path, shapes_of(unet))
+    for name, parameter in unet.layers.named_parameters():
+        assert weights.read(name).equal(parameter.flatten()), name
 
 
 COLOUR: dict[str, Any] = {
@@ -110,7 +113,7 @@ LEVELS = {"sigma_min", "sigma_max", "rho"}
 )
 def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(**sections)
-    checkpoint, hub, imported = checkpoint_of(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
+    checkpoint, hub, imported = plant_alone(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
     assert main(["export", str(checkpoint), str(hub), "--samples", "0"]) == 0
     trained = load_trained(checkpoint)
     exported = load_trained(hub)
@@ -128,10 +131,7 @@ def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, 
     assert main(["import", str(hub), "--spec", str(base), "--out", str(imported)]) == 0
     back = load_spec(imported / "spec.yaml")
     assert back.diffusion == spec.diffusion
-    parameters = dict(unet_of(back, 0).layers.named_parameters())
-    weights = InitialWeights(imported / "weights.safetensors", {n: tuple(p.shape) for n, p in parameters.items()})
-    for name, parameter in trained.unet.layers.named_parameters():
-        assert weights.read(name).equal(parameter.flatten()), name
+    assert_initial(imported / "weights.safetensors", trained.unet)
 
 
 def test_the_folder_is_complete_and_its_samples_are_those_of_ddpm_ds_sample(
@@ -183,22 +183,17 @@ def test_with_a_folded_label_the_pipeline_needs_none(checkpoint: Path, tmp_path:
         assert f"| label | {label}, folded" in (tmp_path / label / "README.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def of_edm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint_of(tmp_path_factory.mktemp("edm"), **OF_EDM)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("checkpoint", "fp32"), ("unlabelled", "fp16"), ("of_edm", "fp32")])
+@pytest.mark.parametrize(("sections", "dtype"), [(FEW, "fp32"), ({**FEW, **UNLABELLED}, "fp16"), (OF_EDM, "fp32")])
 def test_the_python_of_the_model_card_runs(
-    tmp_path: Path, name: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sections: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = str(request.getfixturevalue(name))
+    source = str(plant_alone(tmp_path, **sections))
     assert main(["export", source, str(tmp_path / "hub"), "--samples", "0", "--dtype", dtype]) == 0
     monkeypatch.chdir(tmp_path / "hub")
     (program,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
-    assert len(names["images"]) == (10 if name == "checkpoint" else 16) and names["images"][0].size == (8, 8)
+    assert len(names["images"]) == (10 if sections is FEW else 16) and names["images"][0].size == (8, 8)
 
 
 def test_the_model_card_has_the_licence_and_the_runs_numbers(tmp_path: Path) -> None:
@@ -246,6 +241,7 @@ def test_what_diffusers_reads_otherwise_or_is_interrupted_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
+WIDER: dict[str, Any] = {"classes": None, "channels": 12}
 BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "not empty": (["CHECKPOINT", "FULL"], "FULL exists and is not empty; name a new folder"),
     "current folder": (["CHECKPOINT", "."], "here is the current folder, which can't be replaced; name a new folder"),
@@ -268,43 +264,39 @@ BAD_IMPORTS: dict[str, tuple[list[str], str]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of 8x8 digits without labels."""
-    folder = tmp_path_factory.mktemp("models") / "model"
-    unet = {"classes": None, "channels": 12}
-    spec = tiny_spec(unet=unet, train={"label_drop": 0.0}, diffusion={"schedule": "cosine"})
+    spec = tiny_spec(unet=WIDER, train={"label_drop": 0.0}, diffusion={"schedule": "cosine"})
+    return written(tmp_path_factory.mktemp("models") / "model", spec, seed=9)
+
+
+def written(folder: Path, spec: RunSpec, seed: int = 1) -> Path:
     folder.mkdir()
-    write_pipeline(trained_of(spec, seed=9), folder, "fp32")
+    write_pipeline(trained_of(spec, seed), folder, "fp32")
     return folder
 
 
-@pytest.mark.parametrize("name", [*BAD_EXPORTS, *(f"import: {name}" for name in BAD_IMPORTS)])
+@pytest.mark.parametrize("name", [*BAD_EXPORTS, *BAD_IMPORTS])
 def test_bad_input_is_one_line_and_nothing_is_written(
     tmp_path: Path,
     name: str,
-    checkpoint: Path,
-    unlabelled: Path,
-    model: Path,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "here").mkdir()
+    for folder in ("here", "full"):
+        (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    if name.startswith("import"):
-        options, message = BAD_IMPORTS[name.removeprefix("import: ")]
-        words = ["import", str(model), "--spec", str(SPECS / "digits.yaml"), "--out", "OUT", *options]
-    else:
-        options, message = BAD_EXPORTS[name]
-        words = ["export", *options]
-    paths = {"CHECKPOINT": checkpoint, "UNLABELLED": unlabelled, "FULL": tmp_path / "full", "OUT": tmp_path / "out"}
+    options, message = BAD_EXPORTS.get(name) or BAD_IMPORTS[name]
+    words = ["export", *options]
+    if name in BAD_IMPORTS:
+        words = ["import", "MODEL", "--spec", str(SPECS / "digits.yaml"), "--out", "OUT", *options]
+    paths = {"FULL": tmp_path / "full", "OUT": tmp_path / "out"}
+    paths |= {name.upper(): request.getfixturevalue(name) for name in ("checkpoint", "unlabelled", "model")}
     for short, path in paths.items():
-        words = [word.replace(short, str(path)) for word in words]
-        message = message.replace(short, str(path))
+        words, message = [word.replace(short, str(path)) for word in words], message.replace(short, str(path))
     before = sorted(tmp_path.rglob("*"))
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("ddpm-ds: error: ") and err.count("\n") == 1
-    assert re.search(message, err), err
+    line = refusal(capsys, *words)
+    assert re.search(message, line), line
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -324,15 +316,12 @@ def test_a_spec_of_the_base_begins_with_the_models_weights(
     before = load_spec(SPECS / "digits.yaml", changes)
     weights = out / "weights.safetensors"
     assert spec is not None
-    assert spec.unet == tiny_spec(unet={"classes": None, "channels": 12, "dropout": 0.2}, train={"label_drop": 0}).unet
+    assert spec.unet == tiny_spec(unet={**WIDER, "dropout": 0.2}, train={"label_drop": 0}).unet
     assert spec.diffusion == before.diffusion.model_copy(update={"schedule": "cosine"})
     assert spec.train == before.train.model_copy(update={"initial_weights": weights})
     others = set(type(spec).model_fields) - {"unet", "diffusion", "train"}
     assert spec.model_dump(include=others) == before.model_dump(include=others)
-    parameters = dict(unet_of(spec, 9).layers.named_parameters())
-    read = InitialWeights(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    assert all(torch.equal(read.read(name), parameter.flatten()) for name, parameter in parameters.items())
-
+    assert_initial(weights, unet_of(spec, 9))
     *_, command = capsys.readouterr().out.splitlines()
     words = shlex.split(command)
     assert words[:2] == ["ddpm-ds", "train"] and words[-2:] == ["--spec", str(out / "spec.yaml")]
@@ -362,9 +351,7 @@ def foreign_model(folder: Path, **options: Any) -> Any:
 
 
 def test_labels_are_classes_and_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model").mkdir()
-    write_pipeline(trained_of(tiny_spec()), tmp_path / "model", "fp32")
-    spec = run_import(tmp_path / "model", tmp_path / "out")
+    spec = run_import(written(tmp_path / "model", tiny_spec()), tmp_path / "out")
     assert spec is not None and spec.unet.classes == 10
     assert "its 11 labels are read as 10 classes and, last, no label" in capsys.readouterr().out
     run_import(tmp_path / "model", tmp_path / "other", "--set", "unet.classes=11", code=2)
@@ -403,11 +390,9 @@ def test_averaged_weights_of_diffusers_own_training_are_imported(tmp_path: Path)
 
 
 def change_to_odd_widths(model: Path) -> None:
-    config = json.loads((model / "unet" / "config.json").read_text())
-    write_json(
-        model / "unet" / "config.json",
-        {**config, **dict.fromkeys(("norm_num_groups", "attn_norm_num_groups"), 3), "block_out_channels": [9, 6]},
-    )
+    config = model / "unet" / "config.json"
+    groups = dict.fromkeys(("norm_num_groups", "attn_norm_num_groups"), 3)
+    write_json(config, {**json.loads(config.read_text()), **groups, "block_out_channels": [9, 6]})
 
 
 @pytest.mark.parametrize(
@@ -426,16 +411,11 @@ def test_a_model_that_cannot_be_trained_is_refused_and_leaves_nothing(
     assert message in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
-def shapes_of(**unet: Any) -> dict[str, tuple[int, ...]]:
-    spec = tiny_spec(unet=unet, train={"label_drop": 0.0})
-    return {name: tuple(parameter.shape) for name, parameter in unet_of(spec, 1).layers.named_parameters()}
-
-
 def test_initial_weights_of_another_unet_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
+    path, unet = tmp_path / "weights.safetensors", unet_of(tiny_spec(), 1)
     consolidate(checkpoint, path, "ema", "fp32")
     with pytest.raises(SpecError, match=f"^train.initial_weights = {path} is of another U-Net .*it lacks "):
-        InitialWeights(path, shapes_of(blocks_per_level=2))
-    save_file({name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes_of().items()}, path)
+        InitialWeights(path, shapes_of(unet_of(tiny_spec(unet={"blocks_per_level": 2}), 1)))
+    save_file({name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes_of(unet).items()}, path)
     with pytest.raises(SpecError, match="no float"):
-        InitialWeights(path, shapes_of())
+        InitialWeights(path, shapes_of(unet))

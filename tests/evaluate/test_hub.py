@@ -12,7 +12,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.ground.errors import CheckpointError
 from tests.evaluate.conftest import FakeTracker
-from tests.evaluate.planted import UNLABELLED, plant, same_weights
+from tests.evaluate.planted import UNLABELLED, plant, plant_alone, same_weights
 from tests.hub_server import HubServer, Repository
 
 Export = Callable[..., str]
@@ -22,11 +22,8 @@ MODEL = "unet/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint outside of a run's folder, so that nothing is recorded in MLflow."""
-    folder = tmp_path_factory.mktemp("few")
     data = {"source": "folder", "path": "/home/someone/private/photos"}
-    plant(folder / "run", **FEW, **UNLABELLED, data=data).replace(folder / "checkpoint")
-    return folder / "checkpoint"
+    return plant_alone(tmp_path_factory.mktemp("few"), **FEW, **UNLABELLED, data=data)
 
 
 @pytest.fixture

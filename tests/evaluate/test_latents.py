@@ -25,7 +25,7 @@ from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.train.start import check_store
 from tests.autoencoders import save_autoencoder
-from tests.evaluate.planted import UNLABELLED, plant, report
+from tests.evaluate.planted import UNLABELLED, plant, plant_alone, refusal, report
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
 from tests.train.ranks import measured_losses, recorded_losses
 
@@ -56,9 +56,7 @@ def store(sections: dict[str, Any]) -> DatasetCache:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path, sections: dict[str, Any], store: DatasetCache) -> Path:
-    """A checkpoint outside of a run's folder, so that nothing is recorded in MLflow."""
-    plant(folder / "run", data_sha256=store.meta.sha256, **sections)
-    return Path(shutil.move(folder / "run" / "checkpoints" / "images-000000320", folder / "checkpoint"))
+    return plant_alone(folder, data_sha256=store.meta.sha256, **sections)
 
 
 def decoded_by_diffusers(trained: Trained, vae: Path, count: int) -> torch.Tensor:
@@ -83,8 +81,8 @@ def test_samples_are_decoded(folder: Path, checkpoint: Path, capsys: pytest.Capt
     assert main(["sample", str(checkpoint), "--count", "5", "--out", str(folder / "drawn.npz"), "--device", "cpu"]) == 0
     with np.load(folder / "drawn.npz") as drawn:
         assert np.abs(drawn["arr_0"].transpose(0, 3, 1, 2) - expected.numpy()).max() < 0.51
-    assert main(["sample", str(checkpoint), "--clip", "static", "--device", "cpu"]) == 2
-    assert "--clip = static keeps pixels in [-1, 1], and latents" in capsys.readouterr().err
+    line = refusal(capsys, "sample", checkpoint, "--clip", "static", "--device", "cpu")
+    assert "--clip = static keeps pixels in [-1, 1], and latents" in line
     with pytest.raises(SpecError, match=r"sampler\.clip = dynamic"):
         sample(trained, sampler=trained.sampler.model_copy(update={"clip": "dynamic"}))
 

@@ -30,7 +30,7 @@ from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
-from tests.evaluate.planted import FAST, plant, refusal
+from tests.evaluate.planted import FAST, plant_alone, refusal
 from tests.evaluate.test_diffusers_unet import SD_15, SDXL
 from tests.launching import tiny_spec
 from tests.model_hub import ModelHub
@@ -352,12 +352,8 @@ def checkpoint_of(pipeline: Path, folder: Path, noise: str, learned: dict[str, s
     unet = UNet(unet_layers(spec.unet, spec.data.interface), 0)
     randomise(unet, 7)
     sections: dict[str, Any] = {key: value for key, value in values.items() if isinstance(value, dict)}
-    digest = Autoencoder.open(pipeline / "vae").digest
-    planted = plant(
-        folder / "run", 320, {"autoencoder": digest, **(learned or {})}, unets={"ema": unet}, spec_as=values, **sections
-    )
-    shutil.move(planted, folder / "checkpoint")
-    return folder / "checkpoint"
+    known = {"autoencoder": Autoencoder.open(pipeline / "vae").digest, **(learned or {})}
+    return plant_alone(folder, data_sha256=known, unets={"ema": unet}, spec_as=values, **sections)
 
 
 @pytest.mark.parametrize(("pipeline", "noise"), [("sd", "eps"), ("sd", "v"), ("sdxl", "flow")], indirect=["pipeline"])
