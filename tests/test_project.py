@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
+from ddpm_ds.cli.main import make_parser
+from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.config.spec import RunSpec
 from tests.forking import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
@@ -61,3 +67,43 @@ def test_the_site_has_every_page_for_language_models_too(tmp_path: Path) -> None
 def test_security_is_described_in_one_place() -> None:
     text = (REPOSITORY / "SECURITY.md").read_text()
     assert "(docs/security.md)" in text and len(text.splitlines()) < 12
+
+
+def keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """The dotted keys of a section and of those inside it."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{field.alias or name}"
+        kinds: list[Any] = [field.annotation]
+        while kinds:
+            kind = kinds.pop()
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys(kind, f"{prefix}{field.alias or name}.")
+            kinds += get_args(kind)
+
+
+# What these programs' users set, beside what every trainer has: losses, noise, captions, masks, parts of the network.
+THEIRS = {
+    "sd-scripts (kohya)": "min_snr_gamma debiased_estimation_loss scale_v_pred_loss_like_noise_pred v_pred_like_loss "
+    "ip_noise_gamma noise_offset adaptive_noise_scale multires_noise_discount huber_schedule min_timestep max_timestep "
+    "max_token_length clip_skip weighted_captions caption_dropout_rate enable_wildcard shuffle_caption keep_tokens "
+    "keep_tokens_separator caption_tag_dropout_rate secondary_separator num_repeats is_reg prior_loss_weight flip_aug "
+    "alpha_mask masked_loss conditioning_data_dir metadata_file enable_bucket bucket_reso_steps bucket_no_upscale "
+    "block_lr zero_terminal_snr color_aug random_crop image_dir caption_extension resolution",
+    "OneTrainer": "concepts balancing loss_weight layer_filter unmasked_weight normalize_masked_area_loss "
+    "offset_noise_weight perturbation_noise_weight timestep_shift prompt_source keep_tags_count",
+    "The scripts of diffusers": "--snr_gamma --noise_offset --input_perturbation --proportion_empty_prompts",
+}
+
+
+def test_coming_from_names_keys_and_verbs_that_exist_and_has_every_flag() -> None:
+    page = (REPOSITORY / "docs" / "coming_from.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    ours = {*keys(RunSpec, ""), *keys(DsConfig, "ds.")}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?::[^`]*)?`", " ".join(here for _, here in rows))
+    assert len(named) > 60 and {name for name in named if name != "metadata.jsonl"} <= ours
+    verbs = re.findall(r"^    (\w+)", make_parser().format_help(), re.MULTILINE)
+    assert {*re.findall(r"`ddpm-ds (\w+)", page)} <= {*verbs}
+    tables = {table.partition("\n")[0]: table for table in page.split("\n## ")[1:]}
+    assert tables.keys() == THEIRS.keys()
+    for name, flags in THEIRS.items():
+        assert {*flags.split()} <= {*re.findall(r"`([^`]+)`", tables[name])}

@@ -22,15 +22,6 @@ from ddpm_ds.unet.layers import unet_layers
 
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
-DESCRIPTION = """\
-Ask every host of a hostfile over ssh, as DeepSpeed's pdsh launcher would start training there, and show what differs,
-devices, open files, disks and the port; then make one all-reduce. Nothing is changed on any host.
-
-  ddpm-ds doctor --hostfile hostfile --deepspeed_config ds_configs/zero2_fp16.json
-  ddpm-ds doctor                 this machine alone
-
-exit codes: 0 all good   2 something to fix, marked by !, or bad input
-"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +40,16 @@ class DoctorOptions(SpecOptions, Hosts):
     timeout_seconds: int = option("time after which a host is given up (60)", "S", positive, default=60)
 
 
-@Verb("check that hosts can train together", DESCRIPTION)
+@Verb
 def doctor(options: DoctorOptions) -> int:
+    """Check that hosts can train together.
+
+    Asks every host of a hostfile over ssh, as DeepSpeed's pdsh launcher would start training there, and shows what
+    differs, devices, open files, disks and the port; then makes one all-reduce. Nothing is changed on any host. Without
+    a hostfile it checks this machine alone. The exit code is 2 if there is something to fix, marked by !, or bad input.
+
+      ddpm-ds doctor --hostfile hostfile --deepspeed_config ds_configs/zero2_fp16.json
+    """
     files = take_files(options, DEFAULT_SPEC, needed=False)
     slots: Mapping[str, int] = {"localhost": 1}
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():

@@ -29,17 +29,6 @@ ONE_IMAGE = [
     "train.accumulation=auto",
 ]
 """Overrides with which every layout is possible that is possible at all."""
-DESCRIPTION = """\
-Find the largest micro-batch that fits, by trying: training for a few steps with the micro-batch that the planner
-expects to be the largest, then with larger or smaller ones until the limit is known. The batch stays
-train.batch_images, so only micro-batches are tried that divide a replica's share of it; with --accumulation their
-number stays the same and the batch grows.
-
-  ddpm-ds fit --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_fp16.json --out fit.json
-  ddpm-ds fit --deepspeed_config ds_configs/zero0_fp32.json --processes 2 -p 2 --memory-budget 1GiB
-
-exit codes: 0 done   2 bad input, or not even the smallest micro-batch fits   130 interrupted   else that of the trial
-"""
 
 
 @dataclass(frozen=True)
@@ -47,11 +36,7 @@ class FitOptions(ConfigOption, SpecOptions):
     processes: int | None = option("default: one for each GPU, else 1", "N", process_count)
     pipeline_stages: int | None = option("as for training", "STAGES", process_count, names=("-p", "--pipeline-stages"))
     accumulation: int | None = option("keep M micro-batches a step, and let the batch grow", "M", batch)
-    memory_budget: int | None = option(
-        "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of free memory)",
-        "SIZE",
-        memory_size,
-    )
+    memory_budget: int | None = option("of a process, such as 4GiB (default all of its device)", "SIZE", memory_size)
     steps: int = option("timed steps of a trial (default 3)", "N", positive, default=3)
     device: Device = option("default: CUDA if any", default="auto")
     out: Path | None = option("write the DeepSpeed JSON to train with", "FILE")
@@ -59,8 +44,17 @@ class FitOptions(ConfigOption, SpecOptions):
     overwrite: bool = flag(OVERWRITE)
 
 
-@Verb("find the largest micro-batch that fits the devices", DESCRIPTION)
+@Verb
 def fit(options: FitOptions) -> None:
+    """Find the largest micro-batch that fits the devices.
+
+    Tries: trains for a few steps with the micro-batch that the planner expects to be the largest, then with larger or
+    smaller ones until the limit is known. The batch stays train.batch_images, so only micro-batches are tried that
+    divide a replica's share of it; with --accumulation their number stays the same and the batch grows. The exit code
+    is 2 if not even the smallest micro-batch fits; other errors have that of the trial.
+
+      ddpm-ds fit --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_fp16.json --out fit.json
+    """
     found = take_files(options, DEFAULT_SPEC)
     check_outputs(overwrite=options.overwrite, out=options.out, json=options.json)
     set_environment()

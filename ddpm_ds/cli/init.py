@@ -19,17 +19,6 @@ from ddpm_ds.ground.options import flag, option
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC
 
-DESCRIPTION = """\
-Write a folder to begin in: a run spec with comments, a DeepSpeed JSON, and a README.md with the three commands to go on
-with, which are printed too. Without an option they train the main job, handwritten digits.
-"""
-PREPARE_DESCRIPTION = """\
-Read a spec's images once and write the data-set cache that training reads. Training does this
-by itself when the cache is missing. Latents of data.autoencoder and encoded captions of data.text
-are made here alone, with --encode, and what a regression leaves of fields with --residual."""
-SCHEMA_DESCRIPTION = """\
-Print the JSON schema of run specs (launch/specs/run.schema.json) or of DeepSpeed JSONs, for
-editors, or the tables of docs/spec.md or docs/ds_configs.md."""
 SCHEMA = "run.schema.json"
 """Schema that the first line of every spec names, with which editors complete keys."""
 TRAIN = f"ddpm-ds train --spec {SPEC} --deepspeed_config {DS_CONFIG} --run-dir runs/first"
@@ -135,8 +124,13 @@ class InitOptions:
     kind: str = "digits"
 
 
-@Verb("write a folder to begin in, with a spec, a JSON and commands", DESCRIPTION)
+@Verb
 def init(options: InitOptions) -> None:
+    """Write a folder to begin in, with a spec, a JSON and commands.
+
+    The folder has a run spec with comments, a DeepSpeed JSON, and a README.md with the three commands to go on with,
+    which are printed too. Without an option they train the main job, handwritten digits.
+    """
     kind, folder = KINDS[options.kind], options.folder
     files, written = _files(kind), list[Path]()
     made = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
@@ -183,16 +177,17 @@ def add_init(verbs: Verbs) -> None:
 
 @dataclass(frozen=True)
 class PrepareOptions(SpecOptions):
-    encode: bool = flag(
-        "make the latents of data.autoencoder and encode the captions of data.text too, on CUDA if there is any"
-    )
-    residual: Path | None = option(
-        "make the residuals of this regression too, which becomes data.residual_of, on CUDA if there is any", "RUN_DIR"
-    )
+    encode: bool = flag("make latents of data.autoencoder and encode captions of data.text, on CUDA if there is any")
+    residual: Path | None = option("make residuals of this regression, which becomes data.residual_of", "RUN_DIR")
 
 
-@Verb("write the images of a spec into the data-set cache", PREPARE_DESCRIPTION)
+@Verb
 def prepare(options: PrepareOptions) -> None:
+    """Write the images of a spec into the data-set cache.
+
+    Training does this by itself when the cache is missing. Latents of data.autoencoder and encoded captions of
+    data.text are made here alone, with --encode, and what a regression leaves of fields with --residual.
+    """
     files = take_files(options)
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
     spec = load_spec(files.spec, [*files.overrides, *residual])
@@ -237,8 +232,12 @@ class SchemaOptions:
     markdown: bool = flag("print the reference as Markdown instead of the schema")
 
 
-@Verb("print what a run spec or a DeepSpeed JSON may hold", SCHEMA_DESCRIPTION)
+@Verb
 def schema(options: SchemaOptions) -> None:
+    """Print what a run spec or a DeepSpeed JSON may hold.
+
+    It is the JSON schema for editors (launch/specs/run.schema.json), or a table of docs/spec.md or docs/ds_configs.md.
+    """
     from ddpm_ds.config import ds_model, spec_file
 
     format = ds_model.DS_CONFIG if options.what == "ds_config" else spec_file.SPEC

@@ -23,44 +23,6 @@ from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import REHEARSAL
 
-TRAIN_DESCRIPTION = """\
-Train a diffusion U-Net: check everything, start the processes, stay with them, and say at the end what was saved and
-how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
-
-The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
-"""
-TRAIN_EPILOG = """\
-examples
-  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
-      handwritten digits on this machine, fp16 and ZeRO-2
-  ddpm-ds train --processes 4 -p 2 --deepspeed_config ds_configs/zero2_fp16.json
-      2 stages x 2 replicas
-  ddpm-ds train --hostfile hostfile -p 4 --deepspeed_config ds_configs/zero2_fp16.json --spec launch/specs/cifar10.yaml
-      on several hosts; --dry-run shows the plan
-
-exit codes as of run (docs/exit_codes.md)
-"""
-RUN_DESCRIPTION = """\
-Start a training script on the processes of this machine, or by DeepSpeed's launcher on a hostfile's, and stay with
-them. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends
-them at once. If ranks are lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which
-must be given. Nothing is left running. For several hosts, start it on one host of the hostfile, preferably the first;
-each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun or srun.
-"""
-
-RUN_EPILOG = """\
-examples
-  ddpm-ds run launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-  ddpm-ds run --max-restarts 3 --processes 4 launch/train.py -p 2 \\
-      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-  ddpm-ds run --max-restarts 3 --hostfile hostfile launch/train.py -p 2 \\
-      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-
-exit codes (docs/exit_codes.md)
-  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 ranks were lost
-  129 to 143 ended at once by a second signal   1 a bug
-"""
-
 
 @dataclass(frozen=True)
 class RestartOptions:
@@ -112,8 +74,23 @@ def _place(options: LaunchOptions, device: str) -> Place:
     return Place(count or 0, options.node_rank, options.nodes, master, options.hostfile, options.port)
 
 
-@Verb("train a U-Net on this machine or on several", TRAIN_DESCRIPTION, TRAIN_EPILOG)
+@Verb
 def train(options: StartOptions) -> int:
+    """Train a U-Net on this machine or on several.
+
+    Checks everything, starts the processes, stays with them, and says at the end what was saved and how to go on.
+    Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once. The run spec (YAML)
+    says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
+
+      ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
+          handwritten digits on this machine, fp16 and ZeRO-2
+      ddpm-ds train --processes 4 -p 2 --deepspeed_config ds_configs/zero2_fp16.json
+          2 stages x 2 replicas
+      ddpm-ds train --hostfile hostfile -p 4 --deepspeed_config ds_configs/zero2_fp16.json
+          on several hosts; --dry-run shows the plan
+
+    Exit codes are those of run (docs/exit_codes.md).
+    """
     place = _place(options, options.device)
     hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
     draft, run_dir = checked(options, len(hosts), hosts)
@@ -182,8 +159,23 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
     return f"{what}; {how} with: {again}"
 
 
-@Verb("start a training script, with restarts, orderly stops and clear exit codes", RUN_DESCRIPTION, RUN_EPILOG)
+@Verb
 def run(options: ScriptOptions) -> int:
+    """Start a training script, with restarts, orderly stops and clear exit codes.
+
+    It runs on the processes of this machine, or by DeepSpeed's launcher on those of a hostfile. SIGTERM, SIGINT,
+    SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends them at once. If ranks are
+    lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which must be given. For
+    several hosts, start it on one host of the hostfile, preferably the first; each start reads the hostfile again. For
+    other launchers and their options type deepspeed, torchrun or srun.
+
+      ddpm-ds run --max-restarts 3 --processes 4 launch/train.py -p 2 \\
+          --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+
+    exit codes (docs/exit_codes.md)
+      0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 ranks were lost
+      129 to 143 ended at once by a second signal   1 a bug
+    """
     after = OneLineParser(prog="ddpm-ds run")  # options may also come after --
     add_options(after, ScriptOptions)
     words = options.program[options.program[:1] == ("--",) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -39,22 +40,20 @@ class OneLineParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, error.args[0]) from None
 
 
-@dataclass
 class Verb:
-    """Decorator of a function of ``options`` as a verb of ``ddpm-ds``; it returns an exit code, None for 0."""
+    """Decorator of a function of ``options`` as a verb of ``ddpm-ds``; it returns an exit code, None for 0.
 
-    about: str
-    description: str | None = None
-    epilog: str | None = None
+    The verb has the function's name, and its docstring as help.
+    """
 
-    def __call__(self, run: Callable[[Any], int | None]) -> Verb:
+    def __init__(self, run: Callable[[Any], int | None]) -> None:
         self.run, self.options = run, get_type_hints(run)["options"]
-        return self
 
     def add(self, verbs: Verbs) -> OneLineParser:
-        """Add the verb, which has the function's name, and return its parser."""
-        name = self.run.__name__.strip("_")
-        parser = verbs.add_parser(name, help=self.about, description=self.description, epilog=self.epilog)
+        """Add the verb and return its parser."""
+        name, description = self.run.__name__.strip("_"), inspect.getdoc(self.run) or ""
+        about = description.partition(".\n")[0].removesuffix(".")
+        parser = verbs.add_parser(name, help=f"{about[:1].lower()}{about[1:]}", description=description)
         add_options(parser, self.options)
         parser.set_defaults(verb=self)
         return parser

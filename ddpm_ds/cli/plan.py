@@ -24,37 +24,23 @@ from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
 from ddpm_ds.ground.options import flag, link_speed, memory_size, option, positive, process_count, teraflops
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.secret import public_address
-from ddpm_ds.ground.units import GIB, aligned, counted, gib
+from ddpm_ds.ground.units import GIB, counted, gib, table
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
-from ddpm_ds.planning.layouts import KINDS, Machine, Workload
+from ddpm_ds.planning.inputs import KINDS, Machine, Workload
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import set_environment
-from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts
+from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 from ddpm_ds.unet.shards import is_asked
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.planning.decisions import Plan
+    from ddpm_ds.planning.memory import Memory
     from ddpm_ds.planning.predictor import Prediction
 
-DESCRIPTION = """\
-Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
-fit. Nothing is trained; step times come from a simulator that executes the programs of the engine.
-"""
-
-EXAMPLES = """\
-examples
-  ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
-      --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
-      two nodes of A100s, which need not be here; write the JSON to train with and draw the step
-  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
-      time each layer on this machine instead of computing its cost
-
-docs/planner.md says what is predicted from what.
-"""
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
 MOST_WHOLE = 3
@@ -77,8 +63,19 @@ class PlanOptions(ConfigOption, SpecOptions):
     overwrite: bool = flag(OVERWRITE)
 
 
-@Verb("predict the fastest layout on given devices", DESCRIPTION, EXAMPLES)
+@Verb
 def plan(options: PlanOptions) -> None:
+    """Predict the fastest layout on given devices.
+
+    Predicts memory, step time, bubble and traffic of every layout of a run, and prints the fastest that fit. Nothing is
+    trained; step times come from a simulator that executes the programs of the engine (docs/planner.md).
+
+      ddpm-ds plan --spec cifar10 --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
+          time each layer on this machine instead of computing its cost
+      ddpm-ds plan --spec folder --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
+          --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
+          two nodes of A100s, which need not be here; write the JSON to train with and draw the step
+    """
     files = take_files(options)
     check_outputs(overwrite=options.overwrite, out=options.out, timeline=options.timeline)
     spec = load_spec(files.spec, spec_overrides(files.overrides))
@@ -168,7 +165,7 @@ def report(found: Plan) -> str:
     """Return everything that ``ddpm-ds plan`` prints of its result."""
     machine = found.predictor.machine
     fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
-    layouts, memory = aligned(_rows(found.best, several_nodes=machine.nodes > 1)), aligned(_memory_rows(found.best[0]))
+    layouts, memory = _layout_table(found.best, several_nodes=machine.nodes > 1), _memory_table(found.best[0].memory)
     return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), 112, break_on_hyphens=False)])
 
 
@@ -188,12 +185,12 @@ def why(found: Plan) -> str:
             f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
         )
     if found.in_groups is not None:
-        sentences.append(_of_groups(first, found.in_groups, machine))
+        sentences.append(_of_groups(first, found.in_groups, machine.link_bandwidth))
     sentences += found.lacking
     if machine.nodes > 1:
         sentences.append(_bytes_between_nodes(first, found.other_axis))
-    if found.fastest_misfit is not None:
-        misfit, memory = found.fastest_misfit, found.fastest_misfit.peak
+    if (misfit := found.fastest_misfit) is not None:
+        memory = misfit.peak
         largest = max(memory.parts, key=lambda name: memory.parts[name])
         sentences.append(
             f"{misfit.layout.words()} would take {1 - misfit.step_seconds / first.step_seconds:.1%} less, but is "
@@ -203,10 +200,10 @@ def why(found: Plan) -> str:
     return " ".join(sentences)
 
 
-def _of_groups(first: Prediction, best: Prediction, machine: Machine) -> str:
+def _of_groups(first: Prediction, best: Prediction, link_bandwidth: float) -> str:
     """Return a sentence on the best layout with tensor groups beside the first."""
-    share, rate = best.summing_seconds / best.step_seconds, machine.link_bandwidth / 1e9
-    summing = f"its sums take {share:.0%} of a step over links of {rate:.3g} GB/s"
+    share = best.summing_seconds / best.step_seconds
+    summing = f"its sums take {share:.0%} of a step over links of {link_bandwidth / 1e9:.3g} GB/s"
     if first.layout.tensor.size > 1:
         return f"1 has tensor groups of {first.layout.tensor.size}: {summing}."
     less = f"; it would fit in {gib(best.peak.total)} where 1 needs {gib(first.peak.total)}"
@@ -218,16 +215,16 @@ def _of_groups(first: Prediction, best: Prediction, machine: Machine) -> str:
 def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
     """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
     wires = first.traffic
-    parts = [(getattr(wires, kind), kind) for kind in ("activations", "gradients", "weights", "sums")]
-    named = " and ".join(f"{size / 1e9:.3f} GB of {kind}" for size, kind in parts if size) or "nothing"
+    sizes = {kind: getattr(wires, kind) for kind in ("activations", "gradients", "weights", "sums")}
+    named = " and ".join(f"{size / 1e9:.3f} GB of {kind}" for kind, size in sizes.items() if size) or "nothing"
     line = f"1 has its {first.layout.axis_over_nodes} across nodes: {named} between them in a step, and "
     line += f"{wires.busiest / 1e9:.3f} GB from the busiest node"
     if other is None:
         return f"{line}."
-    longer = other.step_seconds / first.step_seconds - 1
+    longer, turned = other.step_seconds / first.step_seconds - 1, other.traffic
     return (
         f"{line}; with its {other.layout.axis_over_nodes} across them it would be "
-        f"{other.traffic.between_hosts / 1e9:.3f} GB, {other.traffic.busiest / 1e9:.3f} GB from one node, and a step "
+        f"{turned.between_hosts / 1e9:.3f} GB, {turned.busiest / 1e9:.3f} GB from one node, and a step "
         f"{abs(longer):.1%} {'longer' if longer >= 0 else 'shorter'}."
     )
 
@@ -246,82 +243,74 @@ def _difference(first: Prediction, other: Prediction) -> str:
     return words.format(f"{1e3 * seconds:,.3g} ms")
 
 
-def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]:
-    table, grouped = list[dict[str, str]](), any(one.layout.tensor.size > 1 for one in best)
+def _layout_table(best: Sequence[Prediction], *, several_nodes: bool) -> list[str]:
+    rows, grouped = list[dict[str, str]](), any(one.layout.tensor.size > 1 for one in best)
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
-        rate = layout.batch_images / prediction.step_seconds
-        cells = {
-            "": str(number),
-            "stages": str(layout.stages),
-            "tensor": ", ".join(filter(None, (str(layout.tensor.size), layout.tensor.levels_words()))),
-            "replicas": str(layout.replicas),
-            "schedule": layout.schedule if layout.stages > 1 else "-",
-            "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
-            "recompute": f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
-            "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
-            "step ms": f"{1e3 * prediction.step_seconds:,.5g}",
-            "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            "bubble": f"{prediction.bubble:.1%}",
-            "GiB/device": f"{prediction.peak.total / GIB:.2f}",
-            "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
-        }
-        if several_nodes:
-            cells |= {"across nodes": layout.axis_over_nodes, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
-            cells |= {"from one": f"{wires.busiest / 1e9:.3f}"}
-        table.append({name: cell for name, cell in cells.items() if grouped or name != "tensor"})
-    return [list(table[0]), *(list(cells.values()) for cells in table)]
+        rate, tensor = (
+            layout.batch_images / prediction.step_seconds,
+            (str(layout.tensor.size), layout.tensor.levels_words()),
+        )
+        rows.append(
+            {
+                "": str(number),
+                "stages": str(layout.stages),
+                "tensor": ", ".join(filter(None, tensor)) if grouped else "",
+                "replicas": str(layout.replicas),
+                "schedule": layout.schedule if layout.stages > 1 else "-",
+                "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
+                "recompute": f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
+                "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
+                "step ms": f"{1e3 * prediction.step_seconds:,.5g}",
+                "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+                "bubble": f"{prediction.bubble:.1%}",
+                "GiB/device": f"{prediction.peak.total / GIB:.2f}",
+                "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
+                "across nodes": layout.axis_over_nodes if several_nodes else "",
+                "GB between": f"{wires.between_hosts / 1e9:.3f}" if several_nodes else "",
+                "from one": f"{wires.busiest / 1e9:.3f}" if several_nodes else "",
+            }
+        )
+    return table(rows)
 
 
-def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
-    on_host, encodes = (any(getattr(memory, what) for memory in prediction.memory) for what in ("host", "encoders"))
-    parts = [name for name in prediction.peak.parts if name != "encoders" or encodes]
-    rows = [("rank", *parts, "total", *(["(host)"] if on_host else []))]
-    for rank, memory in enumerate(prediction.memory):
-        sizes = [*(memory.parts[name] for name in parts), memory.total, *([memory.host] if on_host else [])]
-        rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
-    return rows
+def _memory_table(ranks: Sequence[Memory]) -> list[str]:
+    unused = {name for name in ("host", "encoders") if not any(getattr(memory, name) for memory in ranks)}
+    rows = []
+    for rank, memory in enumerate(ranks):
+        sizes = {**memory.parts, "total": memory.total, "(host)": memory.host}
+        shown = {name: "" if name.strip("()") in unused else f"{size / 2**20:,.1f}" for name, size in sizes.items()}
+        rows.append({"rank": str(rank), **shown})
+    return table(rows)
 
 
 def stage_table(plan: RunDraft) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    grid, layout, table = plan.grid, plan.ds.layout, list[dict[str, str]]()
+    grid, layout, rows = plan.grid, plan.ds.layout, list[dict[str, str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
-        cells = {
-            "stage": f"{stage.index} on rank {stage.rank}" if folds(layout.schedule) else str(stage.index),
-            "layers": str(stage.layers),
-            "first": stage.first_layer,
-            "last": stage.last_layer,
-            "parameters": f"{stage.parameters:,}",
-            "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
-            "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
-            "sent MB/step": f"{sent / 1e6:.2f}",
-        }
-        if grid.several_hosts:
-            names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
-            several = f"{names[0]} ... {names[-1]} ({len(names)})"
-            cells["host"] = several if len(names) > MOST_HOSTS else ", ".join(names)
-        table.append(cells)
-    return "\n".join(aligned([list(table[0]), *(list(cells.values()) for cells in table)], left={2, 3, 8}))
-
-
-def _messages_line(plan: RunDraft) -> str:
-    """Return a line on the bytes between stages, beside those of a relay."""
-    layout = plan.ds.layout
-    size = layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
-    sent, relayed = sum(stage.sent_elements for stage in plan.stages), relayed_elements(plan.layers, layout.stages)
-    return (
-        f"messages     {_megabytes(size * sent)} a step and direction between stages, {sent / relayed:.1%} of the "
-        f"{_megabytes(size * relayed)} of a relay of all skips{' and the text' if plan.spec.unet.text else ''}"
-    )
+        hosts = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank)))) if grid.several_hosts else []
+        several = f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})" if len(hosts) > MOST_HOSTS else ", ".join(hosts)
+        rows.append(
+            {
+                "stage": f"{stage.index} on rank {stage.rank}" if folds(layout.schedule) else str(stage.index),
+                "layers": str(stage.layers),
+                "first": stage.first_layer,
+                "last": stage.last_layer,
+                "parameters": f"{stage.parameters:,}",
+                "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
+                "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
+                "sent MB/step": f"{sent / 1e6:.2f}",
+                "host": several,
+            }
+        )
+    return "\n".join(table(rows, left=("first", "last", "host")))
 
 
 def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     """Return new decisions of a run's start in words and a table; empty if there are none."""
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
-    lines = [line] if (line := hosts_line(*new)) != hosts_line(*known) else []
-    lines += warning if (warning := hosts_warning(*new)) != hosts_warning(*known) else []
+    lines = [lines(*new) for lines in (hosts_line, hosts_warning) if lines(*new) != lines(*known)]
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
         lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
     return "\n".join(filter(None, lines))
@@ -336,8 +325,8 @@ def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
     sizes, wires = list(Counter(grid.hosts).values()), traffic(grid, exchange)
     equal = len(set(sizes)) == 1
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
-    kinds = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
-    named = [f"{_megabytes(size)} of {name}" for name, size in kinds if size]
+    kinds = {name: getattr(wires, name) for name in ("activations", "gradients", "weights")}
+    named = [f"{_megabytes(size)} of {name}" for name, size in kinds.items() if size]
     if not named:  # of one tensor group, hosts_warning says what it sends
         return None
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
@@ -350,14 +339,24 @@ def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
     return f"{line}; {other} across would be {_megabytes(turned.between_hosts)}"
 
 
-def _tensor_lines(plan: RunDraft) -> list[str]:
-    """Return lines on the layers that tensor groups split, whole layers, and the cost of sums; none without groups."""
-    tensor, layers = plan.ds.layout.tensor, plan.layers
-    if tensor.size == 1:
-        return []
+def hosts_warning(grid: Grid, exchange: Exchange) -> str | None:
+    """Return a line on tensor groups across hosts; None if there are none."""
+    if not (split := grid.split_groups):
+        return None
+    return (
+        f"warning      {counted(split, 'tensor group')} across hosts: each rank sends {_megabytes(max(exchange.sums))} "
+        f"a step to sum parts of layers, and waits for them; use a pipeline.tensor.size below {grid.tensor} that "
+        "divides the processes of a host"
+    )
+
+
+def _tensor_line(layers: Sequence[Layer], layout: Layout, sent: float) -> str | None:
+    """Return a line on the layers that tensor groups split, whole layers, and the cost of sums; None without groups."""
+    if layout.tensor.size == 1:
+        return None
     whole: dict[str, list[str]] = {}
     for layer in layers:
-        if layer.shards == 1 and layer.unit and is_asked(layer, layers, tensor):
+        if layer.shards == 1 and layer.unit and is_asked(layer, layers, layout.tensor):
             whole.setdefault(counted(layer.units, layer.unit), []).append(layer.name)
     parts = [f"{sum(layer.shards > 1 for layer in layers)} of {len(layers)} layers split"]
     for reason, names in whole.items():
@@ -365,24 +364,22 @@ def _tensor_lines(plan: RunDraft) -> list[str]:
         if len(names) > MOST_WHOLE:
             few = f"{', '.join(names[: MOST_WHOLE - 1])} ... {names[-1]} ({len(names)} layers)"
         parts.append(f"{few} {'stay' if names[1:] else 'stays'} whole: {reason}")
-    groups, sent = counted(plan.ds.layout.world_size // tensor.size, "group"), _megabytes(max(plan.exchange.sums))
-    cost = f"a rank sends {sent} a step to sum their parts"
-    return [
-        f"tensor       {groups} of {tensor.size} ranks, {'; '.join(parts)}; {cost}",
-        *hosts_warning(plan.grid, plan.exchange),
-    ]
+    groups = counted(layout.world_size // layout.tensor.size, "group")
+    cost = f"a rank sends {_megabytes(sent)} a step to sum their parts"
+    return f"tensor       {groups} of {layout.tensor.size} ranks, {'; '.join(parts)}; {cost}"
 
 
-def hosts_warning(grid: Grid, exchange: Exchange) -> list[str]:
-    """Return a line on tensor groups across hosts, if there are any."""
-    if not (split := grid.split_groups):
-        return []
-    size, sent = grid.tensor, max(exchange.sums)
-    return [
-        f"warning      {counted(split, 'tensor group')} across hosts: each rank sends {_megabytes(sent)} a step to sum "
-        f"parts of layers, and waits for them; use a pipeline.tensor.size below {size} that divides the processes of a "
-        "host"
-    ]
+def _messages_line(plan: RunDraft) -> str | None:
+    """Return a line on the bytes between stages, beside those of a relay; None for one stage."""
+    layout = plan.ds.layout
+    if layout.stages == 1:
+        return None
+    size = layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
+    sent, relayed = sum(stage.sent_elements for stage in plan.stages), relayed_elements(plan.layers, layout.stages)
+    return (
+        f"messages     {_megabytes(size * sent)} a step and direction between stages, {sent / relayed:.1%} of the "
+        f"{_megabytes(size * relayed)} of a relay of all skips{' and the text' if plan.spec.unet.text else ''}"
+    )
 
 
 def _megabytes(size: float) -> str:
@@ -392,15 +389,15 @@ def _megabytes(size: float) -> str:
 def describe_plan(plan: RunDraft, run_dir: Path) -> str:
     """Return the text that every run prints first, and ``--dry-run`` prints alone."""
     spec, data, ds, layout = plan.spec, plan.spec.data, plan.ds, plan.ds.layout
-    interval = layout.checkpoint_interval
-    recompute = "off" if interval == 0 else "only if memory is short"
-    if interval not in (0, "auto"):
-        recompute = f"every {counted(layout.interval, 'layer')}"
+    recompute = {0: "off", "auto": "only if memory is short"}.get(layout.checkpoint_interval) or (
+        f"every {counted(layout.interval, 'layer')}"
+    )
     samples, levels, held_out = spec.samples, len(HELD_OUT_QUANTILES), data.held_out_images
     drawn = f"{counted(samples.count, 'image')} by {spec.sampler.kind} in "
     drawn += counted(spec.sampler.steps_of(spec.diffusion), "step")
-    unknown = None if data.held_out_path else 0
+    evaluations = samples.count * spec.sampler.evaluations_of(spec.diffusion)
     losses, forwards = counted(held_out, "held-out image"), held_out * levels
+    unknown = None if data.held_out_path else 0
     if data.held_out_path is not None:
         losses = f"{counted(held_out, 'image') if held_out else 'all images'} of {data.held_out_path}"
     sides = ["x".join(map(str, (*data.size, data.channels)))]
@@ -408,7 +405,6 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
     sides += [f"latents of {data.autoencoder}"] if data.autoencoder else []
     tracker = public_address(os.environ.get("MLFLOW_TRACKING_URI", "")) or run_dir.parent
     batch = (counted(layout.batch_images, "image"), counted(layout.micro_batches, "micro-batch"))
-    evaluations = samples.count * spec.sampler.evaluations_of(spec.diffusion)
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {data.source}, {', '.join(sides)}",
@@ -418,8 +414,9 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
         f"{f', schedule {layout.schedule}' if layout.stages > 1 else ''}",
         plan.chosen and plan.chosen.line,
-        *_tensor_lines(plan),
-        _messages_line(plan) if layout.stages > 1 else None,
+        _tensor_line(plan.layers, layout, max(plan.exchange.sums, default=0)),
+        hosts_warning(plan.grid, plan.exchange),
+        _messages_line(plan),
         hosts_line(plan.grid, plan.exchange),
         f"batch        {batch[0]} = {batch[1]} of {layout.micro_batch_images} x {counted(layout.replicas, 'replica')}",
         f"length       {counted(spec.train.images, 'image')} = {counted(plan.steps, 'step')}, "

@@ -22,65 +22,6 @@ from ddpm_ds.schema.layout import Precision
 from ddpm_ds.tracking.run_folder import VERDICT, checkpoints_of
 from ddpm_ds.tracking.runs import ExperimentError, find_run, open_run
 
-COMPARE_DESCRIPTION = """\
-Print a table of runs: settings that differ, losses, speed and flops of each stage, with ratios to the first run. The
-folder of a sweep means its trials.
-
-  ddpm-ds compare runs/digits-1 runs/digits-2
-  ddpm-ds compare runs/digits-* --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
-"""
-
-NOTE_DESCRIPTION = """\
-Add to the note of a run, which MLflow shows as its description, with the date; or print it, if no text is given.
-"""
-
-NOTE_EXAMPLES = """\
-examples
-  ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
-  ddpm-ds note runs/digits-1
-"""
-
-DIAGNOSE_DESCRIPTION = """\
-Show where the devices' time of a trained run went (useful work, bubble, communication, data wait and so on), what took
-most of it, with numbers, and the one change to try next, with its predicted saving. A run prints the same at its end.
-The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps names others.
-"""
-
-DIAGNOSE_EXAMPLES = """\
-examples
-  ddpm-ds diagnose runs/digits
-
-The verdict is printed, written to verdict.txt in the run's folder, and kept in MLflow as an artifact and as the tags
-verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
-"""
-
-SEND_DESCRIPTION = """\
-Send what MLflow has not got of a run, and of its evaluations, exports and samples, since it was down. Sending again
-changes nothing.
-"""
-
-SEND_EXAMPLES = """\
-examples
-  ddpm-ds send runs/digits-1
-
-The exit code is 1 if something still could not be sent. docs/mlflow.md lists what is kept for it.
-"""
-EXAMPLES = """\
-examples
-  ddpm-ds checkpoint list runs/digits
-  ddpm-ds checkpoint verify runs/digits
-  ddpm-ds checkpoint describe runs/digits/checkpoints/images-000012800
-  ddpm-ds checkpoint consolidate runs/digits/checkpoints/images-000012800 digits.safetensors --dtype fp16
-"""
-
-CHECKPOINT_DESCRIPTION = """\
-Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a checkpoint."""
-VERIFY_DESCRIPTION = """\
-Read every byte of a checkpoint, or of all of a run, and compare checksums. Exit code 2 if any is damaged."""
-CONSOLIDATE_DESCRIPTION = """\
-Write the whole weights of a checkpoint into one safetensors file, under their global names. One tensor at a time is in
-memory."""
-
 
 def metric_names(text: str) -> tuple[str, ...]:
     """Parse names of metrics, separated by commas."""
@@ -100,7 +41,7 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    run_dir: Path = option(metavar="RUN_DIR", names=("run_dir",))
+    run_dir: Path = option("folder of a run", "RUN_DIR", names=("run_dir",))
 
 
 @dataclass(frozen=True)
@@ -108,14 +49,27 @@ class NoteOptions(RunOptions):
     text: str | None = option("what was learned; may have several lines", names=("text",), nargs="?")
 
 
-@Verb("compare settings and results of runs", COMPARE_DESCRIPTION)
+@Verb
 def compare(options: CompareOptions) -> None:
+    """Compare settings and results of runs.
+
+    Prints a table: settings that differ, losses, speed and flops of each stage, with ratios to the first run. The
+    folder of a sweep means its trials.
+
+      ddpm-ds compare runs/digits-* --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
+    """
     runs = [run for folder in options.run_dirs for run in find_compared(folder)]
     print(terminal(runs, options.metrics, shutil.get_terminal_size((120, 24)).columns))
 
 
-@Verb("write down what was learned from a run", NOTE_DESCRIPTION, NOTE_EXAMPLES)
+@Verb
 def note(options: NoteOptions) -> None:
+    """Write down what was learned from a run.
+
+    Adds to the run's note, which MLflow shows as its description, with the date; or prints it, if no text is given.
+
+      ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
+    """
     text = None if options.text is None else options.text.strip()
     if text == "":
         raise ExperimentError(f"the text for the note of {options.run_dir} is empty; write what was learned")
@@ -127,35 +81,42 @@ def note(options: NoteOptions) -> None:
     print(f"{run.name}: noted")
 
 
-@Verb("show where a run's time went and what to change next", DIAGNOSE_DESCRIPTION, DIAGNOSE_EXAMPLES)
+@Verb
 def diagnose(options: RunOptions) -> None:
+    """Show where a run's time went and what to change next.
+
+    Shows where the devices' time went, what took most of it, and the one change to try next, with its predicted saving;
+    keeps that in verdict.txt and in MLflow. A run does the same at its end. docs/diagnose.md explains it. The run must
+    have traced some steps: 20 to 22, unless --trace-steps names others.
+    """
     folder = open_run(options.run_dir).folder
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
     from ddpm_ds.planning.finished_run import facts_of
     from ddpm_ds.planning.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
 
     found = verdict(facts_of(folder))
-    print(text(found, folder), end="")
+    shown = text(found, folder)
+    print(shown, end="")
     try:
-        replace_file(folder / VERDICT, text(found, folder).encode())
+        replace_file(folder / VERDICT, shown.encode())
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
     try:
-        find_run(folder).keep({VERDICT: text(found, folder)}, tags(found))
+        find_run(folder).keep({VERDICT: shown}, tags(found))
     except UserError as error:
         print(f"ddpm-ds diagnose: not kept in MLflow: {error}", file=sys.stderr)
 
 
-@Verb("send what MLflow has not got of a run", SEND_DESCRIPTION, SEND_EXAMPLES)
+@Verb
 def send(options: RunOptions) -> int:
+    """Send what MLflow has not got of a run.
+
+    Sends also what it lacks of the run's evaluations, exports and samples, since it was down. Sending again changes
+    nothing. The exit code is 1 if something still could not be sent.
+    """
     from ddpm_ds.tracking.sender import send_later
 
     return 0 if send_later(options.run_dir) else 1
-
-
-@dataclass(frozen=True)
-class ListOptions:
-    run_dir: Path = option("folder of a run", "RUN_DIR", names=("run_dir",))
 
 
 @dataclass(frozen=True)
@@ -165,9 +126,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    path: Path = option(
-        "folder of a checkpoint, or of a run for its newest good one", "CHECKPOINT|RUN_DIR", names=("path",)
-    )
+    path: Path = option("folder of a checkpoint, or of a run: its newest", "CHECKPOINT|RUN_DIR", names=("path",))
 
 
 @dataclass(frozen=True)
@@ -178,8 +137,9 @@ class ConsolidateOptions(CheckpointOptions):
     dtype: Precision = option("default fp32", default="fp32")
 
 
-@Verb("list the checkpoints of a run, oldest first")
-def list_(options: ListOptions) -> None:
+@Verb
+def list_(options: RunOptions) -> None:
+    """List the checkpoints of a run, oldest first."""
     rows = [("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")]
     for checkpoint in _of_run(options.run_dir):
         try:
@@ -193,8 +153,9 @@ def list_(options: ListOptions) -> None:
     print("\n".join(aligned(rows, left={0, 5})))
 
 
-@Verb("read every byte and compare checksums", VERIFY_DESCRIPTION)
+@Verb
 def verify_(options: VerifyOptions) -> None:
+    """Read every byte of a checkpoint, or of all of a run, and compare checksums; exit code 2 if any is damaged."""
     alone = (options.path / MANIFEST).exists() or not checkpoints_of(options.path).exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
     damaged: dict[Path, CheckpointError] = {}
@@ -212,8 +173,9 @@ def verify_(options: VerifyOptions) -> None:
         raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged, verify each: {which}")
 
 
-@Verb("show when, how and from what a checkpoint was made")
+@Verb
 def describe(options: CheckpointOptions) -> None:
+    """Show when, how and from what a checkpoint was made."""
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     manifest = read_manifest(checkpoint)
     elements = sum(math.prod(shape) for shape in manifest.parameters.values())
@@ -229,8 +191,9 @@ def describe(options: CheckpointOptions) -> None:
         print(f"\n{title}\n" + yaml.safe_dump(values, sort_keys=False), end="")
 
 
-@Verb("write the weights into one safetensors file", CONSOLIDATE_DESCRIPTION)
+@Verb
 def consolidate(options: ConsolidateOptions) -> None:
+    """Write the whole weights into one safetensors file, one tensor at a time."""
     import torch
 
     from ddpm_ds.checkpoint import reader
@@ -252,7 +215,9 @@ def _of_run(run_dir: Path) -> list[Path]:
 def add_checkpoint(verbs: Verbs) -> None:
     """Add the verb ``checkpoint`` and its own verbs."""
     about = "list, verify, describe or consolidate checkpoints"
-    parser = verbs.add_parser("checkpoint", help=about, description=CHECKPOINT_DESCRIPTION, epilog=EXAMPLES)
-    inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    more = "Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a checkpoint."
+    inner = verbs.add_parser("checkpoint", help=about, description=more).add_subparsers(
+        title="verbs", metavar="VERB", required=True
+    )
     for each in (list_, verify_, describe, consolidate):
         each.add(inner)

@@ -1,7 +1,4 @@
-"""``ddpm-ds sample``: draw images from trained weights.
-
-``ddpm-ds evaluate`` shares the options for weights and sampler, ``ddpm-ds export`` those for weights.
-"""
+"""``ddpm-ds sample``: draw images from trained weights; and options that ``evaluate`` and ``export`` share."""
 
 from __future__ import annotations
 
@@ -34,32 +31,9 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
     from ddpm_ds.evaluate.trained import Trained
 
-DESCRIPTION = """\
-Draw images from a checkpoint of any layout, the newest checkpoint of a run, or an export. Image number I of a seed is
-the same picture whatever --count, --first, and --batch-images are.
-"""
-
-EXAMPLES = """\
-examples
-  ddpm-ds sample runs/digits
-  ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes
-  ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
-
-  ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes
-
-  ddpm-ds sample runs/downscaling --conditions held-out --members 8 --out ensembles
-  ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
-  ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
-
-Interrupted, it keeps the finished batches, and the same command continues from there (docs/sampling.md).
-
-exit codes
-  0 done   2 bad input, nothing was done   130 interrupted   1 a bug
-"""
-
 FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Formats by the suffix of --out."""
-MOST_AHEAD = 10_000
+WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
 KINDS_HELP = "ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps"
 GUIDANCE_HELP = "guidance: 1 is none; without --guide 0 leaves out the class"
@@ -111,11 +85,7 @@ def _choices(field: str) -> tuple[str, ...]:
 class WeightsOptions:
     """Folder of the weights, and which of them on which device."""
 
-    path: Path = option(
-        "folder of the weights; of a run, its newest checkpoint; or an export on the hub, OWNER/NAME",
-        "CHECKPOINT|RUN_DIR|EXPORT",
-        names=("path",),
-    )
+    path: Path = option("a checkpoint, a run's newest one, or an export, also on the hub", WEIGHTS, names=("path",))
     weights: Literal["ema", "raw"] = option("averaged or as trained (default ema)", default="ema")
     autoencoder: Path | None = option("data.autoencoder of the run, if it has moved", "DIR")
     device: Device = option("device that draws (default: CUDA if any)", default="auto")
@@ -134,10 +104,7 @@ class SamplerOptions:
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
     )
-    guide: Path | None = option(
-        "weights of a worse U-Net, averaged, that guidance leads away from instead of no class (autoguidance)",
-        "CHECKPOINT|RUN_DIR|EXPORT",
-    )
+    guide: Path | None = option("averaged weights of a worse U-Net to lead away from (autoguidance)", WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -152,51 +119,35 @@ class DrawingOptions(WeightsOptions):
 class TextOptions:
     group = "text", "for runs that were trained with captions (data.text)"
     prompt: tuple[str, ...] | None = option(
-        "what images show; may be given several times, images take them in turn (default count: one of each)",
-        "TEXT",
-        action="append",
-        either="prompts",
+        "may be repeated, and images take them in turn (default one of each)", "TEXT", action="append", either="prompts"
     )
     prompts: Path | None = option(
-        "text file with a prompt in each line, or the captions of the run's held-out images",
-        "FILE|held-out",
-        either="prompts",
+        "a prompt in each line, or the captions of held-out images", "FILE|held-out", either="prompts"
     )
     negative: str | None = option("what --guidance leads away from (default: no text)", "TEXT")
 
 
 CONDITIONS = "conditions", "for runs that were trained with data.condition"
+_members = partial(whole, lowest=1, highest=MOST_MEMBERS, what=f"a number from 1 to {MOST_MEMBERS:,}")
+_steps_ahead = partial(whole, lowest=1, highest=10_000, what="a number from 1 to 10,000")
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    count: int | None = option(
-        "images (default 64, or one of each prompt), or inputs of --conditions (default all up to 64)", "N", positive
-    )
+    count: int | None = option("images, or inputs of --conditions (default up to 64, or of prompts all)", "N", positive)
     first: int = option("number of the first image or input (default 0)", "I", image_number, default=0)
     out: Path | None = option(
-        "file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default RUN_DIR/samples-IMAGES, "
-        "where IMAGES is how many the checkpoint has seen, or ./samples)",
-        "PATH",
+        "file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default a folder of the run)", "PATH"
     )
-    labels: str | None = option(
-        "classes of a class-conditional U-Net, which images take in turn (default all)", "all|none|3|0,1,2"
-    )
+    labels: str | None = option("classes that images take in turn (default all)", "all|none|3|0,1,2")
     conditions: Path | None = option(
-        "what images are drawn for: a file or folder, or the run's held-out images", "PATH|held-out", group=CONDITIONS
+        "inputs to draw images for: a file or folder, or the run's held-out images", "PATH|held-out", group=CONDITIONS
     )
     members: int | None = option(
-        f"images of each input (default {USUAL_MEMBERS}; a regression draws one)",
-        "K",
-        partial(whole, lowest=1, highest=MOST_MEMBERS, what="a number from 1 to 4,096"),
-        group=CONDITIONS,
+        f"images of each input (default {USUAL_MEMBERS}; a regression draws one)", "K", _members, group=CONDITIONS
     )
     steps_ahead: int = option(
-        "feed each image back as the next condition, N - 1 times (--steps is the sampler's)",
-        "N",
-        partial(whole, lowest=1, highest=MOST_AHEAD, what="a number from 1 to 10,000"),
-        default=1,
-        group=CONDITIONS,
+        "feed each image back as the next condition, N - 1 times", "N", _steps_ahead, default=1, group=CONDITIONS
     )
     text: TextOptions = TextOptions()
     channel: str | None = option("channel of fields that a picture shows (default the first)", "NAME", group=CONDITIONS)
@@ -368,8 +319,20 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     return out, kind
 
 
-@Verb("draw images from a checkpoint or an export", DESCRIPTION, EXAMPLES)
+@Verb
 def sample(options: SampleOptions) -> int:
+    """Draw images from a checkpoint or an export.
+
+    Image number I of a seed is the same picture whatever --count, --first, and --batch-images are. Interrupted, it
+    keeps the finished batches, and the same command continues from there (docs/sampling.md).
+
+      ddpm-ds sample runs/digits
+      ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes
+      ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
+      ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes
+      ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
+      ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
+    """
     set_environment()
     from ddpm_ds.evaluate import outputs
     from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for

@@ -27,19 +27,6 @@ from ddpm_ds.tracking.run_folder import KIND_TAG, OUTPUT_ROOT, RunFolder, identi
 from ddpm_ds.tracking.runs import SWEEP, ExperimentError
 from ddpm_ds.tracking.tracker import RunStart, Tracker
 
-DESCRIPTION = f"""\
-Train the same spec with all combinations of some values, one run after another, and compare the runs. All trials are
-checked before the first one starts. The runs are children of one run in MLflow. The same command continues where it was
-stopped: what is done is skipped, what failed is tried again.
-
-variables: {", ".join(OPTIONS)}, a key of the spec (unet.channels), or one of the JSON after ds. (ds.pipeline.stages)
-
-  ddpm-ds sweep --spec launch/specs/digits.yaml --deepspeed_config ds_configs/zero2_fp16.json \\
-      --vary ds.fp16.enabled=false,true --vary processes=1,2 --note "is half precision worth it on this machine?"
-
-exit codes: 0 all trials are done   2 bad input, nothing was started   75 stopped, start it again
-  else that of the first trial that failed, see ddpm-ds run --help
-"""
 COMPARISON = "comparison.txt"
 OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note", "resume", "dry_run", "steps"]
 """Options of ``ddpm-ds train`` that each trial gets from the sweep."""
@@ -48,27 +35,31 @@ OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note",
 @dataclass(frozen=True)
 class SweepOptions(ConfigOption, SpecOptions):
     vary: tuple[str, ...] = option(
-        "a setting and its values; may be repeated", "NAME=VALUE,VALUE", action="append", required=True
+        f"values of {', '.join(OPTIONS)}, a key of the spec, or ds.KEY of the JSON; may be repeated",
+        "NAME=VALUE,VALUE",
+        action="append",
+        required=True,
     )
     processes: int = option("processes of each run (default 1)", "N", process_count, default=1)
     note: str | None = option("why this is tried; kept in MLflow", "TEXT", valid_text)
-    runs: Path = option(
-        f"folder of the runs, with MLflow's store unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})",
-        "DIR",
-        default=OUTPUT_ROOT,
-    )
+    runs: Path = option(f"folder of the runs, with MLflow's store (default {OUTPUT_ROOT})", "DIR", default=OUTPUT_ROOT)
     dry_run: bool = flag("check and print the trials, and exit")
     train_options: tuple[str, ...] = option(
-        "options of ddpm-ds train for every run, such as -p 2",
-        "-- ...",
-        names=("train_options",),
-        nargs=REMAINDER,
-        default=(),
+        "options of ddpm-ds train, such as -p 2", "-- ...", names=("train_options",), nargs=REMAINDER, default=()
     )
 
 
-@Verb("train one spec with different values, and compare the runs", DESCRIPTION)
+@Verb
 def sweep(options: SweepOptions) -> int:
+    """Train one spec with different values, and compare the runs.
+
+    Trains with all combinations of the values, one run after another. All trials are checked before the first one
+    starts. The runs are children of one run in MLflow. The same command continues where it was stopped: what is done is
+    skipped, what failed is tried again. The exit code is that of the first trial that failed, or 75 if it was stopped.
+
+      ddpm-ds sweep --spec launch/specs/digits.yaml --deepspeed_config ds_configs/zero2_fp16.json \\
+          --vary ds.fp16.enabled=false,true --vary processes=1,2 --note "is half precision worth it on this machine?"
+    """
     files, (first, *given) = take_files(options), options.train_options or ("--",)
     if first != "--":
         raise ExperimentError(f"{first} is no option of sweep; write options of ddpm-ds train after --")
@@ -116,7 +107,6 @@ def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list
         params = {"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])}
         experiment = trials[0].draft.spec.logging.experiment
         tracker = Tracker(RunStart(experiment, folder, params, tags, identity=identity), _log)
-        tracker.wait_for_run(lambda: bool(received))  # its children look for it
         for trial in trials:
             if trial.done or received or stopped:
                 continue

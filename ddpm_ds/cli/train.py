@@ -32,6 +32,7 @@ from ddpm_ds.ground.errors import (
 )
 from ddpm_ds.ground.options import HIDDEN, flag, option, process_count
 from ddpm_ds.pipeline.placement import launched_hosts
+from ddpm_ds.planning.inputs import Machine
 from ddpm_ds.planning.run_plan import (
     RunDraft,
     check_memory,
@@ -66,32 +67,18 @@ if TYPE_CHECKING:
     import torch
 
     from ddpm_ds.train.session import Ended
-    from ddpm_ds.train.start import Asked
 
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
 The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x ranks of a tensor group x
 replicas: -p sets the stages, the launcher's --num_gpus the processes.
-"""
 
-EXAMPLES = """\
-examples
-  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
-      handwritten digits on this machine, fp16 and ZeRO-2
   deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json -p 2
-      2 stages x 2 replicas
-  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_bf16.json \\
-      --spec launch/specs/folder.yaml --set data.path=photos --set train.images=2000000
-      your own images
-  deepspeed --num_gpus 8 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json \\
-      --spec launch/specs/cifar10.yaml -p 4 --dry-run
-      what would run, with the table of stages
+      2 stages x 2 replicas; --dry-run shows what would run
 
-exit codes
-  0 done   2 bad input, nothing was started   3 the numbers went bad (NaN, loss scale at its floor)
-  75 stopped by a signal or RUN_DIR/save_and_stop, and saved: start it again with the same --run-dir
-  76 another rank died or hangs: the same   1 a bug
+exit codes (docs/exit_codes.md)
+  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 another rank died or hangs
 """
 
 
@@ -100,10 +87,7 @@ class RankOptions(SpecOptions, ConfigOption):
     """Options of every program that a launcher starts; they say what, how and where to train."""
 
     pipeline_stages: int | None = option(
-        "number of stages, instead of the JSON's pipeline.stages",
-        "STAGES",
-        process_count,
-        names=("-p", "--pipeline-stages"),
+        "instead of the JSON's pipeline.stages", "STAGES", process_count, names=("-p", "--pipeline-stages")
     )
     device: Device = option("default: CUDA if any", default="auto")
     local_rank: int = option(HIDDEN, kind=int, default=0, names=("--local_rank", "--local-rank"))  # launchers pass it
@@ -119,9 +103,7 @@ class TrainOptions(Asked, RankOptions):
 
 def parse(arguments: Sequence[str] | None) -> TrainOptions:
     """Parse the options of a training run; raises SpecError if one is unknown or has a wrong value."""
-    parser = OneLineParser(
-        prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION, epilog=EXAMPLES
-    )
+    parser = OneLineParser(prog="deepspeed [launcher options] launch/train.py", description=DESCRIPTION)
     add_options(parser, TrainOptions)
     return read(TrainOptions, parser.parse_args(arguments))
 
@@ -220,14 +202,16 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
 
             device = choose_device(options.device, draft.ds.layout.stages)
             import_deepspeed()
-            warning = check_run_memory(options.overrides, draft, run_dir, device)
+            machine = machine_here(draft.ds.precision, world_size)
+            warning = check_run_memory(options.overrides, draft, run_dir, machine)
             if warning is not None and os.environ["LOCAL_RANK"] == "0":
                 print(warning, flush=True)
-    _train_with_others(draft, run_dir, device, options, line, sender)
+    _train_with_others(draft, machine, run_dir, device, options, line, sender)
 
 
 def _train_with_others(
     draft: RunDraft,
+    machine: Machine,
     run_dir: Path,
     device: torch.device,
     asked: Asked,
@@ -240,22 +224,21 @@ def _train_with_others(
     from ddpm_ds.train.start import meet, started
 
     rendezvous = meet(draft, device, asked, line)
-    hosts, doing = rendezvous.hosts, line.doing if line else lambda what: contextlib.nullcontext()
+    doing = line.doing if line else lambda what: contextlib.nullcontext()
     with rendezvous.reporting():
-        machine = machine_here(draft.ds.precision, hosts, len(hosts))
-        plan = make_plan(draft, hosts, machine)
+        plan = make_plan(draft, rendezvous.hosts, machine)
     with started(plan, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
         with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
             plan = with_decisions(plan, device)
         if line is not None and (decisions := decided_since(draft, plan)):
             print(decisions, flush=True)
-        files = {STAGES: stage_table(plan), MACHINE: machine_json(machine, {})}
+        files = {STAGES: stage_table(plan), MACHINE: machine_json(plan.machine, {})}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
                 _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
 
 
-def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, device: torch.device) -> str | None:
+def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, machine: Machine) -> str | None:
     """Return a warning if a run may not fit this host's memory.
 
     Raises:
@@ -271,7 +254,7 @@ def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, d
     if not hosts:  # unknown until the ranks have met
         return None
     new = draft.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
-    return check_memory(draft, device, int(os.environ["RANK"]), again, new=new)
+    return check_memory(draft, machine, int(os.environ["RANK"]), again, new=new)
 
 
 def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:

@@ -1,6 +1,4 @@
-"""Verbs for trained weights besides ``sample``: ``evaluate`` scores them against the real
-images, ``export`` and ``import`` convert them to and from diffusers.
-"""
+"""Verbs for trained weights besides ``sample``: ``evaluate``, and ``export`` and ``import`` to and from diffusers."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ from ddpm_ds.cli.sample import (
     sampler_kind,
     texts_of,
 )
-from ddpm_ds.data.hub import check_upload, is_hub_name, upload
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.ground.errors import OptionError, SpecError
 from ddpm_ds.ground.options import flag, option, positive, whole
@@ -47,91 +44,7 @@ OF_PICTURES = ("inception_weights", "clip_model", "prompt", "prompts", "negative
 """Options of ``evaluate`` that runs with conditions don't take."""
 OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
 """Options of ``evaluate`` that say which images are drawn and how they are scored."""
-MOST_SAMPLES = 64
 DRAWN_AT_ONCE = 16
-
-EVALUATE_DESCRIPTION = """\
-Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
-features (extra [fid] and a download), and a Fréchet distance of raw pixels. Of a U-Net with text, --clip-model says how
-well they fit their prompts. Lists of samplers, guidances and lengths of the average are evaluated one by one.
-
---metrics loss measures the held-out loss by noise level, with the numbers of training, and draws nothing.
-
-Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS
-and spread over skill, by channel, and spectra.
-
-The numbers go to one table, to a folder RUN_DIR/evaluations/NAME for each, and
-into MLflow as children of the run. docs/evaluation.md says what each score is and is not.
-"""
-
-EVALUATE_EXAMPLES = """\
-examples
-  ddpm-ds evaluate runs/digits
-  ddpm-ds evaluate runs/digits --count 2000 --metrics pixel --sampler ddim,dpm_solver --steps 100
-  ddpm-ds evaluate runs/cifar10 --count 50000 --sampler ddpm --metrics fid
-  ddpm-ds evaluate runs/cifar10 --weights raw --metrics loss
-      the loss of the weights as trained on the held-out images; nothing is drawn
-  ddpm-ds evaluate runs/faces --guidance 1,1.5,2,3 --guidance-between 0.3,5
-  ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
-  ddpm-ds evaluate runs/shapes --prompts held-out --count 1000 --metrics clip --clip-model openai/clip-vit-large-patch14
-      how well images fit the captions of the held-out images
-  ddpm-ds evaluate runs/downscaling --members 16
-      16 members for each held-out image
-
-Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
-again.
-
-exit codes
-  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug
-"""
-EXPORT_DESCRIPTION = """\
-Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
-samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
-folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
-
---push-to-hub uploads the folder to the Hugging Face hub, as a private repository.
-"""
-
-
-EXPORT_EXAMPLES = """\
-examples
-  ddpm-ds export runs/digits hub/digits
-  ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
-  ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
-      one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
-
-  ddpm-ds export runs/digits hub/digits --push-to-hub OWNER/digits
-      a private repository; `hf auth login` or HF_TOKEN says who you are
-
-  ddpm-ds export runs/faces hub/faces --label none
-      a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
-
-docs/export.md says how to use the folder.
-"""
-
-IMPORT_DESCRIPTION = """\
-Take a U-Net of diffusers, or a single file of SD 1, SD 2 or SDXL, as the start of a run: OUT/weights.safetensors, and
-OUT/spec.yaml, which is BASE with the model's U-Net and noise schedule, its text encoders if its folder has some, and
-train.initial_weights. What our U-Net can't express is refused by name.
-"""
-
-IMPORT_EXAMPLES = """\
-examples
-  ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
-  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
-
-  ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec captions.yaml --out imported
-      from the Hugging Face hub, of which the U-Net is downloaded; the encoders are when captions are prepared
-
-  ddpm-ds import downloads/sd_xl_base_1.0.safetensors --spec captions.yaml --out imported
-      a single file; data.text of the spec names the pipeline's text encoders
-
-  ddpm-ds import hub/digits --spec launch/specs/digits.yaml --set optimizer.learning_rate=1e-4 --out imported
-      an export of ours
-
-  ddpm-ds import training/unet_ema --spec launch/specs/cifar10.yaml --last-label class --out imported
-      averaged weights of diffusers' own training, whose every label is a class
-"""
 
 
 def _metrics(text: str) -> tuple[str, ...]:
@@ -157,36 +70,41 @@ class EvaluatedOptions(DrawingOptions):
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    count: int | None = option(
-        f"images to draw (default {MANY}), or inputs to draw members for (default all)", "N", positive
-    )
-    members: int | None = option(
-        f"images to draw for each input (default {USUAL_MEMBERS}; a regression draws one)", "K", positive
-    )
-    conditions: Path | None = option(
-        "inputs with their true images, a file or folder (default: the run's held-out images)", "PATH|held-out"
-    )
+    count: int | None = option(f"images (default {MANY}), or inputs to draw members for (default all)", "N", positive)
+    members: int | None = option(f"images of each input (default {USUAL_MEMBERS}, of a regression 1)", "K", positive)
+    conditions: Path | None = option("inputs with their true images (default the run's held-out ones)", "PATH|held-out")
     metrics: tuple[str, ...] | None = option(
-        f"scores, some of {','.join(METRICS)}; an error if one can't be computed (default: all that can, of drawn "
-        "images)",
-        "NAME,...",
-        _metrics,
+        f"some of {','.join(METRICS)} (default all that can be computed of drawn images)", "NAME,...", _metrics
     )
-    dataset: Path | None = option(
-        "folder of the prepared real images; needed for an export, or if the folder has moved", "DIR"
-    )
+    dataset: Path | None = option("folder of the prepared real images, for an export or if it has moved", "DIR")
     inception_weights: Path | None = option("torch-fidelity's weights, instead of a download", "FILE")
     out: Path | None = option("folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)", "DIR")
-    clip_model: Path | None = option(
-        "CLIP model that scores how well images fit their prompts: a folder, or a name on the Hugging Face hub",
-        "DIR|OWNER/NAME",
-    )
+    clip_model: Path | None = option("CLIP model that scores how well images fit their prompts", "DIR|OWNER/NAME")
     text: TextOptions = TextOptions()
     drawing: EvaluatedOptions = EvaluatedOptions()
 
 
-@Verb("score a checkpoint or an export against the real images", EVALUATE_DESCRIPTION, EVALUATE_EXAMPLES)
+@Verb
 def evaluate(options: EvaluateOptions) -> None:
+    """Score a checkpoint or an export against the real images.
+
+    Draws images and compares them with those of the prepared data set: FID, KID, precision and recall of Inception
+    features (extra [fid] and a download), and a Fréchet distance of raw pixels. Of a U-Net with text, --clip-model says
+    how well they fit their prompts. Of a run with conditions, ensembles are drawn for the held-out images: error of the
+    mean, CRPS and spread over skill, by channel, and spectra. --metrics loss measures the held-out loss by noise level,
+    with the numbers of training, and draws nothing.
+
+    Lists of samplers and guidances are evaluated one by one. The numbers go to one table, to a folder
+    RUN_DIR/evaluations/NAME for each, and into MLflow as children of the run (docs/evaluation.md). Interrupted, it
+    keeps what is drawn; the same command, or one with other --metrics, draws no image again.
+
+      ddpm-ds evaluate runs/digits --count 2000 --metrics pixel --sampler ddim,dpm_solver --steps 100
+      ddpm-ds evaluate runs/cifar10 --weights raw --metrics loss
+      ddpm-ds evaluate runs/faces --guidance 1,1.5,2,3 --guidance-between 0.3,5
+      ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
+      ddpm-ds evaluate runs/shapes --prompts held-out --metrics clip --clip-model openai/clip-vit-large-patch14
+      ddpm-ds evaluate runs/downscaling --members 16
+    """
     set_environment()
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
@@ -265,19 +183,13 @@ def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup
     )
 
 
+_samples = partial(whole, lowest=0, highest=64, what="a number from 0 to 64")
+
+
 def _label(text: str) -> str:
     if text != "none":
         whole(text, 0, 10**6, "none or a class, such as 3")
     return text
-
-
-def _hub_name(text: str) -> str:
-    if not is_hub_name(text):
-        raise OptionError(f"{text!r} should be OWNER/NAME")
-    return text
-
-
-HUB = ("Hugging Face hub",)
 
 
 @dataclass(frozen=True)
@@ -285,38 +197,35 @@ class ExportOptions(WeightsOptions):
     out: Path = option("folder to write; must be empty or not exist", "DIR", names=("out",))
     dtype: Literal["fp32", "fp16"] = option("data type of the file (default fp32)", default="fp32")
     label: str | None = option("fold this label into the weights of a class-conditional U-Net", "none|K", _label)
-    samples: int = option(
-        "images in samples.png, drawn by the run's sampler (default %(default)s, 0 draws none; of a run with a "
-        "condition or text it is the run's last picture)",
-        "N",
-        partial(whole, lowest=0, highest=MOST_SAMPLES, what=f"a number from 0 to {MOST_SAMPLES}"),
-        default=MOST_SAMPLES,
-    )
-    single_file: bool = flag(
-        "write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline"
-    )
-    push_to_hub: str | None = option("upload the export to this repository", "OWNER/NAME", _hub_name, group=HUB)
-    public: bool = flag("a repository that everybody can read (default: private)", group=HUB)
-    overwrite: bool = flag("replace the files of a repository that exists", group=HUB)
+    samples: int = option("images in samples.png (default %(default)s; 0 draws none)", "N", _samples, default=64)
+    single_file: bool = flag("write one .safetensors with the original names, of a U-Net that reads text")
 
 
 @dataclass(frozen=True)
 class ImportOptions(SpecOptions):
     path: Path = option(
-        "folder of a pipeline or of a U-Net, a .safetensors, or a name on the Hugging Face hub",
-        "PATH|OWNER/NAME",
-        names=("path",),
+        "a pipeline's or U-Net's folder, a .safetensors, or a name on the hub", "PATH|OWNER/NAME", names=("path",)
     )
     spec: Path = option("spec of the run: data, length, batch", "BASE", required=True)
     out: Path = option("folder to write; must be empty or not exist", "OUT", required=True)
-    last_label: Literal["none", "class"] = option(
-        "what the last of num_class_embeds is: no label, as in our exports (default), or a class like the others",
-        default="none",
-    )
+    last_label: Literal["none", "class"] = option("last of num_class_embeds (default none: no label)", default="none")
 
 
-@Verb("write trained weights as a pipeline of diffusers", EXPORT_DESCRIPTION, EXPORT_EXAMPLES)
+@Verb
 def export(options: ExportOptions) -> None:
+    """Write trained weights as a pipeline of diffusers.
+
+    Writes a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of samples.
+    diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the folder
+    appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run. docs/export.md says how to
+    use the folder.
+
+      ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
+      ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
+          one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
+      ddpm-ds export runs/faces hub/faces --label none
+          a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
+    """
     set_environment()
     import torch
 
@@ -330,12 +239,8 @@ def export(options: ExportOptions) -> None:
     from ddpm_ds.ground.device import choose_device
     from ddpm_ds.tracking.pictures import write_png
 
-    device, name = choose_device(options.device), options.push_to_hub
-    if name is None and (options.public or options.overwrite):
-        raise SpecError(f"--{'public' if options.public else 'overwrite'} is of --push-to-hub, which is missing")
+    device = choose_device(options.device)
     with new_folder(options.out) as folder:
-        if name is not None:
-            check_upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
@@ -358,16 +263,11 @@ def export(options: ExportOptions) -> None:
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
-        card = model_card(
-            trained, precision=options.dtype, label=options.label, picture=picture, single_file=single, hub_name=name
-        )
+        card = model_card(trained, precision=options.dtype, label=options.label, picture=picture, single_file=single)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
-    weights, origin = f"{trained.weights} weights of", Path(trained.origin)
-    print(f"{options.out}: {weights} {origin} in {options.dtype}, {size / 1e6:,.1f} MB\n{compared}")
-    if name is not None:
-        commit = upload(name, options.out, f"{weights} {origin.name} in {options.dtype}", public=options.public)
-        print(f"{name}: {'public' if options.public else 'private'}, {commit}")
+    what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
+    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
     record_child(trained, "export", params, artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"))
 
@@ -384,8 +284,21 @@ def _row(label: str | None, classes: int | None) -> int | None:
     return int(label)
 
 
-@Verb("take a model of diffusers as the start of a run", IMPORT_DESCRIPTION, IMPORT_EXAMPLES)
+@Verb
 def import_(options: ImportOptions) -> None:
+    """Take a model of diffusers as the start of a run.
+
+    Takes a U-Net of diffusers, or a single file of SD 1, SD 2 or SDXL: writes OUT/weights.safetensors, and
+    OUT/spec.yaml, which is BASE with the model's U-Net and noise schedule, its text encoders if its folder has some,
+    and train.initial_weights. What our U-Net can't express is refused by name.
+
+      ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
+      ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec captions.yaml --out imported
+      ddpm-ds import downloads/sd_xl_base_1.0.safetensors --spec captions.yaml --out imported
+          a single file; data.text of the spec names the pipeline's text encoders
+      ddpm-ds import training/unet_ema --spec launch/specs/cifar10.yaml --last-label class --out imported
+          averaged weights of diffusers' own training, whose every label is a class
+    """
     from ddpm_ds.evaluate.diffusers.importing import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"

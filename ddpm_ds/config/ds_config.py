@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, given_at
+from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, effective, given_at
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, preset, presets
 from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
@@ -23,12 +22,7 @@ from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Precision, Schedule, 
 from ddpm_ds.schema.section import REMOVED, shown, unused, value_at
 
 T = TypeVar("T")
-_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
-SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
-    "WarmupCosineLR": ("warmup_min_ratio", *_WARMUP[2:], "total_num_steps", "cos_min_ratio"),
-}
+WARMUP_STEPS = "scheduler.params.warmup_num_steps"
 
 
 class _Faults:
@@ -76,31 +70,15 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
         fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
         faults.add("pipeline.tensor.levels", fault)
     warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
-    kind = checked.scheduler.type
     if "scheduler" not in checked.model_fields_set and warmup and decay is None:
         fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
         faults.add("scheduler", f"{fault}optimizer.warmup_images=0")
-    if kind not in (None, "WarmupLR") and decay is not None:
-        faults.add(
-            "scheduler.type",
-            f"= {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; remove the scheduler "
-            "or use --set optimizer.decay=null",
-        )
-        faults.also_about("scheduler.params")
-    elif kind not in (None, "WarmupLR") and not warmup:
-        steps = _given(checked.scheduler.params.warmup_num_steps, 1)
-        images = steps * _given(checked.train_batch_size, spec.train.batch_images)
-        faults.add("scheduler.type", f"= {kind} needs a warm-up; use --set optimizer.warmup_images={images}")
-        faults.also_about("scheduler.params.warmup_num_steps")
-    for dotted, decided in _decided_by_spec(checked, spec).items():
-        given = value_at(checked, dotted)
-        if given not in ("auto", decided.value):
-            fix = f"use --set ds.{dotted}=auto"
-            if decided.spec_key is not None:
-                images = given if decided.images is None else int(given) * decided.images
-                fix += f" or --set {shlex.quote(f'{decided.spec_key}={shown(images)}')}"
-            source = f"{decided.source} is {shown(decided.value)}"
-            faults.add(dotted, f"= {shown(given)} contradicts the spec: {source}; {fix}")
+    for dotted, (value, key) in _decided_by_spec(checked, spec).items():
+        if (given := value_at(checked, dotted)) not in ("auto", value):
+            batch = _given(checked.train_batch_size, spec.train.batch_images) if dotted == WARMUP_STEPS else None
+            fix = f"--set ds.{dotted}=auto or --set {shlex.quote(f'{key}={shown(given * batch if batch else given)}')}"
+            source = f"{key}{' / batch' if batch else ''} is {shown(value)}"
+            faults.add(dotted, f"= {shown(given)} contradicts the spec: {source}; use {fix}")
     faults.check()
     return checked
 
@@ -120,7 +98,7 @@ def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
 
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
     """Return the model of the keys that have no fault of their own."""
-    values = copy.deepcopy(config)
+    values = effective(config)
     while True:
         try:
             return DS_CONFIG.read(values)
@@ -182,58 +160,29 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
         fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key}"
         faults.add(f"pipeline.tensor.{key}", fault, "pipeline.tensor.size")
-    if "scheduler" in config.model_fields_set:
-        kind = config.scheduler.type
-        if kind is None:
-            faults.add("scheduler.type", "is missing; remove the scheduler or use --set ds.scheduler.type=WarmupLR")
-        for name in config.scheduler.params.model_fields_set if kind else ():
-            if name not in SCHEDULER_PARAMS[kind]:
-                faults.add(f"scheduler.params.{name}", f"is not a setting of {kind}; remove it")
+    if "scheduler" in config.model_fields_set and config.scheduler.type is None:
+        faults.add("scheduler.type", "is missing; remove the scheduler or use --set ds.scheduler.type=WarmupLR")
 
 
-@dataclass(frozen=True)
-class _Decided:
-    """Value of a JSON's key that follows from the spec."""
-
-    value: object
-    source: str
-    """What decides it, such as the spec's key."""
-    spec_key: str | None = None
-    """Key of the spec that gives the JSON's key another value; None if none does."""
-    images: int | None = None
-    """Images in one of the JSON's units, where the spec counts images."""
-
-
-def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
-    """Return the values that the spec decides, by dotted key; images become steps of the JSON's own batch."""
+def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, tuple[object, str]]:
+    """Return the values that the spec decides, each with the spec's key, by dotted key; images become steps of the
+    JSON's own batch.
+    """
     train, optimizer = spec.train, spec.optimizer
-    batch = _given(config.train_batch_size, train.batch_images)
-
-    def decided(value: object, key: str) -> _Decided:
-        return _Decided(value, key, key)
-
-    def steps(images: int, key: str) -> _Decided:
-        return _Decided(-(-images // batch), f"{key} / batch", key, batch)
-
-    values = {
-        "train_batch_size": decided(train.batch_images, "train.batch_images"),
-        "optimizer.params.lr": decided(optimizer.learning_rate, "optimizer.learning_rate"),
-        "optimizer.params.betas": decided(optimizer.betas, "optimizer.betas"),
-        "optimizer.params.eps": decided(optimizer.epsilon, "optimizer.epsilon"),
-        "optimizer.params.weight_decay": decided(optimizer.weight_decay, "optimizer.weight_decay"),
+    values: dict[str, tuple[object, str]] = {
+        "train_batch_size": (train.batch_images, "train.batch_images"),
+        "optimizer.params.lr": (optimizer.learning_rate, "optimizer.learning_rate"),
+        "optimizer.params.betas": (optimizer.betas, "optimizer.betas"),
+        "optimizer.params.eps": (optimizer.epsilon, "optimizer.epsilon"),
+        "optimizer.params.weight_decay": (optimizer.weight_decay, "optimizer.weight_decay"),
     }
     if train.accumulation != "auto":
-        values["gradient_accumulation_steps"] = decided(train.accumulation, "train.accumulation")
-    of_scheduler = {
-        "warmup_min_lr": _Decided(0.0, "the start of every warm-up"),
-        "warmup_max_lr": decided(optimizer.learning_rate, "optimizer.learning_rate"),
-        "warmup_min_ratio": _Decided(0.0, "the start of every warm-up"),
-        "warmup_num_steps": steps(optimizer.warmup_images, "optimizer.warmup_images"),
-        "warmup_type": _Decided("linear", "the form of every warm-up"),
-        "total_num_steps": steps(train.images, "train.images"),
-    }
-    names = SCHEDULER_PARAMS.get(config.scheduler.type, ())
-    return values | {f"scheduler.params.{name}": of_scheduler[name] for name in names if name in of_scheduler}
+        values["gradient_accumulation_steps"] = (train.accumulation, "train.accumulation")
+    if "scheduler" in config.model_fields_set:
+        steps = -(-optimizer.warmup_images // _given(config.train_batch_size, train.batch_images))
+        values[WARMUP_STEPS] = (steps, "optimizer.warmup_images")
+        values["scheduler.params.warmup_max_lr"] = (optimizer.learning_rate, "optimizer.learning_rate")
+    return values
 
 
 @dataclass(frozen=True)
@@ -366,7 +315,8 @@ def resolve(
     """
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
-    values = {key: one.value for key, one in _decided_by_spec(config, spec).items()}
+    values = {key: value for key, (value, _) in _decided_by_spec(config, spec).items()}
+    values |= {"scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_type": "linear"}
     if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:  # the scheduler has nothing to do
         values["scheduler"] = REMOVED
     zero = config.zero_optimization

@@ -142,29 +142,17 @@ class RunSpec(Section):
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")]
     """Short name of the run, used in folder names and in MLflow."""
     data: DataSpec
-    """The images."""
     unet: UnetSpec
-    """The network."""
     diffusion: DiffusionSpec = DiffusionSpec()
-    """The diffusion process and the loss."""
     optimizer: OptimizerSpec
-    """The optimizer."""
     train: TrainSpec
-    """Length, batch and seed."""
     ema: EmaSpec = EmaSpec()
-    """Averaged weights."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """Checkpoints."""
     bad_numbers: BadNumbersSpec = BadNumbersSpec()
-    """Response to bad losses."""
     sampler: SamplerSpec = SamplerSpec()
-    """Sampler of images."""
     samples: SamplesSpec = SamplesSpec()
-    """Pictures during training."""
     evaluation: EvaluationSpec = EvaluationSpec()
-    """Held-out loss."""
     logging: LoggingSpec
-    """Logging."""
 
     @property
     def bucket_group(self) -> int | None:

@@ -44,10 +44,8 @@ def preset(path: Path | str, folder: Path) -> Path:
 
 JSON_PREFIX = "ds."
 """Prefix of overrides that change the DeepSpeed JSON instead of the spec."""
-
-
 MOST_NODES = 10_000
-"""Maximum number of values in a YAML text, including repetitions by aliases."""
+"""Maximum number of values in a YAML text."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,26 +54,24 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth, self._nodes = 0, 0
-        self._sizes: dict[str, int] = {}
-        """Values inside of each anchor; an anchor that is still being read has none yet."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read a node within limits of depth and number; tags are refused, since a value's form decides its type."""
-        event, before = self.peek_event(), self._nodes
+        """Read a node within limits of depth and number. Tags are refused, since a value's form decides its type, and
+        aliases, since a short text of them may have any number of values.
+        """
+        event = self.peek_event()
         if self._depth == DEEPEST:
             raise _fault(f"lists or blocks are more than {DEEPEST} levels deep", event)
         if getattr(event, "tag", None) is not None:
             raise _fault(f"the tag {event.tag} is not read; write the value alone", event)
-        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors and event.anchor not in self._sizes:
-            raise _fault(f"{event.anchor} holds itself", event)
-        self._nodes += self._sizes.get(str(event.anchor), 1) if isinstance(event, yaml.AliasEvent) else 1
+        if isinstance(event, yaml.AliasEvent):
+            raise _fault(f"the alias *{event.anchor} is not read; write the value itself", event)
+        self._nodes += 1
         if self._nodes > MOST_NODES:
             raise _fault(f"there are more than {MOST_NODES:,} values", event)
         self._depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
-        if event.anchor is not None and not isinstance(event, yaml.AliasEvent):
-            self._sizes[event.anchor] = self._nodes - before
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
@@ -90,8 +86,6 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys: set[str] = set()
         for name, _ in node.value:
-            if name.tag == "tag:yaml.org,2002:merge":
-                continue
             key = self.construct_object(name, deep=True)
             if not isinstance(key, str):
                 raise _fault(f"the key {shown(key)} is no text; a key is a name", name)
@@ -101,40 +95,34 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-SYNONYMS = {
-    "steps": "train.images (steps x train.batch_images)",
-    "max_steps": "train.images (steps x train.batch_images)",
-    "iterations": "train.images (iterations x train.batch_images)",
-    "epochs": "train.images (epochs x images of the data)",
-    "batch_size": "train.batch_images",
-    "gradient_accumulation_steps": "train.accumulation",
-    "lr": "optimizer.learning_rate",
-    "eps": "optimizer.epsilon",
-    "wd": "optimizer.weight_decay",
-    "warmup_steps": "optimizer.warmup_images (steps x train.batch_images)",
-    "ema.decay": "ema.halflife_images (train.batch_images x log(0.5) / log(decay))",
-    "ema_decay": "ema.halflife_images (train.batch_images x log(0.5) / log(decay))",
-    "resolution": "data.image_size",
-    "size": "data.image_size",
-    "in_channels": "data.channels",
-    "num_workers": "data.workers",
-    "dataset": "data.source",
-    "model": "unet",
-    "dim": "unet.channels",
-    "model_channels": "unet.channels",
-    "dim_mults": "unet.multipliers",
-    "channel_mult": "unet.multipliers",
-    "num_res_blocks": "unet.blocks_per_level",
-    "num_classes": "unet.classes",
-    "beta_schedule": "diffusion.schedule",
-    "num_train_timesteps": "diffusion.timesteps",
-    "prediction_type": "diffusion.objective",
-    "num_inference_steps": "sampler.steps",
-    "guidance_scale": "sampler.guidance",
+_SYNONYMS = {
+    "train.images (steps x train.batch_images)": "steps max_steps",
+    "train.images (iterations x train.batch_images)": "iterations",
+    "train.images (epochs x images of the data)": "epochs",
+    "train.batch_images": "batch_size",
+    "train.accumulation": "gradient_accumulation_steps",
+    "optimizer.learning_rate": "lr",
+    "optimizer.epsilon": "eps",
+    "optimizer.weight_decay": "wd",
+    "optimizer.warmup_images (steps x train.batch_images)": "warmup_steps",
+    "ema.halflife_images (train.batch_images x log(0.5) / log(decay))": "ema.decay ema_decay",
+    "data.image_size": "resolution size",
+    "data.channels": "in_channels",
+    "data.workers": "num_workers",
+    "data.source": "dataset",
+    "unet": "model",
+    "unet.channels": "dim model_channels",
+    "unet.multipliers": "dim_mults channel_mult",
+    "unet.blocks_per_level": "num_res_blocks",
+    "unet.classes": "num_classes",
+    "diffusion.schedule": "beta_schedule",
+    "diffusion.timesteps": "num_train_timesteps",
+    "diffusion.objective": "prediction_type",
+    "sampler.steps": "num_inference_steps",
+    "sampler.guidance": "guidance_scale",
 }
+SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.split()}
 """Names that people type, in any section, for a key, which may be followed by its unit."""
-
-
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 

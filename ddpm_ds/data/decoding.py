@@ -1,4 +1,4 @@
-"""Decoding of source images to pixels of one size and colour mode, in one process or in several.
+"""Decoding of source images to pixels of one size and colour mode, in several threads.
 
 An image is decoded within limits, turned upright, scaled and cropped.
 """
@@ -8,19 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import multiprocessing
-import os
-import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.reduction import ForkingPickler
-from multiprocessing.synchronize import Lock
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +20,12 @@ from PIL import ExifTags, Image
 
 from ddpm_ds.data.cache import CAPTIONS, SIZES
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
-from ddpm_ds.data.writing import Chunk, Chunks
-from ddpm_ds.ground.errors import DataError
+from ddpm_ds.data.writing import Chunk
 
 Size = tuple[int, int]
 """Height and width in pixels."""
 CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
-"""Maximum bytes of pixels, and images, in a chunk that one process decodes."""
+"""Maximum bytes of pixels, and images, in a chunk that one thread decodes."""
 MOST_DECODING_BYTES = 300_000_000
 """Maximum memory for decoding one image at full size, its file included."""
 BIG_BYTES = 2**24
@@ -44,9 +35,9 @@ PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
 """More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
 Turn = AbstractContextManager[object]
-"""Context in which one process at a time decodes a big image."""
+"""Context in which one thread at a time decodes a big image."""
 ALONE: Turn = contextlib.nullcontext()
-"""Lock replacement for a process that decodes alone."""
+"""Lock replacement for a thread that decodes alone."""
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
 of the crop in the scaled image, height and width of the crop."""
@@ -62,7 +53,7 @@ UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate
 def decoded(source: Source, i: int, size: Size, channels: int, big: Turn = ALONE) -> tuple[Pixels, Sizes]:
     """Return image ``i`` as uint8 (height, width, ``channels``) of ``size``, and its sizes; raises UnreadableImage.
 
-    ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
+    ``big`` is entered while a big image is decoded: a lock bounds the memory of several threads.
     """
     try:
         content = source.read(i)
@@ -172,32 +163,44 @@ def _orientation(image: Image.Image, read: Callable[[Image.Image], Image.Exif] =
 
 
 class Decoding:
-    """Decoding of a source's images to pixels of a shape (C, H, W)."""
+    """Decoding of a source's images to pixels of a shape (C, H, W), in several threads."""
 
-    def __init__(self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None) -> None:
-        self.source, self.shape = source, shape
+    def __init__(
+        self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None, threads: int
+    ) -> None:
+        self.source, self.shape, self.threads = source, shape, threads
         self.captions = captions
         """Numbers of each image's captions, (N, most captions)."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
-        self.big: Turn = ALONE
-        """Context in which a big image is decoded, by one process at a time."""
-
-    def parts(self, numbers: range) -> Iterator[range]:
-        """Yield the parts of a range of images that are decoded together."""
-        return (numbers[first : first + self.chunk_images] for first in range(0, len(numbers), self.chunk_images))
+        self._big = threading.Lock()
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
-        """Yield the images of a range of the source in chunks."""
-        return map(self.chunk, self.parts(numbers))
+        """Yield the images of a range of the source in chunks, a bounded number of which are decoded ahead.
 
-    def chunk(self, numbers: range) -> Chunk:
-        """Decode images, skipping unreadable ones."""
+        Pillow lets other threads run while it decodes and scales.
+        """
+        ahead, stopped = deque[Future[Chunk]](), threading.Event()
+        with ThreadPoolExecutor(self.threads) as pool:
+            try:
+                for first in range(0, len(numbers), self.chunk_images):
+                    ahead.append(pool.submit(self._chunk, numbers[first : first + self.chunk_images], stopped))
+                    if len(ahead) > 2 * self.threads:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _chunk(self, numbers: range, stopped: threading.Event) -> Chunk:
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
         others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
         channels, *size = self.shape
         for i in numbers:
+            if stopped.is_set():
+                break
             try:
-                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels, self.big)
+                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels, self._big)
             except UnreadableImage as error:
                 skipped.append((error.name, error.reason))
                 continue
@@ -207,72 +210,3 @@ class Decoding:
                 others[SIZES].append(sizes.tobytes())
                 others[CAPTIONS].append(self.captions[i].tobytes())
         return Chunk(images, labels, skipped, others)
-
-
-QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
-"""Option of Python's helper process that frees semaphores of a killed process: to do so without a word."""
-_decoding: Decoding
-"""Decoding of this worker process."""
-
-
-def _begin(file: str, big: Lock) -> None:
-    """Initialise a worker process, which ends with its parent; ``file`` has the pickled decoding."""
-    global _decoding
-    _decoding = ForkingPickler.loads(Path(file).read_bytes())
-    _decoding.big = big
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _decode(numbers: range) -> Chunk:
-    return _decoding.chunk(numbers)
-
-
-@contextmanager
-def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
-    """Yield a function that decodes images in ``count`` processes, a bounded number of chunks ahead."""
-    context = multiprocessing.get_context("spawn")  # this process may have threads
-    sys.warnoptions.append(QUIET)
-    # A file in memory, since more than a pipe holds would be waited for even if the process has died at its start.
-    with (
-        os.fdopen(os.memfd_create("ddpm-ds-decoding"), "wb") as memory,
-        ProcessPoolExecutor(
-            count, context, _begin, (f"/proc/{os.getpid()}/fd/{memory.fileno()}", context.Lock())
-        ) as pool,
-    ):
-        memory.write(ForkingPickler.dumps(decoding))
-        memory.flush()
-
-        def chunks(numbers: range) -> Iterator[Chunk]:
-            ahead: deque[Future[Chunk]] = deque()
-            for part in decoding.parts(numbers):
-                # Processes that this starts leave Ctrl-C to their parent, with which they end.
-                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                try:
-                    ahead.append(pool.submit(_decode, part))
-                except OSError as error:  # of a pipe that a broken pool has closed
-                    raise BrokenProcessPool from error
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-                if len(ahead) > 2 * count:
-                    yield ahead.popleft().result()
-            yield from (future.result() for future in ahead)
-
-        try:
-            yield chunks
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a process that decoded images was ended, often for memory; finished files are kept: start again"
-            ) from error
-        except KeyboardInterrupt:
-            for worker in multiprocessing.active_children():
-                worker.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)

@@ -45,9 +45,8 @@ from ddpm_ds.data.sources.variables import (
     constants_of,
     images_of,
     mask_of,
-    open_arrays_of,
+    open_at,
     positions,
-    vector_of,
 )
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.statistics import Moments, merged, moments_of, rounding_of
@@ -93,8 +92,7 @@ class FieldSource:
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
 
-    def rows(self) -> dict[str, list[Rows]]:
-        """Return readers of the images of each array, by field."""
+    def _rows(self) -> dict[str, list[Rows]]:
         return {
             name: [Rows(variable, MOST_BYTES // len(part.variables)) for variable in part.variables]
             for name, part in self.parts.items()
@@ -102,7 +100,7 @@ class FieldSource:
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
         """Yield a range of images in chunks; raises DataError for a value that can't be stored."""
-        rows = self.rows()
+        rows = self._rows()
         together = max(1, TOGETHER_BYTES // sum(stored.nbytes for stored in self.fields.values()))
         parts = (numbers[first : first + together] for first in range(0, len(numbers), together))
         return (self._chunk(rows, part) for part in parts)
@@ -139,7 +137,7 @@ class FieldSource:
 
         They are whole for whole numbers; float16 arrays have none.
         """
-        parts, rows = dict(self.parts), self.rows()
+        parts, rows = dict(self.parts), self._rows()
         halves = [name for name, part in parts.items() if part.stored.values == "float16"]
         seen: dict[str, list[Moments]] = {name: [] for name in halves}
         for i in self._sampled if halves else ():
@@ -233,31 +231,32 @@ class FieldSource:
 def open_fields(spec: DataSpec) -> FieldSource:
     """Open and check the arrays that ``spec`` names, reading constants and labels alone; raises DataError."""
     opener, asked = FIELD_OPENERS[spec.source], spec.condition or ConditionSpec()
-    main = open_arrays_of(spec, opener)
-    beside = main if asked.path is None else open_arrays_of(spec, opener, condition=True)
-    images, mask = images_of(spec, main), mask_of(spec, main)
+    assert spec.path is not None, "the run spec checks it"
+    main = open_at("data.path", spec.path, spec, opener)
+    beside = main if asked.path is None else open_at("data.condition.path", asked.path, spec, opener)
+    images = images_of(spec, main)
     parts = {IMAGES: _part(main, images, spec.values if spec.values != "bytes" else "uint8")}
     if asked.kind == "stored":
         found = condition_of(spec, asked, beside)
         kind: Values = "uint8" if all(variable.dtype == np.uint8 for variable in found) else "float32"
         parts[CONDITION] = _part(beside, found, spec.values if spec.values != "bytes" else kind)
     if asked.vector:
-        found = vector_of(spec, asked, beside)
+        counted = ("data.condition.vector_size", asked.vector_size)
+        found = beside.taken("data.condition.vector", asked.vector, ("(N,)", "(N, K)"), counted)
         parts[VECTOR] = JoinedField(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
     count = check_counts([(part.arrays, part.variables) for part in parts.values()])
-    if mask is not None:
+    if spec.mask is not None and spec.mask != "nan":
+        mask = mask_of(spec, spec.mask, main)
         if len(mask.shape) == 2:  # one for all images
             values, every = main.read_all(mask), (count, *mask.shape)
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
         parts[MASK] = _part(main, [mask], "uint8")
-        check_counts([(main, images), (main, parts[MASK].variables)])
+        check_counts([(main, images), (main, [mask])])
     fields = {name: part.stored for name, part in parts.items()}
     if spec.mask == "nan":
         fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
-    constants = constants_of(spec, asked, beside)
-    return FieldSource(
-        parts, fields, spec.mask == "nan", constants, coordinates_of(images[0], main), *labels_of(main, count)
-    )
+    constants, coordinates = constants_of(spec, asked, beside), coordinates_of(images[0], main)
+    return FieldSource(parts, fields, spec.mask == "nan", constants, coordinates, *labels_of(main, count))
 
 
 def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> JoinedField:

@@ -1,22 +1,18 @@
-"""Models on the Hugging Face hub: downloaded to its own cache, only the files that are needed, and uploaded."""
+"""Models on the Hugging Face hub: downloaded to its own cache, only the files that are needed."""
 
-import contextlib
 import importlib.util
 import re
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ddpm_ds.ground.errors import DataError, OutputError, UserError
-from ddpm_ds.ground.secret import public_address, without_secrets
+from ddpm_ds.ground.errors import DataError, UserError
+from ddpm_ds.ground.secret import without_secrets
 
 Opened = TypeVar("Opened")
 OTHER_FORMATS = ("*.bin", "*.msgpack", "*.onnx*", "*.xml", "*.h5", "*.non_ema*")
 HALVES = "*.fp16*"
-MAY_NOT = (401, 403)
-LOG_IN = "log in with a token that may write there: `hf auth login`, or HF_TOKEN"
 
 
 def is_hub_name(name: str) -> bool:
@@ -61,55 +57,9 @@ def from_hub(
     raise fault
 
 
-def check_upload(name: str, *, public: bool, overwrite: bool) -> None:
-    """Check that :func:`upload` may change the repository ``name``; raises OutputError."""
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise OutputError(f"--push-to-hub {name} needs a package that is missing: pip install 'ddpm_ds[hub]'")
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    with _faults(name, "can't be looked up"):
-        HfApi().whoami()
-        try:
-            found = HfApi().model_info(name)
-        except RepositoryNotFoundError:
-            return
-    if not overwrite:
-        raise OutputError(f"--push-to-hub {name} exists; name another, or replace its files with --overwrite")
-    if found.private is public:
-        there, fix = ("private", "leave out --public") if public else ("public", "say --public")
-        raise OutputError(f"--push-to-hub {name} exists and is {there}; {fix}, or change that on its page")
-
-
-def upload(name: str, folder: Path, message: str, *, public: bool) -> str:
-    """Make a repository hold the files of ``folder`` alone; return the commit's address. Raises OutputError."""
-    from huggingface_hub import HfApi
-
-    with _faults(name, f"is not uploaded ({folder} is whole; hf upload {name} {shlex.quote(str(folder))} .)"):
-        HfApi().create_repo(name, private=not public, exist_ok=True)
-        done = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns="*")
-    return public_address(done.commit_url)
-
-
-@contextlib.contextmanager
-def _faults(name: str, what: str) -> Iterator[None]:
-    """Turn any error of the body into one line."""
-    from huggingface_hub import get_token
-
-    try:
-        yield
-    except Exception as error:  # huggingface_hub raises many types
-        fix = f"; {LOG_IN}" if _status(error) in MAY_NOT else ""
-        raise OutputError(f"--push-to-hub {name} {what}: {_reason(error, get_token() or '')}{fix}") from None
-
-
-def _status(error: Exception) -> int | None:
-    """Return the code of an answer of the hub's that an error is about."""
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _reason(error: Exception, token: str = "") -> str:
-    """Return an error of huggingface_hub in one line, without the token, which a server may quote."""
-    status, message = _status(error), getattr(error, "server_message", None) or str(error)
-    lines = without_secrets(message, token).strip().splitlines() or [type(error).__name__]
+def _reason(error: Exception) -> str:
+    """Return an error of huggingface_hub in one line, without a secret that a server may quote."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    message = without_secrets(getattr(error, "server_message", None) or str(error))
+    lines = message.strip().splitlines() or [type(error).__name__]
     return lines[0] if status is None else f"{status}: {lines[0]}"

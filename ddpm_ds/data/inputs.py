@@ -13,7 +13,7 @@ from ddpm_ds.data.decoding import decode, upright_size
 from ddpm_ds.data.fields import CONDITION, VECTOR, joined
 from ddpm_ds.data.prepare import looks_of
 from ddpm_ds.data.sources import FIELD_OPENERS, open_source
-from ddpm_ds.data.sources.base import BROKEN, Names, Source, one_line
+from ddpm_ds.data.sources.base import BROKEN, Source, one_line
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.sources.variables import (
     MOST_BYTES,
@@ -36,7 +36,6 @@ SOURCES = {
     **dict.fromkeys((".h5", ".hdf5", ".he5"), "hdf5"),
     **dict.fromkeys((".nc", ".nc4"), "netcdf"),
     ".zarr": "zarr",
-    ".tar": "webdataset",
 }
 """Sources by the suffix of a path; another one is of the run's own source, or a folder of pictures."""
 
@@ -140,7 +139,7 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
     factor = condition.factor if condition.kind == "reduced" else 1
     small = (data.size[0] // factor, data.size[1] // factor)
     kind = SOURCES.get(path.suffix.lower(), "folder" if path.is_dir() else "")
-    source: Source = FolderSource((".",), np.zeros(1, np.int64), path.parent, Names([path.name]))
+    source: Source = FolderSource((".",), np.zeros(1, np.int64), path.parent, [path.name])
     if kind in ("hdf5", "netcdf", "zarr"):
         raise DataError(f"{OPTION} {path} is of fields, and the run learned pictures; name a folder of pictures")
     if kind:

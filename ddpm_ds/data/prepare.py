@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ddpm_ds.data import buckets, cache, captions
-from ddpm_ds.data.decoding import Decoding, Size, by_processes
+from ddpm_ds.data.decoding import Decoding, Size
 from ddpm_ds.data.fields import (
     REGRESSION,
     SAMPLED,
@@ -57,8 +57,6 @@ SHARD_BYTES = 2**28
 """Maximum bytes of a file of images."""
 VERIFIED_BYTES = 2**34
 """Maximum size of a cache whose checksums are compared before training; ``ddpm-ds prepare`` always compares them."""
-FEW_IMAGES = 256
-"""Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
 """Number of images that a source is recognised by, and size of a source that is recognised by all."""
 LOOKED_AT = 10_000
@@ -73,8 +71,6 @@ class Preparation(NamedTuple):
     plan: CachePlan
     facts: Facts
     chunks: Chunks
-    decoding: Decoding | None = None
-    """Decoding that several processes do faster than one."""
 
 
 def cache_path(spec: DataSpec) -> Path:
@@ -200,7 +196,7 @@ def prepare_images(
         run = spec.residual_of
         raise _missing(f"data.residual_of = {run}: there are no residuals at {path}; make them", f"residual {run}")
     else:
-        make = partial(source_preparation, spec, progress)
+        make = partial(source_preparation, spec, progress, max(1, processors() // together))
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
             _ = coder.model  # finds a damaged one before hours of preparation
@@ -209,7 +205,7 @@ def prepare_images(
         elif regression is not None:
             fields = prepare(fields_of(spec), progress, together=together)
             make = partial(residuals_preparation, fields, regression)
-        found = _made(path, spec, progress, make, max(1, processors() // together))
+        found = _made(path, spec, progress, make)
         for line in (found.summary, *found.rounding) if progress else ():
             print(f"{path.name}: {line}", file=sys.stderr)
     check_fields(spec, found.meta)
@@ -249,18 +245,13 @@ def _opened(path: Path, verify: bool | None, progress: bool) -> cache.DatasetCac
     return cache.DatasetCache.open(path, verify, progress)
 
 
-def _made(
-    path: Path, spec: DataSpec, progress: bool, make: Callable[[], Preparation], processes: int = 1
-) -> cache.DatasetCache:
+def _made(path: Path, spec: DataSpec, progress: bool, make: Callable[[], Preparation]) -> cache.DatasetCache:
     """Make the cache at ``path`` together with other processes, and open it."""
     try:
         spec.store_root.mkdir(parents=True, exist_ok=True)
         with lock_of(path):  # only one process of a host lists and downloads
             work = None if path.exists() else make()
-        if work is not None and work.decoding is not None and processes > 1:
-            with by_processes(work.decoding, processes) as chunks:
-                write_cache(path, work.plan, chunks, spec, work.facts, progress)
-        elif work is not None:
+        if work is not None:
             write_cache(path, work.plan, work.chunks, spec, work.facts, progress)
     except OSError as error:
         raise _unwritable(spec, error) from error
@@ -389,8 +380,8 @@ def residuals_preparation(fields: cache.DatasetCache, regression: Regression) ->
     return Preparation(plan, facts, lambda numbers: residuals(fields, regression, numbers))
 
 
-def source_preparation(spec: DataSpec, progress: bool) -> Preparation:
-    """Open the source of ``spec``, before anything is decoded or written; raises DataError."""
+def source_preparation(spec: DataSpec, progress: bool, threads: int) -> Preparation:
+    """Open the source of ``spec``, before ``threads`` decode its image files; raises DataError."""
     paths = _paths(spec)
     looks = [looks_of(path, spec.reads_arrays) for path in paths]  # before it is read
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
@@ -420,8 +411,8 @@ def source_preparation(spec: DataSpec, progress: bool) -> Preparation:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
         stored[cache.CAPTIONS] = cache.StoredField(shape=(known.table.shape[1],), values="int32")
     plan = _plan("pixels", stored, len(source.labels), " ".join([content, *of_files]))
-    decoding = Decoding(source, plan.shape, None if known is None else known.table)
-    return Preparation(plan, facts, decoding.chunks, decoding if are_files and plan.images > FEW_IMAGES else None)
+    decoding = Decoding(source, plan.shape, None if known is None else known.table, threads if are_files else 1)
+    return Preparation(plan, facts, decoding.chunks)
 
 
 def _plan(

@@ -121,20 +121,17 @@ class DataSpec(Section):
     source: Annotated[str, types.one_of(SOURCES), types.listed("Where images come from", SOURCES)]
     path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
     """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for
-    `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
-    a path."""
+    `arrays` and `hdf5`; a folder for `zarr`; either for `huggingface` and `netcdf`. Other sources refuse a path."""
     name: Annotated[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None,
         only_with(types.read_by_source("name")),
     ] = None
-    """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
-    or of the class in torchvision.datasets, such as CIFAR100."""
+    """Name of the data set on the Hugging Face hub: `OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several."""
     split: Annotated[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None,
         only_with(types.read_by_source("split")),
     ] = None
-    """Split of the data set that `huggingface` or `torchvision` reads; null means train, else the only split or
-    torchvision's default."""
+    """Split of the data set that `huggingface` reads; null means train, or else the only split."""
     image_column: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(types.read_by_source("image_column"))
     ] = None

@@ -22,7 +22,7 @@ from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.ground.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.units import MOST_BATCH, gib
-from ddpm_ds.planning.layouts import usable
+from ddpm_ds.planning.inputs import usable
 from ddpm_ds.planning.run_plan import RunDraft, lay_out, read_run, workload
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import received_signals

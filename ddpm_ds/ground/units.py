@@ -1,6 +1,6 @@
 """Limits of counts and sizes, and how numbers and tables are written."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 MOST_PROCESSES, MOST_BATCH = 2**16, 2**20
 """Most processes of a run, and most images of a step."""
@@ -21,6 +21,13 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[s
         width = max(map(len, column))
         columns[number] = tuple(cell.ljust(width) if number in left else cell.rjust(width) for cell in column)
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def table(rows: Sequence[Mapping[str, str]], left: Collection[str] = ()) -> list[str]:
+    """Return the lines of a table with a column for each key that some row has a cell for; see :func:`aligned`."""
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [names, *([row[name] for name in names] for row in rows)]
+    return aligned(cells, [number for number, name in enumerate(names) if name in left])
 
 
 GIB = 2**30

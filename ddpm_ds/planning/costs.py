@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import Grid, Grouping, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
-from ddpm_ds.planning.layouts import PCIE_BANDWIDTH, Machine, Workload, rank_stages
+from ddpm_ds.planning.inputs import PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.unet.layers import (
@@ -88,50 +88,48 @@ def planned_costs(
     sends, replicas = shared(job, layout), layout.replicas
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
-    bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
-    copying = min(machine.host_bandwidth, PCIE_BANDWIDTH)
 
     def reduce(rank: int, parameters: int) -> float:
         return ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
 
-    def update(rank: int, parameters: int) -> float:
-        owned = owned_share * parameters
-        count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
-        seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
-        if layout.offload:
-            seconds += owned * (4 + job.stored_bytes) / copying
-        return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
-
     costs = []
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
-        phases = []
+        phases, parameters = [], sum(stage.parameters for stage in stages)
         for stage in stages:
-            own = times[stage.start : stage.stop]
+            own, layers = times[stage.start : stage.stop], job.layers[stage.start : stage.stop]
             forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
             if layout.checkpoint_interval:
                 backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
-            weights = sum(
-                layer.backward * weight_share(one)
-                for layer, one in zip(own, job.layers[stage.start : stage.stop], strict=True)
-            )
+            weights = sum(one.backward * weight_share(layer) for one, layer in zip(own, layers, strict=True))
             reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
             sent, received = (
                 round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
                 for elements in (stage.sent_elements, stage.received_elements)
             )
             if with_sums and layout.tensor.size > 1:
-                passes = sums_of(job.layers[stage.start : stage.stop], layout.interval)
-                summing = [sum_seconds(job, machine, layout, sums) for sums in passes]
-                forward, backward = forward + summing[0], backward + summing[1]
+                down, up = (sum_seconds(job, machine, layout, sums) for sums in sums_of(layers, layout.interval))
+                forward, backward = forward + down, backward + up
             backward += reduction
             phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, SPLIT_COST * weights))
-        parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
-        if layout.tensor.size > 1:
-            layers = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
-            reduction += agreement_seconds(job, machine, layout, layers, owned_share * sends.gradient_bytes)
-        costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
+        if layout.tensor.size > 1:  # sums of partial gradients, and on GPUs copies of others
+            layers = tuple(layer for stage in stages for layer in job.layers[stage.start : stage.stop])
+            agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
+            reduction += _group_seconds(machine, layout, 1, agreed)
+        gathering = ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
+        updating = update_seconds(job, machine, layout, owned_share * parameters)
+        costs.append(RankCosts(tuple(phases), reduction, updating + gathering))
     return costs
+
+
+def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
+    """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank."""
+    bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
+    count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
+    seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
+    if layout.offload:
+        seconds += owned * (4 + job.stored_bytes) / min(machine.host_bandwidth, PCIE_BANDWIDTH)
+    return seconds
 
 
 def launches(layer: Layer) -> tuple[int, int]:
@@ -143,12 +141,9 @@ def launches(layer: Layer) -> tuple[int, int]:
     """
     match layer:
         case BlockLayer():
-            pops, shortcut = layer.skip_channels > 0, layer.has_shortcut
-            dropout = 2 * (layer.dropout > 0)
-            return (
-                8 + pops + shortcut + dropout + layer.sums * (6 + shortcut),
-                10 + 3 * shortcut + dropout + 13 * layer.sums,
-            )
+            pops, shortcut, dropout = layer.skip_channels > 0, layer.has_shortcut, 2 * (layer.dropout > 0)
+            forward = 8 + pops + shortcut + dropout + layer.sums * (6 + shortcut)
+            return forward, 10 + 3 * shortcut + dropout + 13 * layer.sums
         case EmbedLayer():
             text = layer.pooled_channels > 0
             # with the masks of all blocks and their projections of the embedding
@@ -191,23 +186,17 @@ def grid(machine: Machine, layout: Layout) -> Grid:
     return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, per_node, layout.tensor.size)
 
 
-def link(machine: Machine, layout: Layout) -> Links:
+def links(machine: Machine, layout: Layout) -> Links:
     """Return the links of a pipeline, of the slowest replica if replicas differ."""
+    bandwidths = machine.link_bandwidth, machine.network_bandwidth
     boundaries = grid(machine, layout).boundaries
-
-    def between(source: int, target: int) -> Link:
-        crosses = boundaries[min(source, target)].crossing > 0
-        bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
-        return Link(bandwidth, machine.latency_seconds)
-
-    return between
+    return tuple(Link(bandwidths[edges.crossing > 0], machine.latency_seconds) for edges in boundaries)
 
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
     """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
-    between = link(machine, layout)
-    speeds = [between(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
-    return 2 * layout.micro_batch_images * job.stored_bytes / min(speeds, default=machine.link_bandwidth)
+    slowest = min((link.bytes_per_second for link in links(machine, layout)), default=machine.link_bandwidth)
+    return 2 * layout.micro_batch_images * job.stored_bytes / slowest
 
 
 def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
@@ -247,14 +236,6 @@ def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Seq
     return layout.micro_batches * sum(passes) / layout.stages
 
 
-def agreement_seconds(
-    job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
-) -> float:
-    """Return the seconds a step for a tensor group's sums of partial gradients, and on GPUs copies of others."""
-    agreed = agreed_elements(layers, given=not job.on_cpu)
-    return _group_seconds(machine, layout, 1, agreed * gradient_bytes)
-
-
 def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:
     """Return the seconds of ``count`` collectives of a tensor group, with so many bytes in all passes around a ring."""
     ranks = layout.tensor.size
@@ -265,8 +246,8 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
 
 def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
-    counts = {"micro_batches": layout.micro_batches, "replicas": layout.replicas}
-    return sharing(job.config, zero_stage=layout.zero_stage, **counts)
+    stage, count = layout.zero_stage, layout.micro_batches
+    return sharing(job.config, zero_stage=stage, micro_batches=count, replicas=layout.replicas)
 
 
 def step_traffic(

@@ -6,12 +6,13 @@ same answer to all processes before they communicate; measured ones differ, so r
 memory first, and simulates only promising layouts.
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -21,21 +22,31 @@ from ddpm_ds.config.ds_config import (
     leaves_stages_open,
     leaves_tensor_open,
     resolve,
+    tensor_split,
     with_split,
 )
+from ddpm_ds.config.ds_model import changed
 from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.units import GIB, gib
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.pipeline.placement import across_hosts
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import SPLIT_COST, link
+from ddpm_ds.planning.costs import SPLIT_COST, links
 from ddpm_ds.planning.finished_run import mean_ranks
-from ddpm_ds.planning.layouts import Workload, ds_config, layouts, open_splits, usable
+from ddpm_ds.planning.inputs import Workload, usable
 from ddpm_ds.planning.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.planning.simulate import PhaseCosts, order_of
-from ddpm_ds.schema.layout import AcrossHosts, Layout, TensorSplit, divisors
+from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
+from ddpm_ds.schema.section import REMOVED
+from ddpm_ds.unet.shards import can_split, level_of
 
+MOST_MICRO_BATCHES_PER_STAGE = 64
+"""Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
+LARGEST_GROUP = 8
+"""Largest tensor group that is tried."""
+INTERVALS = (1, 2, 4)
+"""Numbers of layers per activation checkpoint that are tried."""
 MOST_GROUPED = 48
 """Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""
 
@@ -66,6 +77,86 @@ class Plan:
             raise LayoutError(f"number = {number!r} is no layout of the plan; use one from 0 to {len(self.best) - 1}")
         layout = self.best[number].layout
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
+
+
+# ---------------------------------------------------------------- all layouts
+
+
+def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
+    """Yield the ways to split a job's layers among tensor groups inside of nodes."""
+    for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
+        yield from _first_levels(job, size)
+
+
+def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
+    """Return the splits from which the planner chooses: the JSON's own, if it leaves none open."""
+    given = tensor_split(job.config)
+    if not leaves_tensor_open(job.config):
+        return [given]
+    if given.size > 1:
+        return [*_first_levels(job, given.size)] or [given]
+    return [given, *tensor_splits(job, devices_per_node)]
+
+
+def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
+    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers split."""
+    levels = len(job.spec.unet.multipliers)
+    divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
+    for count in range(1, levels + 1):
+        if count - 1 in divided:
+            yield TensorSplit(size, tuple(range(count)))
+
+
+def layouts(
+    job: Workload, devices: int, *, offload: bool, nodes: int = 1, tensor: TensorSplit | None = None
+) -> Iterator[Layout]:
+    """Yield all layouts of a job that divide devices, layers and batch without remainder, with a ``tensor`` split.
+
+    ``offload`` allows Adam's state in host memory.
+    """
+    batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
+    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
+    # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
+    needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
+    zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
+    zeros += [(1, True), (2, True)] if offload and not job.is_8bit else []
+    for stages in divisors(devices // tensor.size):
+        replicas = devices // tensor.size // stages
+        if stages > len(job.layers) or batch % replicas:
+            continue
+        share, most = batch // replicas, MOST_MICRO_BATCHES_PER_STAGE * stages
+        places: Sequence[AcrossHosts | Literal["auto"]] = (
+            ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
+        )
+        schedules: list[tuple[Schedule, int | Literal["auto"]]] = [("1f1b", "auto")]
+        if 1 < stages <= len(job.layers) // 2:
+            schedules += [("planned", "auto"), ("planned", stages)]  # faster, or with half of the activations
+        for (schedule, in_flight), count in itertools.product(schedules, divisors(share, most)):
+            if wanted not in ("auto", count) or (in_flight != "auto" and count <= in_flight):
+                continue
+            for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
+                sizes = share // count, count, interval
+                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight, tensor)
+
+
+def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
+    """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
+    keys: dict[str, Any] = layout.keys | {
+        "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
+    }
+    if layout.schedule != "planned" and job.config.pipeline.replan:
+        keys["pipeline.replan"] = False  # only a planned schedule has it
+    if layout.zero_stage == 0:
+        keys["zero_optimization"] = {"stage": 0}
+        if "fp16" in job.config.model_fields_set:  # only ZeRO's loss scaler has these
+            keys |= dict.fromkeys(("fp16.hysteresis", "fp16.consecutive_hysteresis"), REMOVED)
+    else:
+        offload = {"device": "cpu", "pin_memory": True} if layout.offload else REMOVED
+        keys |= {"zero_optimization.stage": layout.zero_stage, "zero_optimization.offload_optimizer": offload}
+    return changed(job.config, keys).given
+
+
+# ---------------------------------------------------------------- the fastest of them
 
 
 def search(
@@ -310,7 +401,7 @@ def planned_again(
         replace(found, phases=tuple(map(divided, found.phases, own.phases)))
         for found, own in zip(mean_ranks(summary), predictor.costs(layout, bounds), strict=True)
     ]
-    made = order_of(layout, costs, link(predictor.machine, layout))
+    made = order_of(layout, costs, links(predictor.machine, layout))
     assert made is not None
     return made
 

@@ -1,23 +1,25 @@
 """Finished run, read from its folder: layout, device, traced step, and the seconds of each layer."""
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ddpm_ds.config.ds_config import tensor_split
+from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.ground.errors import OutputError
+from ddpm_ds.ground.errors import DsConfigError, LayoutError, OutputError
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
-from ddpm_ds.planning.layouts import Machine, Workload, rank_stages
+from ddpm_ds.planning.inputs import Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import EVALUATIONS, MACHINE, METRICS, SPEC, STAGES, RunFolder
@@ -25,8 +27,11 @@ from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 SUMMARY = Path("trace") / "summary.json"
 """File in a run's folder with the summary of the traced steps."""
-FIRST_SCALE_POWER = 16
-"""Power of two of DeepSpeed's initial loss scale."""
+LAID_OUT = (
+    *("schedule", "pipeline_ranks", "replicas", "tensor_size", "micro_batches", "micro_batch_images"),
+    *("zero_stage", "precision"),
+)
+"""Facts of a trace's summary that must be those of the run's last start."""
 MOST_STARTUP = 0.9
 """Maximum share of a stage's seconds that counts as start-up, which is measured separately and later."""
 LEAST_BACKWARD = 0.2
@@ -55,7 +60,8 @@ class Overflows:
 
     skipped: int = 0
     steps: int = 1
-    first_scale: float = 2.0**FIRST_SCALE_POWER
+    first_scale: float = 2.0**16
+    """DeepSpeed's, unless the JSON gives another."""
     last_scale: float = 1.0
 
 
@@ -71,7 +77,7 @@ class FinishedRun:
     ranks: tuple[RankFacts, ...]
     """Ranks of one pipeline."""
     step_seconds: float
-    """Seconds of a traced step without pauses; of the run's steps if replayed."""
+    """Seconds of a traced step without pauses, or of the run's steps if replayed."""
     peak_flops_per_second: float
     """Flops per second that one device reaches in matrix products; 0 means unknown."""
     overflows: Overflows
@@ -89,7 +95,6 @@ class FinishedRun:
 
     @property
     def spec(self) -> RunSpec:
-        """Run spec."""
         return self.job.spec
 
     def mean(self, *parts: str) -> float:
@@ -110,7 +115,7 @@ class FinishedRun:
 
     @property
     def own_layers(self) -> tuple[Layer, ...]:
-        """Layers as the run split them."""
+        """Layers, split as the run split them."""
         return self.job.of(self.layout).layers
 
     @cached_property
@@ -119,13 +124,10 @@ class FinishedRun:
 
         A stage's seconds, less start-up, are divided among its layers by their flops.
         """
-        stages = rank_stages(self.own_layers, self.bounds, self.layout.schedule)
-        by_first = {
-            stage.start: self._rates_of(stage, phase)
-            for rank, own in zip(self.ranks, stages, strict=True)
-            for phase, stage in zip(rank.phases, own, strict=True)
-        }
-        return [rate for first in sorted(by_first) for rate in by_first[first]]
+        stages = itertools.chain(*rank_stages(self.own_layers, self.bounds, self.layout.schedule))
+        phases = itertools.chain(*(rank.phases for rank in self.ranks))
+        owned = sorted(zip(stages, phases, strict=True), key=lambda one: one[0].start)
+        return [rate for stage, phase in owned for rate in self._rates_of(stage, phase)]
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
         own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
@@ -149,13 +151,11 @@ class FinishedRun:
 
     def layer_times(self, layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
         """Return the passes of every layer, split in any way, for one micro-batch, without recomputation."""
-        return [
-            LayerSeconds(
-                start.forward + images * layer.macs * per_mac.forward,
-                start.backward + images * layer.macs * per_mac.backward,
-            )
-            for (start, per_mac), layer in zip(self.rates, layers, strict=True)
-        ]
+        found = []
+        for (start, rest), layer in zip(self.rates, layers, strict=True):
+            macs = images * layer.macs
+            found.append(LayerSeconds(start.forward + macs * rest.forward, start.backward + macs * rest.backward))
+        return found
 
     @cached_property
     def recomputation_seconds(self) -> float:
@@ -243,36 +243,20 @@ def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
 
 def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout:
     """Return the layout of the traced step; raises if the run was resumed on another one since."""
-    config, bounds = job.config, run.bounds
+    bounds, stages, replicas = run.bounds, summary["pipeline_ranks"], summary["replicas"]
     if bounds[-1] != len(job.layers):
         raise ValueError(f"{STAGES} has {bounds[-1]} layers, the U-Net {len(job.layers)}")
-    layout = Layout(
-        stages=summary["pipeline_ranks"],
-        replicas=summary["replicas"],
-        schedule=summary["schedule"],
-        micro_batch_images=summary["micro_batch_images"],
-        micro_batches=summary["micro_batches"],
-        checkpoint_interval=config.pipeline.activation_checkpoint_interval,
-        zero_stage=config.zero_optimization.stage,
-        offload=config.offloads,
-        in_flight=config.pipeline.in_flight,
-        tensor=tensor_split(config),
-    )
-    now = {
-        "schedule": config.pipeline.schedule,
-        "micro_batches": config.gradient_accumulation_steps,
-        "micro_batch_images": config.train_micro_batch_size_per_gpu,
-        "zero_stage": layout.zero_stage,
-        "precision": job.precision,
-        "tensor_size": layout.tensor.size,
-    }
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == rank["part"] == 0)
-    if traced != len(bounds) - 1 or any(summary[name] != value for name, value in now.items()):
-        raise OutputError(
-            f"{run.folder}: the run was traced before it was resumed on another layout, ZeRO stage or precision; "
-            "resume with --trace-steps FIRST-LAST of later steps"
-        )
-    return layout
+    with suppress(DsConfigError, LayoutError):  # the JSON is of other ranks
+        world_size = stages * replicas * summary["tensor_size"]
+        layout = resolve(job.config, job.spec, world_size=world_size, stages=None, path=run.folder).layout
+        now = vars(layout) | layout.sizes | {"precision": job.precision, "pipeline_ranks": layout.stages}
+        if traced == len(bounds) - 1 and all(summary[name] == now[name] for name in LAID_OUT):
+            return replace(layout, across_hosts="auto")
+    raise OutputError(
+        f"{run.folder}: the run was traced before it was resumed on another layout, ZeRO stage or precision; "
+        "resume with --trace-steps FIRST-LAST of later steps"
+    )
 
 
 def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
@@ -282,22 +266,16 @@ def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
 
 
 def _mean(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
+    names = [field.name for field in fields(RankFacts) if field.name != "phases"]
     own = {
-        field.name: fmean(
-            one[field.name] if field.name in one else math.fsum(phase[field.name] for phase in one["phases"])
-            for one in replicas
-        )
-        for field in fields(RankFacts)
-        if field.name != "phases"
+        name: fmean(one[name] if name in one else math.fsum(phase[name] for phase in one["phases"]) for one in replicas)
+        for name in names
     }
-    phases = [
-        PhaseCosts(
-            fmean(phase["forward_seconds_per_micro_batch"] for phase in same),
-            fmean(phase["backward_seconds_per_micro_batch"] for phase in same),
-            same[0]["activation_bytes"],
-            same[0]["gradient_bytes"],
-            fmean(phase["weight_seconds_per_micro_batch"] for phase in same),
+    phases = []
+    for same in zip(*(replica["phases"] for replica in replicas), strict=True):
+        forward, backward, weights = (
+            fmean(phase[f"{kind}_seconds_per_micro_batch"] for phase in same)
+            for kind in ("forward", "backward", "weight")
         )
-        for same in zip(*(replica["phases"] for replica in replicas), strict=True)
-    ]
+        phases.append(PhaseCosts(forward, backward, same[0]["activation_bytes"], same[0]["gradient_bytes"], weights))
     return RankFacts(tuple(phases), **own)

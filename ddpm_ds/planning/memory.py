@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
-from ddpm_ds.planning.layouts import Workload, encoding_ranks, rank_stages
+from ddpm_ds.planning.inputs import Workload, encoding_ranks, rank_stages
 from ddpm_ds.planning.simulate import typical_programs
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.unet.layers import (
@@ -73,7 +73,7 @@ class Memory:
 def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[Memory, ...]:
     """Return the memory of each rank of a pipeline, in the passes or in the optimizer's step, whichever is larger."""
     found, job = [], job.of(layout)
-    encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else []
+    encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else ()
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
@@ -92,9 +92,9 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
         if state.gradients + activations + buffers < state.update:
             activations, buffers = 0, state.update - state.gradients
         communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
-        parts = (state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, communicators)
         encoders = job.encoder_elements * (4 if job.on_cpu else 2) if rank in encoding else 0
-        found.append(Memory(*parts, encoders=encoders, host=state.host))
+        own_state = state.weights, state.gradients, state.optimizer, state.ema
+        found.append(Memory(*own_state, activations, buffers, communicators, encoders, state.host))
     return tuple(found)
 
 
@@ -134,13 +134,13 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
     state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     images = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
-    if interval := layout.interval:
-        kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.largest_layers]
-    else:
-        kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.largest_layers]
-    return [
-        per_parameter * layer.parameters + images * size for layer, size in zip(job.largest_layers, kept, strict=True)
-    ]
+
+    def kept(layer: Layer) -> float:
+        if layout.interval:
+            return job.stored_bytes * math.prod(layer.output_shape) / layout.interval
+        return job.arithmetic_bytes * layer.activation_elements
+
+    return [per_parameter * layer.parameters + images * kept(layer) for layer in job.largest_layers]
 
 
 class _State:
@@ -258,14 +258,12 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
             freed = sum(sizes[tensor] for tensor in tensors if tensor >= group.start)  # the backward has been there
             working = max(working, wide * running - stored * freed)
             weights = max(weights, sum(layer.parameters for layer in own))
-    embeds = [layer for layer in whole if isinstance(layer, EmbedLayer)]
-    of_inputs = sum(
-        layer.embedding_channels * sum(layer.embedded.values()) for layer in embeds
-    )  # which need no gradient
+    # weights that read inputs need no copy, since inputs need no gradient
+    reading = sum(one.embedding_channels * sum(one.embedded.values()) for one in whole if isinstance(one, EmbedLayer))
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in whole),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
-        copies=copied * (sum(layer.parameters for layer in whole) - of_inputs),
+        copies=copied * (sum(layer.parameters for layer in whole) - reading),
         skips=stored * skip_elements,
         working=working,
         working_copies=copied * weights,
@@ -320,13 +318,9 @@ def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
 
 
 def _copies_its_input(layer: Layer) -> bool:
-    """Return whether autograd keeps a padded, enlarged or joined copy of h instead of h."""
-    match layer:
-        case DownsampleLayer():
-            return layer.asymmetric
-        case BlockLayer():
-            return layer.skip_channels > 0
-    return isinstance(layer, UpsampleLayer)
+    """Return whether autograd keeps a padded, joined or enlarged copy of h instead of h."""
+    padded = isinstance(layer, DownsampleLayer) and layer.asymmetric
+    return padded or (isinstance(layer, BlockLayer) and layer.skip_channels > 0) or isinstance(layer, UpsampleLayer)
 
 
 def _beyond_kept(layers: Sequence[Layer]) -> int:

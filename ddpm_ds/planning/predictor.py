@@ -1,6 +1,5 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,13 +13,13 @@ from ddpm_ds.planning.costs import (
     analytic_times,
     crossing_seconds,
     launch_seconds,
-    link,
+    links,
     planned_costs,
     step_traffic,
     sum_seconds,
     summing_seconds,
 )
-from ddpm_ds.planning.layouts import Machine, Workload
+from ddpm_ds.planning.inputs import Machine, Workload
 from ddpm_ds.planning.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.simulate import RankCosts, Simulation, order_of, simulate
 from ddpm_ds.schema.layout import Layout, TensorSplit
@@ -136,8 +135,7 @@ class Predictor:
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
         few, usable = _few(layout), self.machine.usable_bytes
-        best: Bounds = ()
-        better = self.bounds(layout)
+        best, better = Bounds(), self.bounds(layout)
         while best != better:
             best, shortest = better, self.simulate(few, better).step_seconds
             for moved in neighbouring(self.job.layers, best, layout.schedule):
@@ -182,15 +180,14 @@ class Predictor:
 
     def simulate(self, layout: Layout, bounds: Bounds | None = None, *, keep_events: bool = False) -> Simulation:
         """Simulate a step of a layout, with its own cuts or others."""
-        cuts, between = bounds or self.bounds(layout), link(self.machine, layout)
-        costs, made = self.costs(layout, cuts), self.programs(layout, cuts)
-        return simulate(layout.schedule, layout.micro_batches, costs, between, programs=made, keep_events=keep_events)
+        cuts = bounds or self.bounds(layout)
+        costs, wires, made = self.costs(layout, cuts), links(self.machine, layout), self.programs(layout, cuts)
+        return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=made, keep_events=keep_events)
 
     def programs(self, layout: Layout, bounds: Bounds) -> tuple[Program, ...] | None:
         """Return the programs of a planned schedule; None if the schedule's name defines them."""
         if (layout, bounds) not in self._programs:
-            costs, between = self.costs(layout, bounds), link(self.machine, layout)
-            self._programs[layout, bounds] = order_of(layout, costs, between)
+            self._programs[layout, bounds] = order_of(layout, self.costs(layout, bounds), links(self.machine, layout))
         return self._programs[layout, bounds]
 
     def predict(self, layout: Layout) -> Prediction:
@@ -250,15 +247,14 @@ class Predictor:
             for number, layer in enumerate(self.job.of(layout).layers):
                 sums = Sums(2 * layer.sums, sum(layer.summed_elements))
                 seconds[number] += sum_seconds(self.job, self.machine, layout, sums)
-        crossing = crossing_seconds(self.job, self.machine, layout)
-        layers = self.job.layers
-        found: dict[Bounds, None] = {}
-        with contextlib.suppress(LayoutError):  # whether there are cuts does not depend on the share
-            for share in HIDDEN:
-                cut = weighted(layers, seconds, layout.stages, layout.schedule, crossing=share * crossing, room=room)
-                found[cut] = None
-        if len(found) < 2:
-            return next(iter(found), None)
+        crossing, layers = crossing_seconds(self.job, self.machine, layout), self.job.layers
+        cuts = functools.partial(weighted, layers, seconds, layout.stages, layout.schedule, room=room)
+        try:  # whether there are cuts does not depend on the share
+            found = dict.fromkeys(cuts(crossing=share * crossing) for share in HIDDEN)
+        except LayoutError:
+            return None
+        if len(found) == 1:
+            return next(iter(found))
         few = _few(layout)
         slow = self.lower_bound if room is not None else lambda _, cut: self.simulate(few, cut).step_seconds
         return min(found, key=lambda cut: slow(layout, cut))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserEr
 from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.planning.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, machine_like, tensor_splits
+from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
 from ddpm_ds.schema.layout import Layout, Precision, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import Layer, unet_layers
@@ -84,6 +83,8 @@ class RunDraft:
     """Places of the ranks; without hosts while unknown, since hosts may differ in their number of ranks."""
     exchange: Exchange
     """Bytes that a step sends."""
+    encoding_ranks: tuple[int, ...]
+    """Ranks of the pipeline that read encoded text."""
     chosen: Choice | None
     """The planner's choices; None if the files fixed the layout."""
 
@@ -105,7 +106,10 @@ class RunDraft:
 
 @dataclass(frozen=True)
 class RunPlan(RunDraft):
-    """Plan of a run on the ranks that have met: nothing of the layout is open."""
+    """Plan of a run on the ranks that have met: nothing of the layout is open.
+
+    Which buckets of ``job.sizes`` have images is known once they are prepared, after the plan is made.
+    """
 
     job: Workload
     machine: Machine
@@ -161,7 +165,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
 
 
 def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
-    """Return the plan for the ``hosts`` of the ranks that have met and the memory of their ``machine``; only
+    """Return the plan for the ``hosts`` of the ranks that have met, on a ``machine`` like each of them; only
     :func:`with_decisions` measures.
 
     Raises:
@@ -175,11 +179,10 @@ def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
         hosts = draft.grid.hosts  # hosts that share a name keep their numbers
     layers, bounds = draft.layers, draft.bounds
     job = workload(draft.spec, draft.ds.config, machine.is_cpu, counted=False)
-    across = across_hosts(draft.ds, layers, bounds, hosts)
-    layout = replace(fitted(job, draft.ds.layout, bounds, machine.memory_bytes), across_hosts=across)
-    ds = replace(draft.ds, layout=layout)
-    spec, places = draft.spec, _places(ds, layers, bounds, hosts)
-    return RunPlan(spec, draft.spec_path, ds, draft.ds_path, layers, bounds, *places, draft.chosen, job, machine, None)
+    layout = fitted(job, draft.ds.layout, bounds, machine.memory_bytes)
+    ds = draft.ds.with_layout(**vars(layout) | {"across_hosts": across_hosts(draft.ds, layers, bounds, hosts)})
+    files, places = (draft.spec, draft.spec_path, ds, draft.ds_path), _places(ds, layers, bounds, hosts)
+    return RunPlan(*files, layers, bounds, *places, draft.chosen, job, machine.on(hosts), None)
 
 
 def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
@@ -203,8 +206,9 @@ def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     if ds.is_ordered:
         programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
         passes = weight_passes(programs, layout.schedule) if programs else None
-    stages, grid, exchange = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
-    return replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, programs=programs)
+    stages, grid, exchange, encoding = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
+    cut = replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, encoding_ranks=encoding)
+    return replace(cut, programs=programs)
 
 
 def _places(
@@ -213,12 +217,14 @@ def _places(
     bounds: tuple[int, ...],
     hosts: Hosts,
     weight_passes: Sequence[Sequence[float]] | None = None,
-) -> tuple[tuple[Stage, ...], Grid, Exchange]:
+) -> tuple[tuple[Stage, ...], Grid, Exchange, tuple[int, ...]]:
+    """Return the fields of a draft that depend on the cuts."""
     layout, across = ds.layout, across_hosts(ds, layers, bounds, hosts)
     return (
         describe(whole_layers(layers), bounds, layout.schedule),
         Grid(layout.stages, layout.replicas, across, tuple(hosts), layout.tensor.size),
         run_exchange(ds, layers, bounds, weight_passes),
+        encoding_ranks(layers, bounds, layout.schedule),
     )
 
 
@@ -226,18 +232,16 @@ def predictor_here(spec: RunSpec, config: DsConfig, hosts: Hosts, world_size: in
     """Return a predictor of a run on hosts like this one."""
     from ddpm_ds.planning.predictor import Predictor
 
-    here = machine_here(config.precision, hosts, world_size)
+    here = machine_here(config.precision, world_size).on(hosts)
     return Predictor(workload(spec, config, here.is_cpu, counted=False), here)
 
 
-def machine_here(precision: Precision, hosts: Hosts, world_size: int) -> Machine:
-    """Read this process's device; all hosts are taken to have such devices."""
+def machine_here(precision: Precision, devices: int) -> Machine:
+    """Read this process's device; all ``devices`` of the run are taken to be like it, on one host."""
     from ddpm_ds.ground.device import described
 
-    sizes = set(Counter(hosts).values())
-    nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
-    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    return machine_like(name, memory, half=precision != "fp32", devices=world_size, nodes=nodes)
+    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    return machine_like(name, memory, half=precision != "fp32", devices=devices)
 
 
 class Need(NamedTuple):
@@ -252,13 +256,13 @@ class Need(NamedTuple):
         return self.size / max(self.limit, 1)
 
 
-def memory_need(draft: RunDraft, device: torch.device, rank: int) -> Need:
+def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
     """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller."""
-    from ddpm_ds.ground.device import host_memory, memory_bytes
+    from ddpm_ds.ground.device import host_memory
     from ddpm_ds.planning.decisions import fitted
     from ddpm_ds.planning.memory import pipeline_memory
 
-    on_cpu, size, grid = device.type == "cpu", memory_bytes(device), draft.grid
+    on_cpu, size, grid = machine.is_cpu, machine.memory_bytes, draft.grid
     job = workload(draft.spec, draft.ds.config, on_cpu, counted=False)
     memory = pipeline_memory(job, fitted(job, draft.ds.layout, draft.bounds, size), draft.bounds)
     here = [number for number, host in enumerate(grid.hosts) if host == grid.hosts[rank]]
@@ -268,7 +272,7 @@ def memory_need(draft: RunDraft, device: torch.device, rank: int) -> Need:
 
 
 def check_memory(
-    draft: RunDraft, device: torch.device, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
+    draft: RunDraft, machine: Machine, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
 ) -> str | None:
     """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does.
 
@@ -277,7 +281,7 @@ def check_memory(
     Raises:
         LayoutError: it does not fit; names the first change with which it does.
     """
-    need = memory_need(draft, device, rank)
+    need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:
         return None
     needs = f"training {draft.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
@@ -285,9 +289,9 @@ def check_memory(
         return f"warning      {needs}: it may run out of memory"
     more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"
     channels = draft.spec.unet.channels if new else 0
-    for changes, stages in _smaller(draft.ds.layout, channels, on_cpu=device.type == "cpu"):
+    for changes, stages in _smaller(draft.ds.layout, channels, on_cpu=machine.is_cpu):
         try:
-            share = memory_need(again(changes, stages), device, rank).share
+            share = memory_need(again(changes, stages), machine, rank).share
         except UserError:  # such as channels that the heads do not divide
             continue
         if share <= 1 - MEMORY_ERROR:
@@ -328,7 +332,7 @@ def plan(
     """Return the ``top`` fastest layouts of a run on ``processes`` devices, with the memory and time of each.
 
     ``ds_config`` is the path of a DeepSpeed JSON; overrides of the form ``ds.block.key=value`` change it. Devices are
-    like this machine's, or of a kind in :data:`ddpm_ds.planning.layouts.KINDS`. Given values replace the data sheet's:
+    like this machine's, or of a kind in :data:`ddpm_ds.planning.inputs.KINDS`. Given values replace the data sheet's:
     ``device_memory`` in bytes of one device, ``flops`` per second, and in bytes per second ``link_bandwidth`` between
     devices of a node and ``network_bandwidth`` between nodes. ``times`` times the layers of layouts that fit; without
     it times are computed. Nothing is trained, and no other process is needed.
@@ -352,7 +356,7 @@ def plan(
     before = set(os.environ)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed would look for devices during its import
     try:
-        from ddpm_ds.planning.decisions import candidates, search, sort_out
+        from ddpm_ds.planning.decisions import candidates, layouts, search, sort_out, tensor_splits
         from ddpm_ds.planning.predictor import Predictor
     finally:
         for name in set(os.environ) - before:

@@ -128,13 +128,8 @@ class Link:
     latency_seconds: float = 0.0
 
 
-Links = Callable[[int, int], Link]
-"""Function from two neighbouring ranks, the first of which sends, to the link between them."""
-
-
-def free(source: int, target: int) -> Link:
-    """Return a link on which messages cost nothing."""
-    return Link(bytes_per_second=math.inf)
+Links = tuple[Link, ...]
+"""Links between each rank and the next, the same in both directions; () if messages take no time."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ def simulate(
     schedule: Schedule,
     micro_batches: int,
     costs: Sequence[RankCosts],
-    link: Links = free,
+    links: Links = (),
     *,
     programs: Sequence[Program] | None = None,
     keep_events: bool = False,
@@ -176,7 +171,7 @@ def simulate(
     ranks = [_Rank(own, keep_events) for own in costs]
     own_programs = (program(schedule, micro_batches, len(costs), number) for number in range(len(costs)))
     left = [deque(own) for own in programs or own_programs]
-    links = functools.cache(link)
+    links = links or (Link(math.inf),) * (len(costs) - 1)
     route = functools.cache(functools.partial(neighbours, schedule, len(costs)))
     free_at: dict[tuple[int, int], float] = defaultdict(float)  # when a direction has sent its last message
     arrivals: dict[tuple[int, bool, int], deque[float]] = defaultdict(deque)  # by rank, direction and phase
@@ -191,7 +186,7 @@ def simulate(
             if name in ("SendActivation", "SendGrad"):
                 target = route(source, phase)[1 if forward else 0]
                 assert target is not None
-                wire, size = links(source, target), own.activation_bytes if forward else own.gradient_bytes
+                wire, size = links[min(source, target)], own.activation_bytes if forward else own.gradient_bytes
                 leaves = max(rank.now, free_at[source, target]) + size / wire.bytes_per_second
                 free_at[source, target] = leaves
                 arrivals[target, forward, phase].append(leaves + wire.latency_seconds)
@@ -236,32 +231,16 @@ class _Rank:
             self.events.append(Event(instruction, phase, micro_batch, start, self.now))
 
 
+@functools.lru_cache(maxsize=64)  # layouts of a search that differ in ZeRO alone often cost the same
 def planned(
-    schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_kept: int
+    schedule: Schedule, micro_batches: int, costs: tuple[RankCosts, ...], links: Links = (), *, most_kept: int
 ) -> tuple[Program, ...]:
     """Return the programs with the shortest simulated step that is found; a function of the arguments alone.
 
     ``schedule`` decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried. ``most_kept``
     is the maximum of a rank's micro-batches between their first forward and their last gradients.
     """
-    ends = [ends for rank in range(1, len(costs)) for ends in ((rank - 1, rank), (rank, rank - 1))]
-    links = tuple((one, link(*one)) for one in ends)
-    return _planned(schedule, micro_batches, tuple(costs), links, most_kept)
-
-
-@functools.lru_cache(maxsize=64)  # layouts of a search that differ in ZeRO alone often cost the same
-def _planned(
-    schedule: Schedule,
-    micro_batches: int,
-    costs: tuple[RankCosts, ...],
-    links: tuple[tuple[tuple[int, int], Link], ...],
-    most_kept: int,
-) -> tuple[Program, ...]:
-    ranks, between = len(costs), dict(links)
-
-    def link(source: int, target: int) -> Link:
-        return between[source, target]
-
+    ranks = len(costs)
     named: Schedule = "folded" if folds(schedule) else "1f1b"
     preferences = PREFERENCES[phases_of(schedule)]
     limits = sorted({most_kept, max(1, most_kept - 1), max(1, most_kept - ranks // 2)}, reverse=True)
@@ -272,7 +251,7 @@ def _planned(
     counts = dict.fromkeys([*together, 1] if cost_once else [1])
     ways = list(itertools.product(limits, preferences, filter(None, counts)))
     passes = 3 * ranks * micro_batches * phases_of(schedule)
-    run = _Greedy(schedule, micro_batches, costs, link).run
+    run = _Greedy(schedule, micro_batches, costs, links).run
     tried = [
         _whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None)
         for made in dict.fromkeys(itertools.starmap(run, ways[: max(1, MOST_TRIED_PASSES // passes)]))  # many are alike
@@ -285,7 +264,7 @@ def _planned(
     tried += [programs for programs in known if max(map(schedules.most_kept, programs)) <= most_kept]
 
     def seconds(programs: Sequence[Program]) -> float:
-        return simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
+        return simulate(schedule, micro_batches, costs, links, programs=programs).step_seconds
 
     best = min(tried, key=seconds)
     return min(_whole(best, schedule, lambda rank, phase: True), best, key=seconds)
@@ -311,13 +290,13 @@ def _whole(
     return tuple(joined)
 
 
-def order_of(layout: Layout, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
+def order_of(layout: Layout, costs: Sequence[RankCosts], links: Links = ()) -> tuple[Program, ...] | None:
     """Return the programs of a planned schedule, or of one stage that holds several micro-batches; else None."""
     if layout.stages == 1 and layout.most_kept > 1:
         return (schedules.accumulated(layout.micro_batches, layout.most_kept),)
     if layout.schedule != "planned":
         return None
-    return planned(layout.schedule, layout.micro_batches, costs, link, most_kept=layout.most_kept)
+    return planned(layout.schedule, layout.micro_batches, tuple(costs), links, most_kept=layout.most_kept)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -327,12 +306,12 @@ def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_ke
         return (schedules.accumulated(micro_batches, most_kept),)
     if schedule != "planned":
         return tuple(program(schedule, micro_batches, ranks, rank) for rank in range(ranks))
-    costs = [RankCosts((PhaseCosts(1.0, 2.0, weight_seconds=1.0),) * phases_of(schedule))] * ranks
+    costs = (RankCosts((PhaseCosts(1.0, 2.0, weight_seconds=1.0),) * phases_of(schedule)),) * ranks
     return planned(schedule, micro_batches, costs, most_kept=most_kept)
 
 
 class _Greedy:
-    def __init__(self, schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links) -> None:
+    def __init__(self, schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], links: Links) -> None:
         self._micro_batches, self._costs, self._phases = micro_batches, costs, range(phases_of(schedule))
         self._alone: dict[Pass, list[Instruction]] = {
             (kind, phase): [Instruction(name, phase, (number,)) for number in range(micro_batches)]
@@ -341,15 +320,16 @@ class _Greedy:
         }
         """Passes of one micro-batch."""
         self._after = [
-            {one: self._what_follows(schedule, rank, one, link) for one in self._alone} for rank in range(len(costs))
+            {one: self._what_follows(schedule, rank, one, links) for one in self._alone} for rank in range(len(costs))
         ]
 
-    def _what_follows(self, schedule: Schedule, rank: int, one: Pass, link: Links) -> "_Following":
+    def _what_follows(self, schedule: Schedule, rank: int, one: Pass, links: Links) -> "_Following":
         kind, phase = one
         own, forward, last = self._costs[rank].phases[phase], kind == "forward", self._phases[-1]
         seconds, target = own.seconds(NAMES[kind]), neighbours(schedule, len(self._costs), rank, phase)[forward]
         if target is not None:
-            wire, size = link(rank, target), own.activation_bytes if forward else own.gradient_bytes
+            wire = links[min(rank, target)] if links else Link(math.inf)
+            size = own.activation_bytes if forward else own.gradient_bytes
             return _Following(seconds, one, target, size / wire.bytes_per_second, wire.latency_seconds)
         if forward:
             return _Following(seconds, ("forward", phase + 1) if phase < last else ("backward", phase))

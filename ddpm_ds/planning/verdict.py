@@ -31,10 +31,10 @@ from ddpm_ds.ground.units import counted, gib
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import link, shared, update_bytes
-from ddpm_ds.planning.decisions import candidates, search
+from ddpm_ds.planning.costs import links, shared, update_bytes
+from ddpm_ds.planning.decisions import candidates, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.finished_run import FinishedRun, facts_of, machine_json
-from ddpm_ds.planning.layouts import USABLE_MEMORY, Machine, ds_config, layouts, tensor_splits
+from ddpm_ds.planning.inputs import USABLE_MEMORY
 from ddpm_ds.planning.memory import peak_bytes
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
@@ -54,6 +54,13 @@ SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
 ORDERS = 2
 """Number of orders of a planned schedule for which it is searched: for free links, then for those found."""
 USEFUL = "useful work"
+MEASURED = {
+    "communication": ("send_seconds", "reduce_seconds"),
+    "data wait": ("data_wait_seconds",),
+    "transfers": ("load_seconds",),
+    "optimizer": ("optimizer_seconds",),
+}
+"""Seconds of a rank's step that a cost takes beside waiting."""
 HEALTHY = 0.05
 """Share below which no cost is worth a change."""
 BAR, LINE = 40, 112
@@ -76,11 +83,8 @@ class Change:
     @property
     def edit(self) -> str:
         """Change as options of ``ddpm-ds train``."""
-        options = []
-        for name, value in self.settings.items():
-            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            options.append(f"--set {shlex.quote(f'{name}={text}')}")
-        return " ".join(options)
+        texts = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in self.settings.items()}
+        return " ".join(f"--set {shlex.quote(f'{name}={text}')}" for name, text in texts.items())
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,13 @@ class Verdict:
 
     @property
     def healthy(self) -> bool:
-        """Whether no cost is worth a change."""
         return self.shares[self.top] < HEALTHY
 
 
 def verdict(facts: FinishedRun) -> Verdict:
     """Judge a run; of changes that save about the same, name the one with the fewest settings."""
     found, predictor = shares(facts), traced_predictor(facts)
-    top = next(name for name in found if name != USEFUL)
+    _, top, *_ = found
     possible = changes(facts, predictor, found)
     most = max((change.gain for change in possible), default=0.0)
     about = [change for change in possible if LEAST_GAIN <= change.gain > most - LEAST_GAIN]
@@ -130,26 +133,23 @@ def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
 
 def text(found: Verdict, run_dir: Path) -> str:
     """Return a table of the shares, and conclusions in a few sentences, with the command to try next."""
-    names = {name: SHOWN.get(name, name) for name in found.shares}
-    width = max(map(len, names.values()))
+    shares = {SHOWN.get(name, name): share for name, share in found.shares.items()}
+    width = max(map(len, shares))
     lines = ["where the time went", ""]
-    for name, share in found.shares.items():
-        lines.append(f"  {names[name]:<{width}}  {share:6.1%}  {'#' * round(BAR * share)}".rstrip())
-    largest = f"largest cost: {names[found.top]}, {found.shares[found.top]:.1%}"
+    lines += [f"  {name:<{width}}  {share:6.1%}  {'#' * round(BAR * share)}".rstrip() for name, share in shares.items()]
+    largest = f"largest cost: {SHOWN.get(found.top, found.top)}, {found.shares[found.top]:.1%}"
     if found.healthy:
         lines += ["", f"healthy: no cost takes {HEALTHY:.0%} of the time; {largest}"]
     else:
         lines += ["", textwrap.fill(f"{largest}: {found.evidence}.", LINE, break_on_hyphens=False)]
-    if found.change is None:
+    if (change := found.change) is None:
         lines.append("try next: nothing; with the same batch no setting is predicted to make it faster")
     else:
-        gain = found.change.gain
-        files = {"--spec": run_dir / SPEC, "--deepspeed_config": run_dir / DS_CONFIG}
-        same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
-        faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
-        words = f"{found.change.words}. Predicted: {faster}."
-        lines.append(f"try next: ddpm-ds train {same} --processes {found.processes} {found.change.edit}")
-        lines.append(textwrap.fill(words, LINE, break_on_hyphens=False))
+        spec, config = (shlex.quote(printable(str(run_dir / name))) for name in (SPEC, DS_CONFIG))
+        files = f"--spec {spec} --deepspeed_config {config}"
+        lines.append(f"try next: ddpm-ds train {files} --processes {found.processes} {change.edit}")
+        faster = f"{change.gain:.0%} less time per image, {1 / (1 - change.gain):.2f} times the images per second"
+        lines.append(textwrap.fill(f"{change.words}. Predicted: {faster}.", LINE, break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
 
@@ -167,41 +167,29 @@ def tags(found: Verdict) -> dict[str, str]:
 
 def shares(facts: FinishedRun) -> dict[str, float]:
     """Return shares of all devices' time: useful work, then the costs, the largest first."""
-    times, waits, left = facts.layout.micro_batches, _waits(facts), facts.stepping
+    times, left = facts.layout.micro_batches, facts.stepping
     again, starting = facts.recomputation_seconds, times * facts.startup_seconds
-    step = {
-        USEFUL: times * facts.mean("pass_seconds") - again - starting,
-        "recomputation": again,
-        "low utilisation": starting,
-        "bubble": waits["bubble"],
-        "imbalance": waits["imbalance"],
-        "communication": waits["communication"] + facts.mean("send_seconds", "reduce_seconds"),
-        "data wait": waits["data wait"] + facts.mean("data_wait_seconds"),
-        "transfers": waits["transfers"] + facts.mean("load_seconds"),
-        "optimizer": waits["optimizer"] + facts.mean("optimizer_seconds"),
-        "other": max(0.0, facts.mean("other_seconds")),
-    }
+    step = _waits(facts) | {"other": max(0.0, facts.mean("other_seconds"))}
+    for name, measured in MEASURED.items():
+        step[name] += facts.mean(*measured)
+    step |= {"recomputation": again, "low utilisation": starting}
+    step[USEFUL] = times * facts.mean("pass_seconds") - again - starting
     thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
-    useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
-    costs += [
-        ("overflow steps", left * thrown_away),
-        ("checkpoint pauses", facts.pauses.checkpoint_share),
-        ("sampling pauses", facts.pauses.sampling_share),
-    ]
-    return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
+    found = {name: left * (1 - thrown_away) * seconds / total for name, seconds in step.items()}
+    found["overflow steps"] = left * thrown_away
+    found["checkpoint pauses"], found["sampling pauses"] = facts.pauses.checkpoint_share, facts.pauses.sampling_share
+    return {USEFUL: found.pop(USEFUL)} | dict(sorted(found.items(), key=lambda cost: -cost[1]))
 
 
 def _waits(facts: FinishedRun) -> dict[str, float]:
     """Return the seconds that a rank waits, by cause, mean over the ranks; together they are the measured waiting."""
     ranks, measured = facts.ranks, [rank.phases for rank in facts.ranks]
     names = ("forward_seconds", "backward_seconds", "weight_seconds")
-    equal = [
-        tuple(
-            replace(same[0], **{name: fmean(getattr(phase, name) for phase in same) for name in names})
-            for same in zip(*measured, strict=True)
-        )
-    ] * len(ranks)
-    bubble, uneven = _idle(facts, equal), _idle(facts, measured)
+    mean = tuple(
+        replace(same[0], **{name: fmean(getattr(phase, name) for phase in same) for name in names})
+        for same in zip(*measured, strict=True)
+    )
+    bubble, uneven = _idle(facts, [mean] * len(ranks)), _idle(facts, measured)
     late = max(0.0, _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))]) - uneven)
     waited_for_data, reading = facts.mean("data_wait_seconds"), facts.mean("data_wait_seconds", "load_seconds")
     for_loader = late * waited_for_data / reading if reading else 0.0
@@ -307,9 +295,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
     bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
     peak = peak_bytes(job, now, facts.bounds)
-    machine = Machine(
-        kind="cpu" if job.on_cpu else "traced",
-        devices=now.world_size,
+    machine = replace(
+        facts.machine,
         nodes=1,
         memory_bytes=max(facts.machine.memory_bytes, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
         flops=math.inf,  # the layers' seconds are known
@@ -327,8 +314,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
 
     def step_seconds(exponent: float, order: Sequence[Program] | None) -> float:
         one = predictor(exponent)
-        costs, between = one.costs(now, facts.bounds), link(one.machine, now)
-        return simulate(now.schedule, now.micro_batches, costs, between, programs=order).step_seconds
+        costs, wires = one.costs(now, facts.bounds), links(one.machine, now)
+        return simulate(now.schedule, now.micro_batches, costs, wires, programs=order).step_seconds
 
     loading = max(rank.data_wait_seconds + rank.load_seconds for rank in facts.ranks)
     modelled = facts.step_seconds - loading - facts.mean("other_seconds")

@@ -30,7 +30,6 @@ DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Default silence after which a rank counts as dead, and time without a step after which a run counts as hanging."""
 OTHERS_WAIT_SECONDS = 5.0
 """Time for which other ranks delay an error, so that rank 0 prints it."""
-NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
@@ -127,8 +126,8 @@ def on_several_hosts() -> bool:
 
 
 def host_name() -> str:
-    """Return this host's name in metrics and messages: MLflow's node id, or else the host name."""
-    return re.sub(r"[^\w.-]", "_", os.environ.get(NODE_ID) or platform.node())
+    """Return this host's name in messages."""
+    return re.sub(r"[^\w.-]", "_", platform.node())
 
 
 def free_port() -> int:

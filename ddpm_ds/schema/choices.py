@@ -93,18 +93,15 @@ SOURCES = {
         labels="they are the array labels of a .npz",
         arrays=True,
     ),
-    "webdataset": SourceChoice(
-        "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg", captions=True
-    ),
     "huggingface": SourceChoice(
-        "a data set of the datasets library, of parquet or of arrow files at `path`, or on the hub by `name`",
+        "a data set of the datasets library, of parquet or of arrow files or of WebDataset's tar shards at `path`, or "
+        "on the hub by `name`",
         path="PATH",
         name="OWNER/NAME",
         labels="name their column with --set data.label_column=COLUMN",
         keys=("split", "image_column", "label_column"),
         captions=True,
     ),
-    "torchvision": SourceChoice("one of torchvision's by `name`, downloaded", name="CIFAR100", keys=("split",)),
     "hdf5": SourceChoice(
         "fields in the HDF5 file `path`", path="FILE", labels=LABELS_ARRAY, pictures=False, arrays=True
     ),

@@ -18,9 +18,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
-from pydantic_core.core_schema import CallableSchema, IsInstanceSchema
 
 from ddpm_ds.ground.errors import MOST_FAULTS, SpecError
 from ddpm_ds.ground.units import limit
@@ -54,13 +53,6 @@ def no_switch(value: object) -> object:
     """Refuse true and false where 0 and 1 are choices, since Python has them equal."""
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
-    return value
-
-
-def no_number(value: object) -> object:
-    """Refuse 0 and 1 where false or true is the only choice, for the same reason."""
-    if not isinstance(value, bool):
-        raise PydanticKnownError("bool_type")
     return value
 
 
@@ -250,9 +242,7 @@ class Format(Generic[S]):
         known = self._names(sections)
         if (synonym := self.synonyms.get(".".join(location)) or self.synonyms.get(name)) and name not in known:
             return synonym
-        section = self.at(sections)
-        free = [each for each, part in _fields_of(section).items() if "const" not in part] if section else []
-        if near := difflib.get_close_matches(name, free, n=1):
+        if near := difflib.get_close_matches(name, known, n=1):
             return self.dotted([*sections, near[0]])
         elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
         return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 4) else ""
@@ -308,9 +298,7 @@ class Format(Generic[S]):
             for key, part in section["properties"].items():
                 dotted = f"{name}.{key}" if name else key
                 named = next((option["$ref"] for option in (part, *part.get("anyOf", ())) if "$ref" in option), None)
-                if named and "reason" in part:
-                    kind, default = f'{self.section} {{"enabled": false}}', ""
-                elif named:
+                if named:
                     within.append((dotted, schema["$defs"][named.rpartition("/")[2]]))
                     link = f"#{dotted.replace('.', '')}"
                     kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
@@ -326,16 +314,9 @@ class Format(Generic[S]):
                 meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
                 needed = dict(part.get("needs", {}))
                 always = [*part.get("only_with", ()), *needed.pop("*", ())]
-                for value, conditions in ({"Only": always} | needed if always else needed).items():
-                    ways = [
-                        [
-                            (f"`{name}`", words.replace("|", " or "))
-                            for name, _, words in (way.partition("=") for way in one.split(" or "))
-                        ]
-                        for one in conditions
-                    ]
-                    texts = (" or ".join(": ".join(filter(None, way)) for way in each) for each in ways)
-                    meaning += [f"{value} {'' if value == 'Only' else 'only '}with {', and '.join(texts)}."]
+                for value, conditions in ({"": always} | needed if always else needed).items():
+                    texts = ", and ".join(f"`{one.replace('|', ' or ')}`" for one in conditions)
+                    meaning += [f"{value} only with {texts}." if value else f"Only with {texts}."]
                 line = f"| `{key}` | {kind} | {default} | {' '.join(filter(None, meaning))} |"
                 lines.append(line.replace("  ", " "))
             lines.append("")
@@ -472,30 +453,25 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         try:
             given = model().model_validate(bound.arguments)
         except ValidationError as error:
-            raise SpecError(f"{function.__name__}: {_argument_fault(error, bound.arguments, model())}") from None
+            raise SpecError(f"{function.__name__}: {_argument_fault(error, bound.arguments)}") from None
         bound.arguments.update({name: getattr(given, name) for name in bound.arguments})
         return function(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _argument_fault(error: ValidationError, arguments: Mapping[str, object], model: type[BaseModel]) -> str:
+def _argument_fault(error: ValidationError, arguments: Mapping[str, object]) -> str:
     problem = error.errors()[0]
     name, *within = map(str, problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    key, value, message = name, arguments[name], problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":  # from a check of our own, already one line
         return message
+    if isinstance(value, BaseModel) and within:  # a spec that was changed without being checked
+        key, value = ".".join([name, *within]), problem["input"]
     if problem["type"] == "rule":
-        return f"{name} = {shown(arguments[name])} {message}"
-    if isinstance(arguments[name], BaseModel) and within:  # a spec that was changed without being checked
-        return f"{'.'.join([name, *within])} = {shown(problem['input'])}: {message[:1].lower()}{message[1:]}"
-    field = model.model_fields[name]
-    alone: dict[str, Any] = {name: (field.annotation, field)}  # the schema of all arguments takes ten times as long
-    schema = create_model(model.__name__, __config__=model.model_config, **alone).model_json_schema(
-        schema_generator=_Words
-    )
-    takes = expected(schema["properties"][name])
-    return f"{name} = {shown(arguments[name])} should be {takes}"
+        return f"{key} = {shown(value)} {message}"
+    takes = dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name)
+    return f"{key} = {shown(value)}: {' or '.join(one[:1].lower() + one[1:] for one in takes)}"
 
 
 class _Names(dict[str, object]):
@@ -503,16 +479,6 @@ class _Names(dict[str, object]):
 
     def __missing__(self, name: str) -> object:
         return Any
-
-
-class _Words(GenerateJsonSchema):
-    """Schema that has words for the types that JSON lacks."""
-
-    def is_instance_schema(self, schema: IsInstanceSchema) -> JsonSchemaValue:
-        return {"type": f"a {schema['cls'].__name__}"}
-
-    def callable_schema(self, schema: CallableSchema) -> JsonSchemaValue:
-        return {"type": "a function"}
 
 
 TEXT_CHARACTERS = 6000  # MLflow's limit for the value of a param

@@ -26,11 +26,6 @@ SMALLEST_LABEL_PIXELS = 11
 MOST_FRAMES, MOST_FRAME_PIXELS = 32, 720  # frames of an animation; pixels of its longer side
 FRAME_MS, LAST_FRAME_MS = 300, 2000
 WEIGHTS = {"ema": "averaged weights", "raw": "weights as trained", "export": "exported weights"}
-COLOURS = (
-    *((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141)),
-    *((39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37)),
-)
-"""Evenly spaced colours of fields, from the lowest value to the highest: every ninth of matplotlib's viridis."""
 MOST_ROWS, MOST_MEMBERS = 16, 4
 """Maximum inputs in a picture, and members of each."""
 
@@ -205,13 +200,9 @@ def _rgb(images: Tensor) -> Tensor:
 
 
 def coloured(values: Tensor, low: float, high: float) -> Tensor:
-    """Return values (N, H, W) from ``low`` to ``high`` as uint8 colours (N, 3, H, W) whose lightness rises evenly; NaN
-    is grey.
-    """
-    table = torch.tensor(COLOURS, dtype=torch.float32)  # (colours, 3)
-    values = values.float().cpu()
-    place = ((values - low) / ((high - low) or 1.0)).clamp(0.0, 1.0).nan_to_num() * (len(table) - 1)
-    below = place.long().clamp(max=len(table) - 2)
-    found = torch.lerp(table[below], table[below + 1], (place - below)[..., None])  # (N, H, W, 3)
-    found = torch.where(values.isnan()[..., None], float(GREY), found)
-    return found.round().to(torch.uint8).permute(0, 3, 1, 2)
+    """Return values (N, H, W) from ``low`` to ``high`` as uint8 colours (N, 3, H, W) of viridis; NaN is grey."""
+    from matplotlib import colormaps  # slow to import
+
+    shares = ((values.float().cpu() - low) / ((high - low) or 1.0)).clamp(0.0, 1.0)
+    colours = torch.from_numpy(colormaps["viridis"](shares.numpy(), bytes=True)[..., :3])  # (N, H, W, 3)
+    return torch.where(shares.isnan()[..., None], GREY, colours).to(torch.uint8).permute(0, 3, 1, 2)

@@ -27,6 +27,7 @@ from ddpm_ds.tracking.run_folder import (
     SAMPLES_KEY,
     RunFolder,
     labels,
+    mean_of_points,
 )
 from ddpm_ds.tracking.runs import VARIED_TAG
 from ddpm_ds.tracking.tracker import RunLink, RunStart, Status, Tracker
@@ -86,8 +87,9 @@ class Recorder:
         self._write(METRICS, values, step)
 
     def images_per_second(self) -> float:
-        """Return the speed of the whole run; 0 on ranks other than 0."""
-        return self.folder.images_per_second if self.folder is not None else 0.0
+        """Return the speed of the whole run without pauses; 0 on ranks other than 0."""
+        points = self.folder.histories().get(RATE) if self.folder is not None else None
+        return mean_of_points(RATE, points) if points else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that a checkpoint was begun and blocked training for ``seconds``."""

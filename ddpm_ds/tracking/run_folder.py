@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any, BinaryIO
 
-from pydantic import TypeAdapter
+from pydantic import NonNegativeInt, TypeAdapter
 
 from ddpm_ds.checkpoint.folder import PROBE, checkpoint_name, images_of, names
 from ddpm_ds.config.spec import RunSpec
@@ -41,7 +41,7 @@ from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.ground import files
 from ddpm_ds.ground.errors import OutputError
 from ddpm_ds.ground.files import CHUNK_BYTES, open_regular
-from ddpm_ds.ground.formats import parse_json, read_json
+from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.secret import public_address
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.address import resolve_uri
@@ -90,9 +90,8 @@ EVENTS = "events.jsonl"
 """File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
 POINTS = (METRICS, EVALUATIONS, OBSERVATIONS)
 """Files of a run's points."""
-SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
-_POSITIONS = TypeAdapter(dict[str, int])
+_CURSOR, _POINT = TypeAdapter(dict[str, NonNegativeInt]), TypeAdapter(dict[str, int | float])
 
 
 def new_run_dir(name: str) -> Path:
@@ -127,18 +126,18 @@ def checkpoints_of(run_dir: Path) -> Path:
 
 def check_output(run_dir: Path, resume: str) -> None:
     """Raise OutputError if a folder can't be written or has files other than the run's to resume; changes nothing."""
-    for folder in (run_dir, checkpoints_of(run_dir)):
+    checkpoints = checkpoints_of(run_dir)
+    for folder in (run_dir, checkpoints):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     # as a start leaves it that is killed before it has written its spec
-    begun_ones = (LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp")
-    others = [path for path in run_dir.glob("*") if path.name not in (*begun_ones, checkpoints_of(run_dir).name)]
-    others += [path for path in checkpoints_of(run_dir).glob("*") if not path.name.startswith(PROBE)]
-    if others:
-        if not (run_dir / SPEC).exists():
-            raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
-        if resume == "never":
-            raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
+    begun_ones = (LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp", checkpoints.name)
+    others = [path for path in run_dir.glob("*") if path.name not in begun_ones]
+    others += [path for path in checkpoints.glob("*") if not path.name.startswith(PROBE)]
+    if others and not (run_dir / SPEC).exists():
+        raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
+    if others and resume == "never":
+        raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
     existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -313,19 +312,12 @@ class RunFolder:
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
         """Return every metric's points (step, value), of all files."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        found = {}
         for columns in map(self.columns, POINTS):
             for name, values in columns.items():
-                both = zip(map(int, columns["step"]), values, strict=True)
-                found |= {name: points} if (points := [one for one in both if one[1] == one[1]]) else {}
-        return found
-
-    @property
-    def images_per_second(self) -> float:
-        """Speed of the whole run without pauses, by :func:`mean_of_points`; 0 before the first log point."""
-        metrics = self.metrics
-        points = list(zip(map(int, metrics.get("step", ())), metrics.get(RATE, ()), strict=True))
-        return mean_of_points(RATE, points) if points else 0.0
+                points = [(int(step), value) for step, value in zip(columns["step"], values, strict=True)]
+                found[name] = [point for point in points if not math.isnan(point[1])]
+        return {name: points for name, points in found.items() if points}
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -348,8 +340,7 @@ class RunFolder:
 
     def logged_step(self, name: str) -> int:
         """Return the step of the last point in one of these files, 0 if there is none; a rollback lowers it."""
-        points = self.points(name)
-        return int(points[-1]["step"]) if points else 0
+        return int(next(reversed(self.points(name)), {"step": 0})["step"])
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
@@ -379,10 +370,6 @@ class RunFolder:
                 files.replace_file(self.folder / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
         self.forget_samples(images_seen)
 
-    def forget_identity(self) -> None:
-        """Let the folder's next start be an MLflow run of its own."""
-        (self.folder / IDENTITY).unlink(missing_ok=True)
-
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
         file, now = self.folder / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
@@ -401,13 +388,13 @@ class EventFile:
         """Append a record with the current time; return whether the disk has taken it."""
         try:
             files.append_line(self.path, json.dumps(record | {"time": now_ms()}).encode())
-            return True
         except OSError as error:
             if not self._refused:
                 what = "training continues, and MLflow misses what happens until it can"
                 self._log(f"{self.path} can't be written ({error.strerror}); {what}")
             self._refused = True
             return False
+        return True
 
 
 def now_ms() -> int:
@@ -436,8 +423,8 @@ def read(path: Path, begin: int, most: int) -> list[tuple[Record, int]]:
 
 def _parsed(line: bytes) -> Record:
     with suppress(ValueError):
-        record = json.loads(line)
-        return record if isinstance(record, dict) else {}
+        if isinstance(record := json.loads(line), dict):
+            return record
     return {}
 
 
@@ -450,34 +437,17 @@ def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
     return last
 
 
-class Cursor:
-    """Bytes that MLflow has of an event file, and of the hosts' files of system metrics beside it.
+def cursor_file(events: Path) -> Path:
+    """Return the file in which the sender notes how many bytes of an event file MLflow has."""
+    return events.with_suffix(".sent.json")
 
-    The sender alone writes them into a small file. Without it everything is sent again, which changes nothing.
-    """
 
-    def __init__(self, events: Path) -> None:
-        self.path = events.with_suffix(".sent.json")
-        self._sent: dict[str, int] = {}
-        with suppress(OSError, ValueError):
-            self._sent = _POSITIONS.validate_python(read_json(self.path), strict=True)
-
-    def sent(self, file: Path) -> int:
-        """Return the bytes of a file that MLflow has; 0 if the file is now shorter."""
-        sent = self._sent.get(self._name(file), 0)
-        return sent if sent and sent <= file.stat().st_size else 0
-
-    def move(self, file: Path, sent: int) -> None:
-        """Note, until the next :meth:`save`, how much of a file MLflow has."""
-        self._sent[self._name(file)] = sent
-
-    def _name(self, file: Path) -> str:
-        return str(file.relative_to(self.path.parent))
-
-    def save(self) -> None:
-        """Write the file; a disk that refuses only has more sent again."""
-        with suppress(OSError):
-            files.replace_file(self.path, json.dumps(self._sent).encode() + b"\n")
+def bytes_sent(events: Path) -> int:
+    """Return how many bytes of an event file MLflow has; 0 if that is not known: sending again changes nothing."""
+    with suppress(OSError, ValueError, KeyError):
+        sent = _CURSOR.validate_python(read_json(cursor_file(events)), strict=True)["sent"]
+        return sent if sent <= events.stat().st_size else 0
+    return 0
 
 
 def place_of(start: Record) -> str:
@@ -503,7 +473,7 @@ def end_killed(events: Path, log: Callable[[str], None]) -> None:
 def unsent(events: Path) -> str | None:
     """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
     with suppress(OSError):  # which its writer has reported
-        last, count = begun(events), sum(1 for _ in lines(events, Cursor(events).sent(events)))
+        last, count = begun(events), sum(1 for _ in lines(events, bytes_sent(events)))
         if last is not None and count:
             records = f"{count:,} {'record' if count == 1 else 'records'}"
             return f"not sent: {records} to {place_of(last[0])}; to send them: {send_command(events)}"
@@ -520,7 +490,7 @@ def discard(events: Path) -> None:
     if events.name.startswith("events-"):
         with suppress(OSError):
             events.unlink()
-            Cursor(events).path.unlink(missing_ok=True)
+            cursor_file(events).unlink(missing_ok=True)
 
 
 def read_points(path: Path) -> list[dict[str, float]]:
@@ -532,11 +502,8 @@ def read_points(path: Path) -> list[dict[str, float]]:
     if path.is_file():
         with open_regular(path) as file:
             while line := file.readline(CHUNK_BYTES):
-                try:
-                    point = parse_json(line)
-                except ValueError:
-                    continue
-                if isinstance(point, dict) and all(type(value) in (int, float) for value in point.values()):
+                with suppress(ValueError):
+                    point = _POINT.validate_json(line, strict=True)
                     step = point.get("step", math.nan)
                     if 0 <= step < math.inf and step == int(step):
                         found.append(point)

@@ -7,16 +7,8 @@ Rank 0 starts it with its own process id, before it imports PyTorch, so that MLf
 A line with a path names the event file of a :class:`~ddpm_ds.tracking.tracker.Tracker`. The process ends when MLflow
 has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be sent in the next seconds stays
 in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). Its replies are lines of JSON:
-{"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}.
-
-With a run's folder and a rank as further arguments it only collects the system metrics of a host - CPU, memory, disk,
-network, GPUs - by MLflow's classes and names:
-
-    host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
-    host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ MLflow
-
-So other hosts need neither the tracking server nor its password, and an SQLite file, which several hosts must not
-write, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
+{"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}, and
+{"metrics": values}, readings of this host, which the trainer appends to its events.
 """
 
 from __future__ import annotations
@@ -28,12 +20,11 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -44,8 +35,9 @@ from filelock import FileLock
 from PIL import Image, UnidentifiedImageError  # here, since threads that import it at once may see it half-imported
 
 from ddpm_ds.ground.errors import OptionError, SpecError, UserError, print_to_stderr
+from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.options import limited_seconds
-from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
+from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.tracking.address import (
     DATABASES,
     MLFLOW,
@@ -62,11 +54,11 @@ from ddpm_ds.tracking.run_folder import (
     NOTE_TAG,
     PARENT_TAG,
     START_TAG,
-    SYSTEM_METRICS,
-    Cursor,
     EventFile,
     Record,
     begun,
+    bytes_sent,
+    cursor_file,
     discard,
     end_killed,
     ending,
@@ -75,7 +67,7 @@ from ddpm_ds.tracking.run_folder import (
     read,
     unsent,
 )
-from ddpm_ds.tracking.tracker import INTERVAL, start_child
+from ddpm_ds.tracking.tracker import INTERVAL
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -93,77 +85,114 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by wh
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 
 
-@contextmanager
-def system_metrics(run_dir: Path) -> Iterator[None]:
-    """Let the first rank of each host have a child that collects its system metrics; rank 0's sender does the same."""
-    child, rank = None, os.environ.get("RANK", "0")
-    if rank != "0" and os.environ["LOCAL_RANK"] == "0":
-        child = start_child(run_dir.resolve(), rank, pipes=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        if child is not None:
-            child.kill()
-            child.wait()
-
-
-def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, log: Log) -> None:
-    """Write readings of this host into its file every ``interval`` seconds, until ``ending``.
-
-    Metrics are ``system/HOST/...``, of rank 0's host ``system/...`` unless the environment names it. If two hosts have
-    the same name, the second one's gets its rank appended.
-    """
+def read_system_metrics(interval: str, reply: Callable[[Record], None], log: Log) -> None:
+    """Reply with readings of this host every ``interval`` seconds, by MLflow's classes and names, without end."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-    host, folder = host_name(), run_dir / SYSTEM_METRICS
     try:
         seconds = limited_seconds(interval)
-        folder.mkdir(parents=True, exist_ok=True)
-        for node in (host, f"{host}-rank{rank}"):
-            if (locked := lock(path := folder / f"{node}.jsonl")) is not None:
-                break
-        prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
         psutil.cpu_percent()  # the first call only starts the counter
-        file = EventFile(path, lambda line: log("disk", line))
         monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
         with suppress(Exception):  # no GPU, or no driver of the right version
             monitors.append(GPUMonitor())
-        with locked or nullcontext():
-            while not ending.wait(seconds):
-                found: dict[str, float] = {}
-                for monitor in monitors:
-                    monitor.collect_metrics()
-                    found |= monitor.aggregate_metrics()
-                    monitor.clear_metrics()
-                file.append({"metrics": {prefix + name: value for name, value in found.items()}})
+        while True:
+            time.sleep(seconds)
+            found: dict[str, float] = {}
+            for monitor in monitors:
+                monitor.collect_metrics()
+                found |= monitor.aggregate_metrics()
+                monitor.clear_metrics()
+            reply({"metrics": {f"system/{name}": value for name, value in found.items()}})
     except OptionError as error:
-        log(SYSTEM_METRICS, f"no system metrics of {host} are read ({INTERVAL}: {error}); training continues")
+        log("system", f"no system metrics are read ({INTERVAL}: {error}); training continues")
     except Exception as error:  # whatever it is, training must not see it
-        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
+        log("system", f"system metrics are no longer read ({error}); training continues")
 
 
-class MlflowRun:
-    """Run in MLflow that a start names. ``reply`` receives the ids of run and experiment, ``log`` a line to show."""
+class Sender:
+    """Sender of an event file's records, in order, to the runs of MLflow that its starts name.
 
-    def __init__(self, reply: Callable[[Record], None], log: Log) -> None:
-        self._reply, self._log = reply, log
-        self._start: Record = {}
+    ``reply`` receives the ids of run and experiment, how many records are sent, and whether MLflow is down.
+    """
+
+    def __init__(self, events: Path, start: Record, log: Log, reply: Callable[[Record], None]) -> None:
+        self.place, self._events, self._at = place_of(start), events, bytes_sent(events)
+        self._start, self._log, self._reply = start["start"], log, reply
         self._client: MlflowClient
-        self._run: Run
+        self._run: Run | None = None  # before its start is sent, and after its end
+        self.sent, self.ended_at, self.refused = 0, 0, False
 
-    def send(self, batch: Sequence[Record]) -> None:
+    def follow(self, own: int, hurried: threading.Event) -> None:
+        """Send records as they come, until the end of the run whose start ends at byte ``own``.
+
+        The first failure is a line; each is tried again after pauses, which are short once it is ``hurried``.
+        """
+        pause, down = FIRST_PAUSE_SECONDS, False
+        while self.ended_at <= own:
+            try:
+                sent = self.advance()
+            except Exception as error:  # whatever it is, training must not see it
+                down = True
+                self._reply({"down": True})
+                self._log("down", f"{self.place} fails ({reason(error)}); training continues, and it is tried again")
+                if hurried.wait(pause):
+                    time.sleep(FIRST_PAUSE_SECONDS)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            if sent or down:
+                self._reply({"sent": self.sent, "down": False})
+            if down:
+                self._log("up", f"{self.place} answers again")
+            pause, down = FIRST_PAUSE_SECONDS, False
+            if not sent:
+                time.sleep(POLL_SECONDS)
+
+    def advance(self) -> bool:
+        """Send the next records, log points many at a time; return whether there were any."""
+        left = found = read(self._events, self._at, RECORDS_AT_ONCE)
+        try:
+            while left:
+                batch = list(takewhile(lambda one: "metrics" in one[0], left)) or left[:1]
+                self._deliver([record for record, _ in batch])
+                left, self._at = left[len(batch) :], batch[-1][1]
+                self.sent += len(batch)
+                self.ended_at = batch[-1][1] if "finish" in batch[0][0] else self.ended_at
+        finally:
+            if found:
+                with suppress(OSError):  # more is sent again
+                    replace_file(cursor_file(self._events), json.dumps({"sent": self._at}).encode() + b"\n")
+        return bool(found)
+
+    def _deliver(self, batch: Sequence[Record]) -> None:
+        """Send a batch to the run of the start before it; what MLflow will never take is a line, and left out."""
+        if "start" in batch[0]:
+            return self._open(batch[0]["start"], resumes=True)
+        if self._run is None:
+            if (last := begun(self._events, self._at)) is None:
+                return  # of no run
+            self._open(last[0]["start"], resumes=False)
+        try:
+            self._send(batch)
+        except Exception as error:
+            gone = isinstance(error, FileNotFoundError | UnidentifiedImageError)
+            if not gone and getattr(error, "error_code", "") not in REFUSALS:
+                raise
+            self.refused = True
+            self._log("refused", f"{self.place} refused a record ({reason(error)}) and does not have it")
+        if "finish" in batch[0]:
+            self._run = None
+
+    def _send(self, batch: Sequence[Record]) -> None:
         """Send some log points, or one record of another kind."""
         from mlflow.entities import Metric, RunTag
 
-        if "start" in batch[0]:
-            self._start = batch[0]["start"]
-            return self._open(resumes="time" in batch[0])
-        client, run = self._client, self._run.info.run_id
+        assert self._run is not None
+        client, info, run = self._client, self._run.info, self._run.info.run_id
         if batch[0].keys() & {"artifact", "image", "text"}:
-            where = urlsplit(self._run.info.artifact_uri)
+            where = urlsplit(info.artifact_uri)
             folders = Path(where.path).parents[1:3]  # of the experiment, and of all
             local = where.scheme in ("", "file") and resolve_uri(self._start["output_root"]).startswith("http")
             if local and not any(os.access(folder, os.W_OK) for folder in folders):
@@ -174,10 +203,10 @@ class MlflowRun:
                 )
         match batch[0]:
             case {"metrics": _}:
-                metrics, begin = [], self._run.info.start_time
+                metrics = []
                 for point in batch:  # seconds since the run began also rise when it is resumed
-                    step = point["step"] if "step" in point else (point["time"] - begin) // 1000
-                    metrics += [Metric(name, at, point["time"], int(step)) for name, at in point["metrics"].items()]
+                    step = int(point.get("step", (point["time"] - info.start_time) // 1000))
+                    metrics += [Metric(name, at, point["time"], step) for name, at in point["metrics"].items()]
                 client.log_batch(run, metrics=metrics, synchronous=True)
             case {"artifact": path, "folder": folder}:
                 client.log_artifact(run, path, folder or None)
@@ -192,17 +221,16 @@ class MlflowRun:
                 tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"finish": status, "time": at}:
-                if not self._join_parent():
-                    place = place_of({"start": self._start})
-                    line = f"{place} does not have the parent of {self._start['run_dir']}; it stands alone"
+                if not self._join_parent(self._run):
+                    line = f"{self.place} does not have the parent of {self._start['run_dir']}; it stands alone"
                     self._log("orphan", line)
                 client.set_terminated(run, status, at)
 
-    def _open(self, resumes: bool) -> None:
-        """Find or make the run of the start record; one that has ended is set to running if it ``resumes``."""
+    def _open(self, start: Record, *, resumes: bool) -> None:
+        """Find or make the run of a start; one that has ended is set to running if it ``resumes``."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
-        start, uri = self._start, resolve_uri(self._start["output_root"])
+        self._start, uri = start, resolve_uri(start["output_root"])
         with opened_store(Path(start["output_root"])) as client:
             self._client = client
             if experiment := client.get_experiment_by_name(start["experiment"]):
@@ -214,31 +242,31 @@ class MlflowRun:
                 bare = uri.split(":")[0].split("+")[0] in DATABASES
                 location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
                 experiment_id = client.create_experiment(start["experiment"], location, EXPERIMENT_TAGS)
-            if found := self._find(experiment_id, start["id"]):
+            if run := self._find(experiment_id, start["id"]):
                 if resumes:
-                    client.update_run(found.info.run_id, status="RUNNING")
+                    client.update_run(run.info.run_id, status="RUNNING")
             else:
-                tags = {START_TAG: start["id"]}
-                found = client.create_run(experiment_id, start["time"], tags, start["run_name"])
-            self._run, run_id = found, found.info.run_id
-            params = [] if found.data.params else [Param(*param) for param in start["params"].items()]
-            edited = {NOTE_TAG} & found.data.tags.keys()  # perhaps
-            new_tags = [RunTag(*tag) for tag in start["tags"].items() if tag[0] not in edited]
-            client.log_batch(run_id, params=params, tags=new_tags, synchronous=True)
+                run = client.create_run(experiment_id, start["time"], {START_TAG: start["id"]}, start["run_name"])
+            params = [] if run.data.params else [Param(*param) for param in start["params"].items()]
+            edited = {NOTE_TAG} & run.data.tags.keys()  # perhaps
+            tags = [RunTag(*tag) for tag in start["tags"].items() if tag[0] not in edited]
+            client.log_batch(run.info.run_id, params=params, tags=tags, synchronous=True)
             if data := start.get("dataset"):  # MLflow shows the whole digest beside the location
                 where = json.dumps({"uri": data["source"], "sha256": data["digest"]})
                 dataset = Dataset(data["name"], data["digest"][:DIGEST_CHARACTERS], "local", where)
-                client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
-        self._reply({"run": {"run_id": run_id, "experiment_id": experiment_id}})
-        self._join_parent()
+                context = InputTag("mlflow.data.context", "training")
+                client.log_inputs(run.info.run_id, [DatasetInput(dataset, [context])])
+        self._run = run
+        self._reply({"run": {"run_id": run.info.run_id, "experiment_id": experiment_id}})
+        self._join_parent(run)
 
-    def _join_parent(self) -> bool:
+    def _join_parent(self, run: Run) -> bool:
         """Make the run a child of its parent, if it has one; return False if MLflow does not have that, or not yet."""
-        if self._start.get("parent") is None or PARENT_TAG in self._run.data.tags:
+        if self._start.get("parent") is None or PARENT_TAG in run.data.tags:
             return True
-        parent = self._find(self._run.info.experiment_id, self._start["parent"])
+        parent = self._find(run.info.experiment_id, self._start["parent"])
         if parent is not None:
-            self._client.set_tag(self._run.info.run_id, PARENT_TAG, parent.info.run_id)
+            self._client.set_tag(run.info.run_id, PARENT_TAG, parent.info.run_id)
         return parent is not None
 
     def _find(self, experiment_id: str, identity: str) -> Run | None:
@@ -268,80 +296,6 @@ def opened_store(output_root: Path) -> Iterator[MlflowClient]:
         yield mlflow.MlflowClient(uri)
 
 
-class Feed:
-    """Sends an event file to MLflow, and the hosts' system metrics; ``reply`` receives the run's ids in MLflow."""
-
-    def __init__(self, events: Path, start: Record, log: Log, reply: Callable[[Record], None]) -> None:
-        self.place, self._events, self._cursor, self._log = place_of(start), events, Cursor(events), log
-        self._target = MlflowRun(reply, log)
-        self._open = False  # whether the target knows which run it is
-        self.sent, self.ended_at, self.failing, self.refused = 0, 0, False, False
-
-    def advance(self) -> bool:
-        """Send the next records; return whether there were any. Hosts' system metrics come before the run's end."""
-        events = self._next(self._events)
-        if before_end := list(takewhile(lambda one: "finish" not in one[0], events)):
-            return self._send(self._events, before_end)
-        hosts = (self._events.parent / SYSTEM_METRICS).glob("*.jsonl") if self._events.name == EVENTS else ()
-        return any(self._send(file, self._next(file)) for file in sorted(hosts)) or self._send(self._events, events[:1])
-
-    def _next(self, file: Path) -> list[tuple[Record, int]]:
-        return read(file, self._cursor.sent(file), RECORDS_AT_ONCE)
-
-    def _send(self, file: Path, found: Sequence[tuple[Record, int]]) -> bool:
-        """Send records in order, log points many at a time."""
-        left = list(found)
-        try:
-            while left:
-                batch = list(takewhile(lambda one: "metrics" in one[0], left)) or left[:1]
-                self._deliver([record for record, _ in batch])
-                left, end = left[len(batch) :], batch[-1][1]
-                self._cursor.move(file, end)
-                self.sent, self.ended_at = self.sent + len(batch), end if "finish" in batch[0][0] else self.ended_at
-        finally:
-            if found:
-                self._cursor.save()
-        return bool(found)
-
-    def _deliver(self, batch: Sequence[Record]) -> None:
-        starts = "start" in batch[0]
-        if not starts and not self._open:
-            if (last := begun(self._events, self._cursor.sent(self._events))) is None:
-                return  # of no run
-            self._target.send([{"start": last[0]["start"]}])  # without a time: an ended run does not go on
-        try:
-            self._target.send(batch)
-        except Exception as error:
-            gone = isinstance(error, FileNotFoundError | UnidentifiedImageError)
-            if starts or not (gone or getattr(error, "error_code", "") in REFUSALS):
-                raise
-            self.refused = True
-            self._log("refused", f"{self.place} refused a record ({reason(error)}) and does not have it")
-        self._open = "finish" not in batch[0]
-
-    def follow(self, own: int, hurried: threading.Event) -> None:
-        """Send records as they come, until the end of the run whose start ends at byte ``own``.
-
-        The first failure is a line; each is tried again after pauses, which are short once it is ``hurried``.
-        """
-        pause = FIRST_PAUSE_SECONDS
-        while self.ended_at <= own:
-            try:
-                sent = self.advance()
-            except Exception as error:  # whatever it is, training must not see it
-                self.failing = True
-                self._log("down", f"{self.place} fails ({reason(error)}); training continues, and it is tried again")
-                if hurried.wait(pause):
-                    time.sleep(FIRST_PAUSE_SECONDS)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                continue
-            if self.failing:
-                self._log("up", f"{self.place} answers again")
-            self.failing, pause = False, FIRST_PAUSE_SECONDS
-            if not sent:
-                time.sleep(POLL_SECONDS)
-
-
 class Child:
     """This process, beside the trainer with the process id ``trainer``."""
 
@@ -355,9 +309,10 @@ class Child:
         return os.getppid() != self._trainer
 
     def reply(self, record: Record) -> None:
-        """Send a record to the trainer."""
-        with suppress(OSError):  # it is gone
-            os.write(self._replies, json.dumps(record).encode() + b"\n")
+        """Send a record to the trainer, if it lives."""
+        with suppress(OSError):
+            if not self.alone:  # a process of its loader may have the pipe still, and not read it
+                os.write(self._replies, json.dumps(record).encode() + b"\n")
 
     def log(self, topic: str, line: str) -> None:
         """Show a line, once for each topic; through the trainer while it lives, so its progress line stays whole."""
@@ -366,52 +321,36 @@ class Child:
             with suppress(OSError):
                 print_to_stderr(line) if self.alone else self.reply({"log": line})
 
-    def wait_for(self, ask: Callable[[], Answer | None]) -> Answer:
-        """Return the first answer that is not None; the process ends if the trainer dies before."""
-        while (answer := ask()) is None:
-            if self.alone:
-                os._exit(1)
-            time.sleep(POLL_SECONDS)
-        return answer
-
     def send(self) -> bool:
         """Send the events of the trainer's run until its end; return whether MLflow has all of them."""
         with for_good():
             import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
         if not (line := sys.stdin.buffer.readline()):
             return False  # the trainer has left without a run
-        events = Path(os.fsdecode(line[:-1]))
-        with self.wait_for(lambda: lock(events)):
-            start, own = self.wait_for(lambda: begun(events))
-            hurried, deadline, before = threading.Event(), math.inf, Record()
-            feed = Feed(events, start, self.log, self.reply)
-            thread = threading.Thread(target=feed.follow, args=(own, hurried), daemon=True)
-            self._collect(events.parent, 0, start, hurried)
-            thread.start()
-            while thread.is_alive():
-                if self.alone and deadline == math.inf:
-                    deadline = time.monotonic() + FLUSH_SECONDS
-                    if begun(events) == (start, own) and ending(events) is None:  # nor resumed already
-                        EventFile(events, lambda line: self.log("disk", line)).append({"finish": "FAILED"})
-                if self.alone or ending(events) is not None:
-                    hurried.set()
-                if time.monotonic() > deadline:
-                    self.log("unsent", unsent(events) or "")
-                    return False
-                if (state := {"sent": feed.sent, "down": feed.failing}) != before:
-                    self.reply(before := state)
-                thread.join(POLL_SECONDS)
-            return not feed.refused
-
-    def collect(self, run_dir: Path, rank: int) -> None:
-        """Collect the system metrics of a host other than rank 0's until the trainer dies."""
-        start, _ = self.wait_for(lambda: begun(run_dir / EVENTS))
-        self._collect(run_dir, rank, start, threading.Event())
-        self.wait_for(lambda: None)
-
-    def _collect(self, run_dir: Path, rank: int, start: Record, ending: threading.Event) -> None:
+        events, locked, last = Path(os.fsdecode(line[:-1])), None, None
+        while (locked := locked or lock(events)) is None or (last := begun(events)) is None:
+            if self.alone:
+                return False
+            time.sleep(POLL_SECONDS)
+        (start, own), hurried, deadline = last, threading.Event(), math.inf
         if interval := start["start"]["system_metrics"]:
-            threading.Thread(target=collect, args=(run_dir, rank, interval, ending, self.log), daemon=True).start()
+            arguments = interval, self.reply, self.log
+            threading.Thread(target=read_system_metrics, args=arguments, daemon=True).start()
+        sender = Sender(events, start, self.log, self.reply)
+        thread = threading.Thread(target=sender.follow, args=(own, hurried), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if self.alone and deadline == math.inf:
+                deadline = time.monotonic() + FLUSH_SECONDS
+                if begun(events) == last and ending(events) is None:  # nor resumed already
+                    EventFile(events, lambda line: self.log("disk", line)).append({"finish": "FAILED"})
+            if self.alone or ending(events) is not None:
+                hurried.set()
+            if time.monotonic() > deadline:
+                self.log("unsent", unsent(events) or "")
+                return False
+            thread.join(POLL_SECONDS)
+        return not sender.refused
 
 
 def send_later(run_dir: Path) -> bool:
@@ -444,36 +383,32 @@ def _send_file(events: Path) -> bool:
                 claim.enter_context(free)
                 end_killed(events, print)
             check_tracking_uri(Path(last[0]["start"]["output_root"]))
-            feed = Feed(events, last[0], lambda _, line: log(line), lambda _: None)
+            sender = Sender(events, last[0], lambda _, line: log(line), lambda _: None)
             try:
-                while feed.advance():
+                while sender.advance():
                     pass
             except Exception as error:  # whatever it is, other files may be taken
-                log(f"{feed.place} fails ({reason(error)}); send again when it answers")
+                log(f"{sender.place} fails ({reason(error)}); send again when it answers")
                 return False
     except OSError as error:
         log(f"it can't be read ({error.strerror}); allow it")
         return False
-    log(f"{feed.sent:,} records sent to {feed.place}")
-    if not feed.refused and ending(events) is not None:
+    log(f"{sender.sent:,} records sent to {sender.place}")
+    if not sender.refused and ending(events) is not None:
         discard(events)
-    return not feed.refused
+    return not sender.refused
 
 
 def main() -> None:
-    """Send the events that the trainer names, or collect the system metrics of a host for the run in a folder."""
+    """Send the events that the trainer names."""
     logging.disable(logging.CRITICAL)
     # Launchers and terminals signal the whole process group; this process ends when the trainer has.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
-    trainer, *host = sys.argv[1:]
-    child, everything = Child(int(trainer)), False
+    child, everything = Child(int(sys.argv[1])), False
     try:
-        if host:
-            child.collect(Path(host[0]), int(host[1]))
-        else:
-            everything = child.send()
+        everything = child.send()
     except OSError as error:
         name = error.filename or EVENTS
         child.log("file", f"{name} can't be read ({error.strerror}), so nothing is sent; training continues")

@@ -73,7 +73,7 @@ class RunStart:
     parent: str | None = None
     """Identity of the parent run."""
     system_metrics: bool = False
-    """Whether all hosts read them, unless the environment forbids it."""
+    """Whether those of this host are read, unless the environment forbids it."""
 
     def record(self) -> Record:
         """Return the content of the event."""
@@ -110,8 +110,8 @@ class RunLink:
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
-def start_child(*arguments: object, pipes: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Start the sender with this process's id and arguments; without arguments it waits for a :class:`Tracker`."""
+def start_child() -> subprocess.Popen[bytes]:
+    """Start the sender, which waits for a :class:`Tracker` of this process."""
     variables = {
         **MLFLOW,
         **os.environ,
@@ -119,11 +119,11 @@ def start_child(*arguments: object, pipes: int = subprocess.PIPE) -> subprocess.
         "PYTHONSAFEPATH": "1",  # and none in the working folder besides
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", SENDER, str(os.getpid()), *map(str, arguments)]
+    command = [sys.executable, "-m", SENDER, str(os.getpid())]
     # Ctrl-C reaches the child as well, and would print a traceback of its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return subprocess.Popen(command, stdin=pipes, stdout=pipes, env=variables)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -144,7 +144,7 @@ class Tracker:
         kind = start.tags.get(KIND_TAG)
         name = EVENTS if kind is None else f"events-{kind}-{self._start['id']}.jsonl"
         self._events = EventFile(Path(self._start["run_dir"]) / name, log)
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._finished, self._closed = threading.Lock(), False, False
         end_killed(self._events.path, log)  # the start before, which may have been another run
         self._begun = self._events.append({"start": self._start})
         self._run: dict[str, str] = {}
@@ -161,11 +161,6 @@ class Tracker:
     def run_id(self) -> str | None:
         """Id of the run; None until MLflow has answered."""
         return self._run.get("run_id")
-
-    def wait_for_run(self, stop: Callable[[], bool]) -> None:
-        """Wait until MLflow has the run, however busy the machine, unless it fails, which is a line, or ``stop``."""
-        while self.run_id is None and self._listener.is_alive() and not self._down and not stop():
-            time.sleep(0.1)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""
@@ -206,8 +201,7 @@ class Tracker:
                 if time.monotonic() > since + (min(timeout_seconds, DOWN_SECONDS) if self._down else timeout_seconds):
                     break
                 self._listener.join(0.1)
-            with self._lock:
-                self._closed = True
+            self._finished = self._closed = True
             self._process.kill()
             self._listener.join(5.0)
             if self._process.wait() == 0:
@@ -223,7 +217,10 @@ class Tracker:
         """Append a record, after the start if the disk has not taken that yet; return whether it took it."""
         with self._lock:
             self._begun = self._begun or self._events.append({"start": self._start})
-            return not self._closed and self._begun and self._events.append(record)
+            if self._finished or not (self._begun and self._events.append(record)):
+                return False
+            self._finished = "finish" in record
+            return True
 
     def _listen(self) -> None:
         """Read the child's replies until it ends; one that dies is not replaced, since the file keeps everything."""
@@ -234,6 +231,8 @@ class Tracker:
                     reply = json.loads(line)
                     if "log" in reply:
                         self._log(reply["log"])
+                    if "metrics" in reply:
+                        self._put({"metrics": reply["metrics"]})
                     self._run = reply.get("run", self._run)
                     self._sent, self._down = reply.get("sent", self._sent), reply.get("down", self._down)
         code = self._process.wait()

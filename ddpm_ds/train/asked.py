@@ -28,44 +28,27 @@ class Asked:
 
     verbose: bool = flag("show DeepSpeed's own log")
     run_dir: Path | None = option(
-        "folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
-        f"(default {OUTPUT_ROOT}/DATE-NAME)",
-        "DIR",
+        f"folder of this run, where it is resumed; MLflow's store is beside it (default {OUTPUT_ROOT}/DATE-NAME)", "DIR"
     )
     resume: str = option(
-        "auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run, or its "
-        "newest good one",
+        "auto: from the newest good checkpoint of --run-dir, if any (default); or from any run's",
         "auto|never|CHECKPOINT|RUN_DIR",
         lambda text: str(expanded(text)),
         default="auto",
     )
-    start_seconds: float = option(
-        "how long the first ranks wait for the last one to be started (%(default)g)",
-        "S",
-        limited_seconds,
-        default=300.0,
-    )
-    dead_seconds: float = option(
-        "silence after which a rank is given up (%(default)g)", "S", seconds, default=DEAD_SECONDS
-    )
-    hang_seconds: float = option(
-        "seconds without a step after which all ranks stop (%(default)g)", "S", seconds, default=HANG_SECONDS
-    )
+    start_seconds: float = option("time to wait for the last rank (%(default)g)", "S", limited_seconds, default=300.0)
+    dead_seconds: float = option("silence that gives a rank up (%(default)g)", "S", seconds, default=DEAD_SECONDS)
+    hang_seconds: float = option("time without a step that ends all (%(default)g)", "S", seconds, default=HANG_SECONDS)
     trace_steps: range | None = option(
-        "optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
-        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
+        f"steps to time, for timeline and verdict, or none (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if there are)",
         "FIRST-LAST",
         step_range,
     )
     profile_kernels: range = option(
-        "optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
-        "FIRST-LAST",
-        step_range,
-        default=range(0),
+        "steps of which PyTorch's profiler records every kernel", "FIRST-LAST", step_range, default=range(0)
     )
     steps: int | None = option(
-        "only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, without "
-        f"MLflow and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
+        f"only rehearse: N timed steps and a picture; no MLflow, no checkpoints (RUN_DIR/{REHEARSAL})",
         "N",
         positive,
     )

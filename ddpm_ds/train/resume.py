@@ -32,7 +32,7 @@ from ddpm_ds.ground.formats import open_tensors, parse_json
 from ddpm_ds.planning.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.schema.section import flatten
-from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder
+from ddpm_ds.tracking.run_folder import IDENTITY, RESUMES, RunFolder, checkpoints_of, claim_folder
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 
@@ -261,8 +261,8 @@ def remove_abandoned_points(
         folder.forget_after(checkpoint.state.steps, checkpoint.state.images_seen)
         return f"{what}: its points and pictures after {checkpoint.state.images_seen:,} images are removed"
     folder.forget_after(0, -1)
-    folder.forget_identity()
-    (run_dir / SUMMARY).unlink(missing_ok=True)
+    for file in (IDENTITY, SUMMARY):
+        (run_dir / file).unlink(missing_ok=True)
     return f"{what} and saved nothing: its points, pictures and trace are removed, and MLflow has this as a new run"
 
 

@@ -40,7 +40,7 @@ from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.decisions import planned_again
-from ddpm_ds.planning.layouts import encoding_ranks, layers_for
+from ddpm_ds.planning.inputs import layers_for
 from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import for_good
@@ -51,7 +51,6 @@ from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_reported
-from ddpm_ds.tracking.sender import system_metrics
 from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.ema import Ema, averages_of
@@ -282,7 +281,7 @@ def run_training(
             engine.graph.log_why_eager()
         if encoders is not None:
             each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
-            ranks = ", ".join(map(str, encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)))
+            ranks = ", ".join(map(str, plan.encoding_ranks))
             recorder.log(f"captions are encoded while training, by encoders of {each} on each of these stages: {ranks}")
         yield _train(plan, prepared, engine, ema, recorder, watchdog, asked, encoders)
 
@@ -407,8 +406,7 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        sending = system_metrics(run_dir)
-        with watchdog.blamed(), disk_errors_reported(run_dir), sending, worker_failures():
+        with watchdog.blamed(), disk_errors_reported(run_dir), worker_failures():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

@@ -17,9 +17,9 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.ground import units
 from ddpm_ds.ground.device import described
 from ddpm_ds.ground.outputs import writing
-from ddpm_ds.ground.units import aligned
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
@@ -170,8 +170,7 @@ def table(facts: Facts, found: Sequence[Facts]) -> str:
         )
     head = [f"{name:11}{facts[name]}" for name in ("unet", "layout", "batch", "recomputed", "machine", "times")]
     head.append(f"{'versions':11}{', '.join(f'{name} {number}' for name, number in facts['versions'].items())}")
-    names = [name for name in lines[0] if any(line[name] for line in lines)]
-    columns = aligned([names, *([line[name] for name in names] for line in lines)], left=range(len(names)))
+    columns = units.table(lines, left=lines[0])
     below = [f"{row['row']}: {row['note']}" for row in found if row["note"]]
     below += [f"{row['row']} did not run: {row['reason']}" for row in facts["not_run"]]
     return "\n\n".join("\n".join(block) for block in (head, columns, below) if block)

@@ -71,8 +71,8 @@ class Setting:
         store = prepare(draft.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
         check_store(store, draft.spec)
         ds, hosts = draft.ds.without_reports(), draft.grid.hosts
-        machine = machine_here(ds.precision, hosts, len(hosts))
-        return cls(make_plan(replace(draft, ds=ds), hosts, machine), store, device, verbose)
+        plan = make_plan(replace(draft, ds=ds), hosts, machine_here(ds.precision, len(hosts)))
+        return cls(plan, store, device, verbose)
 
     def objective(self) -> Denoising:
         store = self.store

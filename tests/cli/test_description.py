@@ -12,7 +12,7 @@ import pytest
 from ddpm_ds.cli.plan import decided_since, describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.pipeline.cuts import partition, relayed_elements
-from ddpm_ds.planning.layouts import machine_like
+from ddpm_ds.planning.inputs import machine_like
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan, make_plan
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import REPOSITORY, drafted, tiny_text_spec, write_json

@@ -21,9 +21,11 @@ from ddpm_ds.cli import train as command
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.ground import device
 from ddpm_ds.ground.device import choose_device
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.planning import run_plan
+from ddpm_ds.planning.inputs import Machine, machine_like
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -317,18 +319,20 @@ def test_a_run_that_is_larger_than_the_memory_is_refused_with_advice_that_fits(
     share: float,
     advice: str,
 ) -> None:
-    device = torch.device(kind)
     words = ["--deepspeed_config", str(config), *(word for one in SMALL for word in ("--set", one))]
+
+    def machine() -> Machine:
+        return machine_like(kind, device.memory_bytes(torch.device(kind)), half=False, devices=processes)
 
     def check(*typed: str) -> str | None:
         options = command.parse([*words, "-p", "1", *typed])
         plan, run_dir = command.checked(options, processes, ("0",) * processes)
-        return command.check_run_memory(options.overrides, plan, run_dir, device)
+        return command.check_run_memory(options.overrides, plan, run_dir, machine())
 
     monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: 2**50)
     monkeypatch.setattr("ddpm_ds.ground.device.memory_bytes", lambda *_: 2**50)
     plan, _ = command.checked(command.parse([*words, "-p", "1"]), processes, ("0",) * processes)
-    need = run_plan.memory_need(plan, device, 0).size
+    need = run_plan.memory_need(plan, machine(), 0).size
     limited = "ddpm_ds.ground.device.host_memory" if kind == "cpu" else "ddpm_ds.ground.device.memory_bytes"
     for part, found in ((1.2, None), (1.0, "warning")):
         monkeypatch.setattr(limited, lambda *_, part=part: int(need * part))

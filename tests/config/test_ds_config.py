@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
-from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, Off
+from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, USUAL
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPECS, load_spec, spec_overrides
 from ddpm_ds.ground.errors import DsConfigError, LayoutError, SpecError
@@ -74,7 +76,6 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def test_defaults_are_those_of_the_installed_deepspeed() -> None:
-    from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
@@ -85,7 +86,6 @@ def test_defaults_are_those_of_the_installed_deepspeed() -> None:
         "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "fp16": DeepSpeedFP16Config,
         "bf16": DeepSpeedBF16Config,
-        "comms_logger": CommsLoggerConfig,
     }.items():
         section = DS_CONFIG.at(block.split("."))
         assert section is not None
@@ -94,13 +94,16 @@ def test_defaults_are_those_of_the_installed_deepspeed() -> None:
             if field.default not in ("auto", ()) and not isinstance(field.default, Section):
                 assert field.default == theirs, f"{block}.{name}"
                 compared += 1
-    assert compared > 25
+        for name in USUAL.keys() & model.model_fields.keys():
+            assert USUAL[name] == model.model_fields[name].default, f"{block}.{name}"
+    assert compared > 10
 
 
 def test_every_field_says_what_it_does_or_why_it_has_one_value() -> None:
     for key, field in fields():
         extra = field.json_schema_extra
-        assert field.description or (isinstance(extra, dict) and extra.get("reason")) or key.endswith(".enabled"), key
+        about = field.description or (isinstance(extra, dict) and extra.get("reason")) or DS_CONFIG.at(key.split("."))
+        assert about or key.endswith(".enabled"), key
 
 
 def test_the_committed_tables_are_current() -> None:
@@ -126,16 +129,6 @@ def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(p
         assert taken.zero_optimization_stage == resolved.layout.zero_stage
         assert taken.train_micro_batch_size_per_gpu == resolved.layout.micro_batch_images
         assert taken.gradient_accumulation_steps == resolved.layout.micro_batches
-
-
-def test_deepspeed_takes_every_value_that_is_the_only_one() -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    alone = {key: field.default for key, field in fields() if "const" in DS_CONFIG.schema(key.split("."))}
-    alone |= {key: {"enabled": False, "other": 1} for key, field in fields() if isinstance(field.default, Off)}
-    for key, value in alone.items():
-        DeepSpeedConfig(filled(config(**{key.replace(".", "__"): value})).for_deepspeed())
-    assert len(alone) > 30
 
 
 def test_auto_takes_its_values_from_the_spec() -> None:
@@ -199,21 +192,6 @@ def test_a_learning_rate_has_one_range_in_spec_and_json() -> None:
     assert filled(most, "optimizer.learning_rate=1e6").config.optimizer.params.lr == 1e6
     message = refusal(config(optimizer__params__lr=1e6 + 1))
     assert 'optimizer.params.lr = 1000001 should be a number > 0 and <= 1,000,000 or "auto"' in message
-
-
-@pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        (
-            "WarmupDecayLR",
-            {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 100, "total_num_steps": 2000},
-        ),
-        ("WarmupCosineLR", {"warmup_min_ratio": 0, "warmup_num_steps": 100, "total_num_steps": 2000}),
-    ],
-)
-def test_a_decay_ends_with_the_run(kind: str, params: dict[str, float]) -> None:
-    resolved = filled(config(scheduler={"type": kind}))
-    assert resolved.config.given["scheduler"]["params"] == {**params, "warmup_type": "linear"}
 
 
 def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
@@ -394,23 +372,6 @@ def test_a_layout_is_exact_or_refused(
             "scheduler is missing, but optimizer.warmup_images = 6400; use --set ds.scheduler.type=WarmupLR or --set "
             "optimizer.warmup_images=0",
         ),
-        (
-            {"scheduler": {"type": "WarmupCosineLR"}},
-            ["optimizer.decay=cosine"],
-            "scheduler.type = WarmupCosineLR contradicts the spec: optimizer.decay = cosine decides the learning rate; "
-            "remove the scheduler or use --set optimizer.decay=null",
-        ),
-        (
-            {"scheduler__params__warmup_type": "log"},
-            ["optimizer.decay=cosine"],
-            'scheduler.params.warmup_type = "log" contradicts the spec: the form of every warm-up is "linear"; use '
-            "--set ds.scheduler.params.warmup_type=auto",
-        ),
-        (
-            {"scheduler": {"type": "WarmupDecayLR"}},
-            ["optimizer.warmup_images=0"],
-            "scheduler.type = WarmupDecayLR needs a warm-up; use --set optimizer.warmup_images=64",
-        ),
     ],
 )
 def test_what_contradicts_the_spec_is_named_with_both_values(
@@ -456,8 +417,12 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
             "optimizer.params.fused = false, but PyTorch's fused AdamW steps what is offloaded; remove it",
         ),
         (
-            {"scheduler__params__total_num_steps": 5},
-            "scheduler.params.total_num_steps is not a setting of WarmupLR; remove it",
+            {"scheduler__params__warmup_type": "log"},
+            'scheduler.params.warmup_type = "log" should be "linear" or "auto"; every warm-up is linear',
+        ),
+        (
+            {"scheduler__type": "WarmupDecayLR"},
+            'scheduler.type = "WarmupDecayLR" should be "WarmupLR"',
         ),
         ({"optimizer__params__betas": [0.9, 1]}, "should be [a number >= 0 and < 1, a number >= 0 and < 1]"),
         (
@@ -499,16 +464,22 @@ def test_adam_in_8_bits_needs_none_of_pytorchs_settings_and_deepspeed_is_not_ask
 
 def test_every_key_misspelt_is_refused() -> None:
     for key in DS_CONFIG.all_keys():
-        location = key.split(".")
-        if "const" not in DS_CONFIG.schema(location) and DS_CONFIG.at(location[:-1]) is not Off:
-            with pytest.raises(DsConfigError, match=r"is unknown; did you mean|should be a block"):
-                check_ds_config(config(**{f"{key}x".replace(".", "__"): 1}), "x.json")
+        with pytest.raises(DsConfigError, match=r"is unknown; did you mean|should be a block"):
+            check_ds_config(config(**{f"{key}x".replace(".", "__"): 1}), "x.json")
 
 
-def test_every_refused_key_is_refused() -> None:
+def test_a_refused_key_is_refused_with_its_reason_and_ignored_where_it_changes_nothing() -> None:
+    without = check_ds_config(config(), "x.json")
+    values = itertools.cycle([False, None, 0, {}, {"enabled": False, "other": 1}, {"device": "none"}, {"a": False}])
     for name, reason in REFUSED.items():
-        with pytest.raises(DsConfigError, match=f"{name} = 12345 is refused: {reason}; "):
-            check_ds_config(config(**{name.replace(".", "__"): 12345}), "x.json")
+        on = False if USUAL.get(name) is True else 12345
+        for block in ("", "zero_optimization__", "fp16__"):
+            key = "optimizer__params__max_grad_norm" if "." in name else block + name
+            dotted = re.escape(key.replace("__", "."))
+            with pytest.raises(DsConfigError, match=f"{dotted} = {json.dumps(on)} is refused: {reason}; "):
+                check_ds_config(config(**{key: on}), "x.json")
+            if "." not in name:
+                assert check_ds_config(config(**{key: USUAL.get(name, next(values))}), "x.json") == without, name
 
 
 @pytest.mark.parametrize(

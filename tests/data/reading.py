@@ -1,13 +1,8 @@
-"""How tests read a source: as another process does, and for its errors."""
+"""How tests read a source and its errors."""
 
 from __future__ import annotations
 
 import io
-import pickle
-import tarfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +28,8 @@ def encoded(pixels: npt.NDArray[np.uint8], kind: str = "png") -> bytes:
 
 
 def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels, int]:
-    """Pixels and label of an image, of a source that was sent to another process."""
-    there = pickle.loads(pickle.dumps(source))
-    assert there.name(i) == source.name(i) and there.classes == source.classes
-    return decoded(there, i, (size, size), channels)[0], int(there.labels[i])
+    """Pixels and label of an image."""
+    return decoded(source, i, (size, size), channels)[0], int(source.labels[i])
 
 
 def line_of(spec: DataSpec) -> str:
@@ -45,19 +38,6 @@ def line_of(spec: DataSpec) -> str:
         open_source(spec)
     assert str(caught.value).isprintable()
     return str(caught.value)
-
-
-def shard(path: Path, members: Mapping[str, bytes] | list[tuple[str, bytes]], **changes: Any) -> Path:
-    """A tar file of these members; ``changes`` are of each header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items() if isinstance(members, Mapping) else members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            for key, value in changes.items():
-                setattr(member, key, value)
-            tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def refusal(spec: DataSpec) -> str:

@@ -18,7 +18,6 @@ from make_text import write_encoders
 from PIL import ExifTags, Image
 
 from ddpm_ds.data import captions
-from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
 from ddpm_ds.data.latents import pixels_learned
@@ -34,8 +33,7 @@ from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.train.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder
-from tests.data.reading import PICTURES, shard
-from tests.data.reading import encoded as image_file
+from tests.data.reading import PICTURES
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
@@ -215,20 +213,6 @@ def test_what_other_trainers_mean_by_names_gets_a_line(
     assert not capsys.readouterr().err, "once, however often the source is opened"
 
 
-def test_captions_of_a_shard_are_in_its_json_or_txt_and_other_keys_are_named(spec_of: SpecOf, tmp_path: Path) -> None:
-    (one, two), path = (image_file(pixels) for pixels in PICTURES[:2]), tmp_path / "x.tar"
-    shard(path, {"a.png": one, "a.json": b'{"caption": ["one", "two"]}', "a.txt": b"no", "b.png": two, "b.json": b"{}"})
-    spec = spec_of(source="webdataset", path=path)
-    with pytest.raises(DataError, match=r"first x\.tar/b\.png; give each a .txt"):
-        captions.known_captions(open_source(spec), spec)
-    shard(path, {"a.png": one, "a.json": b'{"caption": ["one", "two"]}', "b.png": two, "b.txt": b"3"})
-    with pytest.raises(DataError, match=r"first x\.tar/a\.png; a\.json has no text, but caption: --set"):
-        captions.known_captions(open_source(spec), spec)
-    shard(path, {"a.png": one, "a.txt": b"no", "a.json": b'{"caption": ["one", "two"]}', "b.png": two, "b.txt": b"3\n"})
-    named = spec_of({"captions": "caption"}, source="webdataset", path=path)
-    assert captioned(prepare_images(named)) == [["one", "two"], ["3"]]
-
-
 @pytest.mark.parametrize("values", [["one", "two"], [["one", "other"], ["two"]]])
 def test_captions_of_hugging_face_are_a_column(spec_of: SpecOf, tmp_path: Path, values: list[Any]) -> None:
     import datasets
@@ -399,11 +383,10 @@ def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path
     assert again.meta == latents.meta and again.key == latents.key
 
 
-def test_processes_store_the_same_captions_and_sizes(
+def test_threads_store_the_same_captions_and_sizes(
     spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = prepare_images(spec_of())
-    monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
     many = prepare_images(spec_of(store_root=tmp_path / "many"))
     assert many.meta.sha256 == one.meta.sha256 and {"captions.npy", "sizes.npy"} <= one.meta.sha256.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from PIL import Image, ImageOps
 
 from ddpm_ds.data import decoding
 from ddpm_ds.data.decoding import decode, fit
-from ddpm_ds.data.sources.base import UnreadableImage
 from tests.forking import REPOSITORY
 from tests.launching import PATIENCE_SECONDS
 
@@ -126,11 +124,6 @@ def test_big_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         entered.clear()
         decode(file_of(image, kind), (8, 8), 1, Context())
         assert entered == expected, "a JPEG is scaled down while it is decoded"
-
-
-def test_the_error_of_an_image_reaches_another_process() -> None:
-    error = pickle.loads(pickle.dumps(UnreadableImage("cats/1.png", "it is cut")))
-    assert (error.name, error.reason, str(error)) == ("cats/1.png", "it is cut", "cats/1.png: it is cut")
 
 
 @pytest.mark.long

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.resource_tracker
-import multiprocessing.spawn
 import os
 import shutil
 import signal
@@ -15,7 +12,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 
@@ -23,6 +19,7 @@ from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, prepare
+from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
@@ -50,7 +47,7 @@ class Slow(files.FolderSource):
         return super().read(i)
 
 files.FolderSource = Slow
-prepare._sampled = lambda source: ("", True)  # reads none
+prepare._sampled = lambda source: ("", False)  # reads none, and is read by one thread
 if hosts == "2":
     os.environ.update(RANK=sys.argv[6], WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
     tempfile.tempdir = reads + sys.argv[6]
@@ -281,33 +278,26 @@ def test_a_process_whose_work_another_has_given_up_meets_the_same_fault(
         prepare(spec_of(source="folder", path=folder))
 
 
-def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(
+def test_threads_decode_the_same_pixels_and_stop_with_their_reader(
     folder: Path, spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "cats" / "2.png").write_text("not an image")
     for number in range(100):
         shutil.copy(folder / "dogs" / f"{number % 6}.png", folder / "cats" / f"copy-{number}.png")
     spec = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(1))
     one = prepare(spec)
-    monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
     monkeypatch.setattr(decoding, "CHUNK_IMAGES", 5)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     many = prepare(spec.model_copy(update={"store_root": tmp_path / "many"}))
     assert many.meta == one.meta  # checksums and skipped images among it
-    code = (
-        "import os, sys; from ddpm_ds.data import prepare; from ddpm_ds.config.spec import DataSpec; "
-        "prepare.FEW_IMAGES = 0; os.sched_getaffinity = lambda process: range(2); "
-        "prepare.write_cache = lambda path, plan, chunks, *_: (next(chunks(range(100))), print(flush=True), input()); "
-        "prepare.prepare(DataSpec.model_validate_json(sys.argv[1]))"
-    )
-    spec = spec.model_copy(update={"store_root": tmp_path / "killed"})
-    process = started(code, spec.model_dump_json())
-    assert process.stdout is not None and process.stdout.readline() == "\n"
-    children = psutil.Process(process.pid).children()
-    assert len(children) >= 2
-    process.kill()
-    process.communicate()
-    assert not psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1]
+    source = open_source(spec)
+    reads = Mock(wraps=source.read)
+    monkeypatch.setattr(source, "read", reads)
+    chunks = decoding.Decoding(source, (1, 8, 8), None, threads=2).chunks(range(112))
+    next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    assert reads.call_count <= 5 * 5 + 2, "no more than two threads with two chunks ahead each"
 
 
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
@@ -409,27 +399,6 @@ def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
         record.unlink()
         os.mkfifo(record)
     assert prepare(spec).meta == expected == prepare(spec, verify=True).meta and temporaries(spec) == []
-
-
-def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
-    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source takes more than a pipe holds, which the parent would wait to write."""
-    root = tmp_path / "many"
-    root.mkdir()
-    for number in range(1000):
-        Image.new("L", (8, 8), number % 256).save(root / f"{number:0200}.png")
-    context = multiprocessing.get_context("spawn")
-    executable = multiprocessing.spawn.get_executable()
-    multiprocessing.resource_tracker.ensure_running()  # which would be started in this way, too
-    monkeypatch.setattr(prepare_module, "_sampled", lambda source: ("", True))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    context.set_executable("/bin/false")
-    try:
-        with pytest.raises(DataError, match="a process that decoded images was ended"):
-            prepare(spec_of(source="folder", path=root))
-    finally:
-        context.set_executable(executable)
 
 
 def test_each_file_of_a_folder_of_3000_has_a_look(tmp_path: Path) -> None:

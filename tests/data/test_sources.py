@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import struct
 import warnings
 import zipfile
@@ -17,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+from tqdm import tqdm
 
 from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.data.sources.base import Opener, UnreadableImage
+from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, Opener, UnreadableImage
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.schema.choices import SOURCES, SourceChoice
@@ -53,6 +55,36 @@ def test_digits_are_8x8_grey_over_the_full_range(spec_of: SpecOf) -> None:
     assert max(at(source, i)[0].max() for i in range(20)) == 255
     pixels, _ = at(open_source(spec_of()), 0, 16, 3)
     assert pixels.shape == (16, 16, 3) and (pixels[..., 0] == pixels[..., 2]).all()
+
+
+def test_cifar10_is_downloaded_with_a_bar_where_asked_for_and_by_hand_without_a_network(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, fault = spec_of(source="cifar10", image_size=32, channels=3), list[OSError]()
+
+    class Downloaded:
+        url, filename = "https://host/c.tar.gz", "c.tar.gz"
+        classes, targets, data = ["cat", "dog"], [1, 0], np.stack([COLOUR[0], COLOUR[1]])
+
+        def __init__(self, folder: str, download: bool) -> None:
+            assert download and folder == f"{tmp_path}/stores/downloads"
+            assert socket.getdefaulttimeout() == NETWORK_TIMEOUT_SECONDS
+            for _ in tqdm(range(1)):
+                if fault:
+                    raise fault[0]
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", Downloaded)
+    for progress in (False, True):
+        source = open_source(spec, progress)
+        out, err = capsys.readouterr()
+        assert out == "" and ("100%" in err) == progress and socket.getdefaulttimeout() is None
+    assert source.classes == ("cat", "dog") and at(source, 0, channels=3)[1] == 1
+    assert (at(source, 1, channels=3)[0] == COLOUR[1]).all()
+    fault.append(socket.gaierror(-2, "Name or service not known"))
+    assert line_of(spec).endswith(
+        f"downloaded (Name or service not known); get https://host/c.tar.gz by hand and put it at {tmp_path}"
+        "/stores/downloads/c.tar.gz"
+    )
 
 
 @pytest.mark.parametrize("width, height", [(64, 32), (32, 64), (6, 3), (8, 8), (1, 9)])
@@ -138,7 +170,7 @@ def test_a_path_in_a_folder_that_is_closed_to_the_user_is_one_line_that_names_it
         return looked_up(path, *rest, **options)
 
     monkeypatch.setattr(os, "stat", closed)
-    for source in ("folder", "arrays", "webdataset"):
+    for source in ("folder", "arrays"):
         line = line_of(spec_of(source=source, path=tmp_path / "closed" / "x"))
         assert f"data.path: {tmp_path}/closed/x can't be read (Permission denied)" in line, source
 
@@ -347,19 +379,13 @@ def test_what_has_a_label_and_is_absent_is_left_out_and_named(tmp_path: Path, sp
     assert store.labels.tolist() == [0, 1] and "00000/img2.png\t" in (store.path / "skipped.txt").read_text()
 
 
-@pytest.mark.parametrize("source", ["folder", "webdataset"])
-def test_pictures_that_pillow_can_not_decode_are_left_out_and_named(
-    source: str, tmp_path: Path, spec_of: SpecOf
-) -> None:
+def test_pictures_that_pillow_can_not_decode_are_left_out_and_named(tmp_path: Path, spec_of: SpecOf) -> None:
     files = {"0.png": encoded(GREY[0]), "1.heic": b"\0\0\0\x18ftypheic", "2.jxl": b"\xff\x0a", "notes.txt": b"no image"}
     root = tmp_path / "pictures"
     root.mkdir()
     for name, content in files.items():
         (root / name).write_bytes(content)
-    path = root
-    if source == "webdataset":
-        path = Path(shutil.make_archive(str(tmp_path / "a"), "tar", root))
-    store = prepare(spec_of(source=source, path=path, max_bad_fraction=0.9))
+    store = prepare(spec_of(source="folder", path=root, max_bad_fraction=0.9))
     named = [Path(line.split("\t")[0]).name for line in (store.path / "skipped.txt").read_text().splitlines()]
     assert (len(store), named) == (1, ["1.heic", "2.jxl"])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,23 @@ def test_arrow_files_and_folders_of_images_are_read(tmp_path: Path, folder: Path
     assert source.classes == ("cats", "dogs") and source.labels.tolist() == [0] * 6 + [1] * 6
     assert [int(at(source, i)[0].mean()) for i in (0, 5, 6)] == [0, 5, 40]
     assert "cats/5.png" in source.name(5) or source.name(5) == "row 5"
+
+
+def test_tar_shards_are_read_and_a_damaged_one_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+    for shard, numbers in (("a", range(2)), ("b", range(2, 5))):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for number in numbers:
+                for kind, content in (("png", encoded(PICTURES[number])), ("cls", b"%d" % number), ("txt", b"a cat")):
+                    member = tarfile.TarInfo(f"{number}.{kind}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    text = {"encoders": "none", "captions": "txt"}
+    for path, labels in ((tmp_path, [*range(5)]), (tmp_path / "b.tar", [2, 3, 4])):
+        source: Any = open_source(spec_of(source="huggingface", path=path, label_column="cls", text=text))
+        assert source.labels.tolist() == labels and (at(source, 1, channels=3)[0] == PICTURES[labels[1]]).all()
+        assert source.captions.texts == ("", "a cat") and "4.png" in source.name(len(labels) - 1)
+    (tmp_path / "b.tar").write_bytes((tmp_path / "b.tar").read_bytes()[:700])
+    assert "can't be loaded (" in line_of(spec_of(source="huggingface", path=tmp_path / "b.tar"))
 
 
 def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -183,7 +202,7 @@ def test_missing_broken_or_other_splits_are_one_line(tmp_path: Path, spec_of: Sp
         assert "is no split of data.path" in message(path=parts, split=split) and "one of a, b" in message(path=parts)
     assert "does not exist; give what save_to_disk wrote" in message(path=tmp_path / "none")
     (tmp_path / "a.csv").write_text("a,b")
-    assert "is no .parquet or .arrow file" in message(path=tmp_path / "a.csv")
+    assert "is no .parquet, .arrow or .tar file" in message(path=tmp_path / "a.csv")
     (tmp_path / "empty").mkdir()
     assert "can't be loaded (" in message(path=tmp_path / "empty")
     saved().to_parquet(str(tmp_path / "a.parquet"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception
 from ddpm_ds.evaluate.sampling import Setup, draw
 from ddpm_ds.tracking.tracker import RunLink, RunStart
 from tests.evaluate.planted import UNLABELLED, plant
-from tests.hub_server import HubServer, hub_served
 
 
 @pytest.fixture(scope="session")
@@ -122,20 +121,3 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTracker]:
 
     monkeypatch.setattr(outputs, "Tracker", begin)
     return made
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that the client in this process speaks to, with the token of `me` in the file of a login."""
-    from huggingface_hub import constants
-
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    (tmp_path / "token").write_text("hf_mine")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    with hub_served() as served:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", served.address)
-        yield served

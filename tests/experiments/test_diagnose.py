@@ -12,7 +12,7 @@ import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.planning.finished_run import facts_of
-from ddpm_ds.planning.layouts import rank_stages
+from ddpm_ds.planning.inputs import rank_stages
 from ddpm_ds.planning.verdict import SHOWN, verdict
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.planning.planted_facts import Bench, write_run

@@ -72,8 +72,8 @@ ENVIRONMENT = {
     "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=1 -o ServerAliveCountMax=3",
     "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.1",
 }
-LOGGED = {"system/cpu_utilization_percentage", "system/worker-2/cpu_utilization_percentage", "train/loss"}
-"""Metrics of a run of two hosts, as soon as a process beside training has imported MLflow."""
+LOGGED = {"system/cpu_utilization_percentage", "train/loss"}
+"""Metrics of a run, as soon as the process beside training has imported MLflow."""
 
 
 def set_images(spec: Path, images: int) -> None:

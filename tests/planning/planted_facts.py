@@ -16,7 +16,7 @@ from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
 from ddpm_ds.planning.costs import SPLIT_COST, weight_share
 from ddpm_ds.planning.finished_run import FinishedRun, Overflows, RankFacts, machine_json
-from ddpm_ds.planning.layouts import Workload, machine_like, rank_stages
+from ddpm_ds.planning.inputs import Workload, machine_like, rank_stages
 from ddpm_ds.planning.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout, Schedule
 from ddpm_ds.unet.layers import Layer
@@ -126,9 +126,9 @@ class Bench:
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         sizes = self.images, self.micro_batches, self.interval, self.zero_stage
         layout = Layout(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)
-        link = Link(self.bytes_per_second, LATENCY_SECONDS)
-        order = order_of(layout, costs, lambda *_: link)
-        step = simulate(self.schedule, self.micro_batches, costs, lambda *_: link, programs=order)
+        links = (Link(self.bytes_per_second, LATENCY_SECONDS),) * (self.ranks - 1)
+        order = order_of(layout, costs, links)
+        step = simulate(self.schedule, self.micro_batches, costs, links, programs=order)
         start = LayerSeconds(self.start_seconds, 2 * self.start_seconds)
         facts = FinishedRun(
             job=self.job,

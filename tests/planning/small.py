@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.planning.layouts import Machine, Workload, machine
+from ddpm_ds.planning.inputs import Machine, Workload, machine
 from ddpm_ds.planning.predictor import Predictor
 from tests.ds_json import config_of
 from tests.launching import tiny_spec

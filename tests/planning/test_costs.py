@@ -11,8 +11,9 @@ from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
-from ddpm_ds.planning.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
-from ddpm_ds.planning.layouts import ds_config, machine, rank_stages
+from ddpm_ds.planning.costs import links, planned_costs, ring_bandwidth, ring_seconds, step_traffic
+from ddpm_ds.planning.decisions import ds_config
+from ddpm_ds.planning.inputs import machine, rank_stages
 from ddpm_ds.planning.simulate import typical_programs
 from ddpm_ds.schema.layout import Layout, Schedule
 from tests.ds_json import laid_out
@@ -23,7 +24,7 @@ RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
 
 
 @pytest.mark.parametrize(
-    ("layout", "devices", "nodes", "rings", "links"),
+    ("layout", "devices", "nodes", "rings", "speeds"),
     [
         (FOLD, 8, 2, [100, 100], [10]),  # each stage is a node
         (replace(FOLD, across_hosts="replicas"), 8, 2, [20, 20], [100]),  # two pipelines in each node
@@ -33,13 +34,12 @@ RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
     ],
 )
 def test_what_crosses_nodes_is_as_slow_as_their_network(
-    layout: Layout, devices: int, nodes: int, rings: list[float], links: list[float]
+    layout: Layout, devices: int, nodes: int, rings: list[float], speeds: list[float]
 ) -> None:
     """A ring through several nodes is as fast as the network of the fewest devices that a node has in it."""
     machine = small_machine(devices, nodes=nodes, **RATES)
     assert [ring_bandwidth(machine, layout, stage) for stage in range(layout.stages)] == rings
-    between = link(machine, layout)
-    assert [between(stage, stage + 1).bytes_per_second for stage in range(layout.stages - 1)] == links
+    assert [link.bytes_per_second for link in links(machine, layout)] == speeds
 
 
 def test_an_all_reduce_goes_around_the_ring_twice() -> None:

@@ -17,8 +17,8 @@ from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
 from ddpm_ds.planning import memory
 from ddpm_ds.planning import predictor as predict
-from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, fitted, search, sort_out
-from ddpm_ds.planning.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine, machine_like
+from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, ds_config, fitted, layouts, search, sort_out
+from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload, machine, machine_like
 from ddpm_ds.planning.memory import activation_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.schema.layout import Layout

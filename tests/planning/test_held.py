@@ -19,7 +19,7 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.diffusion.condition import Encoded
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.planning.layouts import ds_config
+from ddpm_ds.planning.decisions import ds_config
 from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.train.ema import Ema

@@ -14,7 +14,8 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.observe.device_speed import _inputs
 from ddpm_ds.planning.costs import DRAWS, launches
-from ddpm_ds.planning.layouts import LAUNCH_SECONDS, Workload, layouts, machine
+from ddpm_ds.planning.decisions import layouts
+from ddpm_ds.planning.inputs import LAUNCH_SECONDS, Workload, machine
 from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet import operations

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.planning.decisions import candidates
-from ddpm_ds.planning.layouts import ds_config, kind_of, layouts
+from ddpm_ds.planning.decisions import candidates, ds_config, layouts
+from ddpm_ds.planning.inputs import kind_of
 from ddpm_ds.planning.memory import pipeline_memory
 from ddpm_ds.schema.layout import Layout
 from tests.ds_json import config_of, laid_out

@@ -10,7 +10,7 @@ import pytest
 
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.planning import memory as memory_model
-from ddpm_ds.planning.layouts import Workload, rank_stages
+from ddpm_ds.planning.inputs import Workload, rank_stages
 from ddpm_ds.planning.memory import (
     COLLECTIVE_BYTES,
     EDGE_BYTES,

@@ -8,7 +8,7 @@ import pytest
 
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.ground.errors import DsConfigError
-from ddpm_ds.planning.layouts import machine_like
+from ddpm_ds.planning.inputs import machine_like
 from ddpm_ds.planning.run_plan import make_plan
 from tests.launching import REPOSITORY, drafted
 

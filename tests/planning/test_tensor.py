@@ -13,8 +13,8 @@ from ddpm_ds.ground.units import gib
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.planning import decisions
 from ddpm_ds.planning.costs import planned_costs
-from ddpm_ds.planning.decisions import choose_layout, search
-from ddpm_ds.planning.layouts import USABLE_MEMORY, Workload, ds_config, layouts, tensor_splits
+from ddpm_ds.planning.decisions import choose_layout, ds_config, layouts, search, tensor_splits
+from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload
 from ddpm_ds.planning.memory import COLLECTIVE_BYTES, peak_bytes, pipeline_memory
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.layers import BlockLayer

@@ -263,35 +263,3 @@ def test_permanent_objects_are_never_collected_again_even_if_making_them_fails()
         raise KeyError
     assert gc.isenabled() and not any(one is kept for one in gc.get_objects())
     gc.unfreeze()
-
-
-DECODES = """
-import signal, sys
-from multiprocessing.popen_spawn_posix import Popen
-from ddpm_ds.data import prepare
-from ddpm_ds.processes.ranks import recorded
-
-class Decoding:
-    large = None
-    def parts(self, numbers): return [range(1)] * 8
-
-def main():
-    launch = Popen._launch
-    def launched(self, process):
-        launch(self, process)
-        if "SpawnProcess-2" in process.name:
-            signal.raise_signal(signal.SIGTERM)
-    Popen._launch = launched
-    with prepare.by_processes(Decoding(), 2) as chunks:
-        list(chunks(range(8)))
-
-if __name__ == "__main__":
-    sys.exit(recorded(main, stoppable=True))
-"""
-
-
-def test_a_rank_that_is_stopped_while_its_decoders_start_ends_without_a_word(tmp_path: Path) -> None:
-    script = tmp_path / "decodes.py"
-    script.write_text(DECODES)
-    done = subprocess.run([sys.executable, script], capture_output=True, env=ENVIRONMENT, timeout=PATIENCE_SECONDS)
-    assert (done.returncode, done.stdout, done.stderr) == (75, b"", b"")

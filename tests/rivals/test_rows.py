@@ -29,7 +29,7 @@ def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str) 
     spec, path = REPOSITORY / "launch" / "specs" / "digits.yaml", REPOSITORY / "ds_configs" / config
     changes = [*TINY, f"data.store_root={store_root}", *overrides]
     draft = drafted(spec, changes, path, world_size=1, stages=None)
-    plan = make_plan(draft, ("0",), machine_here(draft.ds.precision, ("0",), 1))
+    plan = make_plan(draft, ("0",), machine_here(draft.ds.precision, 1))
     return Setting(plan, prepare(plan.spec.data), CPU)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
-import json
 import math
 import os
 import resource
@@ -28,8 +27,9 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
-from ddpm_ds.tracking.sender import MlflowRun
+from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, read
+from ddpm_ds.tracking.sender import Sender
+from ddpm_ds.tracking.tracker import Tracker
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
 
@@ -39,6 +39,13 @@ pytestmark = pytest.mark.launch
 def written(root: Path) -> list[dict[str, Any]]:
     """The events of the run in ``root``."""
     return [record for record, _ in read(root / "run" / EVENTS, 0, 10**9)]
+
+
+def start_in_mlflow(root: Path, **changes: Any) -> Tracker:
+    """A run that MLflow has already."""
+    tracker = start(root, **changes)
+    wait_for(lambda: tracker.run_id)
+    return tracker
 
 
 def send(root: Path) -> int:
@@ -111,11 +118,6 @@ def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_
     (root / "run" / "events.sent.json").unlink()
     assert send(root) == 0
     assert [found.path for found in MlflowClient().list_artifacts(read_run(root).info.run_id)] == ["missing.txt"]
-    (late := root / "run" / SYSTEM_METRICS).mkdir()
-    of_host = {"metrics": {"system/b/cpu": 1.0}, "time": int(time.time() * 1000)}
-    (late / "b.jsonl").write_text(json.dumps(of_host) + "\n")
-    assert send(root) == 0 and [value for _, value in history(root, "system/b/cpu")] == [1.0]
-    assert read_run(root).info.status == "FINISHED" and history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
 
 
 def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +284,7 @@ def test_a_start_that_a_full_disk_refused_comes_before_the_next_event(
 def test_a_run_that_was_killed_is_so_in_mlflow_when_its_folder_is_taken_again(root: Path) -> None:
     """The second run is another one, as after a start that saved nothing; ``send`` does the same for the last one."""
     for identity, killed in (("one", True), ("two", False), ("three", True)):
-        tracker = start(root, identity=identity)
-        tracker.wait_for_run(lambda: False)
+        tracker = start_in_mlflow(root, identity=identity)
         if killed:
             tracker._process.kill()
             tracker._process.wait()
@@ -299,23 +300,12 @@ def test_a_run_that_was_killed_is_so_in_mlflow_when_its_folder_is_taken_again(ro
 
 def test_a_child_finds_its_parent_however_late_that_comes(root: Path) -> None:
     said: list[str] = []
-    child = start(root, identity="child", parent="parent", log=said.append)
-    child.wait_for_run(lambda: False)
+    child = start_in_mlflow(root, identity="child", parent="parent", log=said.append)
     (root / "sweep").mkdir()
-    parent = start(root, identity="parent", run_dir=root / "sweep")
-    parent.wait_for_run(lambda: False)
+    parent = start_in_mlflow(root, identity="parent", run_dir=root / "sweep")
     link = child.finish("FINISHED", PATIENCE_SECONDS)
     run = MlflowClient(f"sqlite:///{root}/mlflow.db").get_run(str(link.run_id))
     assert run.data.tags[PARENT_TAG] == parent.finish("FINISHED", PATIENCE_SECONDS).run_id and said == []
-
-
-def test_a_parent_that_mlflow_can_not_have_is_not_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
-    said: list[str] = []
-    tracker = start(root, log=said.append)
-    tracker.wait_for_run(lambda: False)
-    assert tracker.run_id is None and "Connection refused" in said[0]
-    tracker.finish("FAILED", timeout_seconds=0.1)
 
 
 SERVER = "http://tracker:5000"
@@ -334,14 +324,14 @@ def test_files_of_a_server_that_keeps_them_in_its_own_folder_are_refused(
     uri: str, files: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    run = MlflowRun(Mock(), Mock())
-    run._client, run._start = Mock(), {"output_root": str(tmp_path)}
-    run._run = Mock(info=Mock(artifact_uri=files.replace("{root}", str(tmp_path))))
+    sender = Sender(tmp_path / EVENTS, {"start": {"output_root": str(tmp_path)}}, Mock(), Mock())
+    sender._client = Mock()
+    sender._run = Mock(info=Mock(artifact_uri=files.replace("{root}", str(tmp_path))))
     message = r"in /nowhere/mlruns/1, a folder that is not on this host; start"
     for record in ({"artifact": "x", "folder": ""}, {"text": "x", "name": "x"}):
         with contextlib.nullcontext() if kept else pytest.raises(FileNotFoundError, match=message):
-            run.send([record])
-    assert len(run._client.method_calls) == 2 * kept
+            sender._send([record])
+    assert len(sender._client.method_calls) == 2 * kept
 
 
 @pytest.mark.parametrize(

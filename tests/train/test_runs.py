@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from ddpm_ds.tracking.recorder import PARAMETERS
-from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.run_folder import RATE, RunFolder, mean_of_points
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
@@ -202,7 +202,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     (trained,), (speed,) = ([line for line in shown if line.startswith(word)] for word in ("trained", "speed"))
     (share,) = re.findall(r"sampling and validation +([\d.]+%)", "\n".join(verdict))
     assert f"sampling and validation {share}, checkpoints" in trained
-    assert f" {RunFolder(one_process).images_per_second:,.4g} images/s, " in speed
+    assert f" {mean_of_points(RATE, RunFolder(one_process).histories()[RATE]):,.4g} images/s, " in speed
     chatter = [line for line in shown if not line.startswith(known) and "images (" not in line and line not in verdict]
     assert not chatter, "\n".join(chatter)
 

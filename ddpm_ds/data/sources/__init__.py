@@ -8,24 +8,21 @@ so they import the libraries of extras in functions.
 
 from pathlib import Path
 
-from ddpm_ds.data.sources.arrays import open_arrays, open_digits, open_numpy, open_torchvision
+from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_numpy
 from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
 from ddpm_ds.data.sources.variables import open_stored
-from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
 OPENERS: dict[str, Opener] = {
     "digits": open_digits,
-    "cifar10": open_torchvision,
+    "cifar10": open_cifar10,
     "folder": open_folder,
     "arrays": open_arrays,
-    "webdataset": open_webdataset,
     "huggingface": open_huggingface,
-    "torchvision": open_torchvision,
 }
 """Functions that open sources of pictures, by `data.source`; :data:`ddpm_ds.schema.choices.SOURCES` has their words."""
 FIELD_OPENERS: dict[str, VariablesOpener] = {

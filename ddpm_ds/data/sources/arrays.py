@@ -1,13 +1,8 @@
-"""Images in one array: numpy's ``.npy`` and ``.npz`` files, the digits, and torchvision's data sets of images with one
-class each, which it downloads or which are put by hand; some of these hold image files instead.
-"""
+"""Images in one array: numpy's ``.npy`` and ``.npz`` files, the digits and CIFAR-10."""
 
 import contextlib
-import difflib
 import errno
-import inspect
 import io
-import os
 import shutil
 import tempfile
 import zipfile
@@ -16,7 +11,6 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -27,16 +21,13 @@ from ddpm_ds.data.sources.base import (
     NETWORK_TIMEOUT_SECONDS,
     UNLABELLED,
     Labels,
-    Names,
     Pixels,
-    Source,
     labelled,
     map_array,
     network_limit,
     one_line,
     read_path,
 )
-from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.sources.variables import Array, Variable, Variables
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
@@ -136,71 +127,21 @@ def open_numpy(path: Path, spec: DataSpec) -> Variables:
     return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
 
 
-def open_torchvision(spec: DataSpec, progress: bool) -> Source:
-    """Open split ``data.split`` of the data set ``data.name`` in ``torchvision.datasets``, or CIFAR-10's."""
-    from torchvision import datasets  # imports torch
+def open_cifar10(spec: DataSpec, progress: bool) -> ArraySource:
+    """Open the 50,000 training images of CIFAR-10, which torchvision downloads into ``store_root``."""
+    from torchvision.datasets import CIFAR10  # imports torch
 
-    name = "CIFAR10" if spec.name is None else spec.name
-    key = f"data.source = {spec.source}" if spec.name is None else f"data.name = {name}"
-    kind: Any = getattr(datasets, name, None) if name in datasets.__all__ else None
-    known = inspect.isclass(kind)  # a name of its own, else mypy takes the kind for object
-    if not known:
-        near = difflib.get_close_matches(name, datasets.__all__, 1, 0.0)[0]
-        raise DataError(f"{key} is no data set of torchvision; did you mean {near}?")
     folder = spec.store_root / "downloads"
-    parameters = inspect.signature(kind).parameters
-    options: dict[str, object] = {}
-    if "download" not in parameters and "kwargs" not in parameters:
-        raise DataError(f"{key} is not downloaded by torchvision; use source folder for files that you have")
-    if "split" in parameters:
-        options = {} if spec.split is None else {"split": spec.split}
-    elif "train" not in parameters and spec.split is not None:
-        raise DataError(f"data.split = {spec.split}: {key} has no parts; remove it")
-    elif spec.split not in (None, "train", "test"):
-        raise DataError(f"data.split = {spec.split}: the parts of {key} are train and test")
-    elif "train" in parameters:
-        options = {"train": spec.split != "test"}
     # torchvision's progress bar has no switch of its own
     silent = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         # hosts that share the folder take turns, since two downloads would write the same files
         with FileLock(folder / ".lock"), network_limit(NETWORK_TIMEOUT_SECONDS), silent:
-            opened = kind(str(folder), download=True, **options)
+            opened = CIFAR10(str(folder), download=True)
     except (OSError, HTTPException, RuntimeError) as error:
-        url, file = getattr(kind, "url", None), getattr(kind, "filename", None)
-        by_hand = (
-            f"get {url} by hand and put it at {folder / file}" if url and file else f"put its files below {folder}"
-        )
-        raise DataError(f"{key} can't be downloaded ({one_line(error)}); {by_hand}") from error
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{key} with data.split = {spec.split}: {one_line(error)}") from error
-    except ImportError as error:
-        raise DataError(f"{key} needs another package ({one_line(error)}); install it with pip") from error
-    return _torchvision_source(opened, key)
-
-
-def _torchvision_source(opened: object, key: str) -> Source:
-    """Return the source of an opened data set, from attributes alone, so that no image is decoded."""
-    found = vars(opened)
-    pairs: Any = next((found[name] for name in ("samples", "_samples", "imgs") if name in found), [])
-    images: Any = next((found[name] for name in ("data", "_image_files", "_images") if name in found), None)
-    labels: Any = next((found[name] for name in ("targets", "labels", "_labels") if name in found), None)
-    if images is None and pairs:
-        images, labels = zip(*pairs, strict=True)
-    try:
-        numbers = np.array([UNLABELLED if label is None else int(label) for label in labels], np.int64)
-        files = isinstance(images, list | tuple) and all(isinstance(image, str | os.PathLike) for image in images)
-        pixels = None if files else np.asarray(images)
-        if len(images) != len(numbers) or not len(numbers) or numbers.min() < 0 <= numbers.max():
-            raise ValueError
-        if pixels is not None and pixels.dtype != np.uint8:
-            raise ValueError
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that is not a number
-        raise DataError(f"{key} is no data set of images with one class each; use one such as CIFAR100") from None
-    names = getattr(opened, "classes", None)
-    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-    classes, numbers = labelled(numbers, names if named else None)
-    if pixels is None:
-        return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
-    return ArraySource(classes, numbers, pixels)
+        raise DataError(
+            f"data.source = cifar10 can't be downloaded ({one_line(error)}); get {CIFAR10.url} by hand and put it at "
+            f"{folder / CIFAR10.filename}"
+        ) from error
+    return ArraySource(tuple(opened.classes), np.array(opened.targets, np.int64), opened.data)

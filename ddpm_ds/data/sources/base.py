@@ -61,7 +61,7 @@ class UnreadableImage(Exception):
     """Error for an image of a source that can't be read and is skipped; too many of them are an error."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)  # lets it be pickled to another process
+        super().__init__(name, reason)
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Captions:
                 whole = text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
                 numbers.append(seen.setdefault(whole, len(seen)))
             ends.append(len(numbers))
-        self.texts = Names(seen)
+        self.texts = tuple(seen)
         self.missing: Sequence[int] = missing
         """Images without captions, which are an error."""
         self.advice = ""
@@ -138,7 +138,7 @@ def under_other_keys(others: Mapping[str, str], key: str) -> str:
 
 
 class Source(Protocol):
-    """Opened source of N images, numbered from 0; when it is pickled, its files are opened again."""
+    """Opened source of N images, numbered from 0, which several threads read at once."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -180,26 +180,6 @@ def network_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
-
-
-class Names:
-    """Compact list of millions of texts such as paths, stored as two arrays, which are fast to pickle."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        text, ends = bytearray(), array("q", [0])
-        for name in names:
-            text += os.fsencode(name)
-            ends.append(len(text))
-        self._text, self._ends = bytes(text), np.frombuffer(ends, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, i: int, /) -> str:
-        return os.fsdecode(self._text[self._ends[i] : self._ends[i + 1]])
 
 
 def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:

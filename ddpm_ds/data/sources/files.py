@@ -45,7 +45,7 @@ class FolderSource:
     classes: tuple[str, ...]
     labels: base.Labels = field(repr=False)
     root: Path
-    files: base.Names = field(repr=False)
+    files: Sequence[str] = field(repr=False)
     captions: base.Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:
@@ -81,7 +81,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
             base.print_once(
                 f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch"
             )
-    return FolderSource(*classed, root, base.Names(files), captions)
+    return FolderSource(*classed, root, files, captions)
 
 
 def _captions(

@@ -1,4 +1,5 @@
-"""Data sets of Hugging Face's ``datasets`` library: a folder that it saved, parquet and arrow files, or a hub name.
+"""Data sets of Hugging Face's ``datasets`` library: a folder that it saved, parquet and arrow files, WebDataset's tar
+shards, or a hub name.
 
 The library only downloads and converts. Images are then read directly from memory-mapped Arrow files, since importing
 the library takes seconds, and memory in each process.
@@ -19,7 +20,7 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder written by ``save_to_disk`` is recognised."""
 LABELS = ("u?int", "string")
 """Types of columns of labels; class labels are int64."""
-FILES = {".parquet": "parquet", ".arrow": "arrow"}
+FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 """Loaders of the library for single files."""
 
 
@@ -40,9 +41,6 @@ class HuggingFaceSource:
 
         tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
         self._rows = pa.concat_tables(tables).column(self.column)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return HuggingFaceSource, (self.classes, self.labels, self.files, self.column, self.root)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,11 +116,11 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
 def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
     """Load a data set, or a dictionary of data sets by split, with the library; raises DataError."""
     path, name, options = spec.path, spec.name, {"cache_dir": str(spec.store_root / "downloads" / "huggingface")}
-    fix = "give what save_to_disk wrote, a .parquet or .arrow file or a folder of them with --set data.path=PATH"
+    fix = "give what save_to_disk wrote, a .parquet, .arrow or .tar file or a folder of them with --set data.path=PATH"
     if path is not None and not path.exists():
         raise DataError(f"{key} does not exist; {fix}")
     if path is not None and path.is_file() and path.suffix not in FILES:
-        raise DataError(f"{key} is no .parquet or .arrow file; {fix}")
+        raise DataError(f"{key} is no .parquet, .arrow or .tar file; {fix}")
     try:
         if path is None:
             assert name is not None  # the run spec checks it

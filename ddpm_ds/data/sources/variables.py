@@ -42,6 +42,8 @@ Array: TypeAlias = "npt.NDArray[Any]"
 Selection: TypeAlias = Any
 """Range of the first dimension, or a tuple of slices."""
 
+STACKS = ("(N, H, W)", "(N, C, H, W)")
+"""Shapes of images and of conditions."""
 USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
 """Names that are looked for where the spec names none."""
 SMALL_BYTES = 2**22
@@ -154,6 +156,8 @@ class Arrays:
     key: str
     path: Path
     found: Variables
+    filled: bool
+    """Whether missing chunks are read as the fill value."""
 
     def __str__(self) -> str:
         return f"{self.key} = {self.path}"
@@ -177,7 +181,7 @@ class Arrays:
         for variable in found:
             if variable.fault:
                 raise DataError(f"{variable.name} of {self} {variable.fault}")
-            lacking, count = variable.lacks() if variable.fill == variable.fill else (0, 0)
+            lacking, count = (0, 0) if self.filled or variable.fill != variable.fill else variable.lacks()
             if lacking:
                 key = ", or --set data.missing_chunks=fill takes that value" if self.key.startswith("data.") else ""
                 raise DataError(
@@ -186,8 +190,42 @@ class Arrays:
                 )
         return found
 
-    def only(self, key: str, usual: Sequence[str], fits: Callable[[Variable], bool]) -> list[Variable]:
-        """Return the array with a usual name, or the only one that fits; raises DataError."""
+    def taken(
+        self,
+        key: str,
+        names: Sequence[str],
+        shapes: Sequence[str],
+        counted: tuple[str, int] | None = None,
+        size: tuple[int, int] | None = None,
+        usual: Sequence[str] = (),
+        fits: Callable[[Variable], bool] | None = None,
+    ) -> list[Variable]:
+        """Return the arrays with ``names``, which ``key`` of the spec lists, checked; without names one with a usual
+        name, or the only one that ``fits``. Raises DataError.
+
+        Each letter of ``shapes`` is a dimension, C or K channels; ``counted`` is the key for all channels, and their
+        number in the spec. ``size`` is the height and width that they must have.
+        """
+        found, has = self.named(key, names) if names or fits is None else self._only(key, usual, fits), 0
+        for variable in found:
+            name, shape = f"{variable.name} of {self}", variable.shape
+            kinds = {len(letters): letters for letters in (re.findall(r"\w", each) for each in shapes)}
+            if len(shape) not in kinds:
+                raise DataError(f"{name} is {_size(shape)}, and should be {' or '.join(shapes)}")
+            if variable.dtype.kind not in "fiub":
+                raise DataError(f"{name} holds {variable.dtype}, and should hold floats or whole numbers")
+            if size is not None and variable.size != size:
+                sizes = f"{written(variable.size)}, and the images are {written(size)}"
+                raise DataError(f"{name} is {sizes}; bring it to their size")
+            has += math.prod(side for side, letter in zip(shape, kinds[len(shape)], strict=True) if letter in "CK")
+        if counted is not None and has != counted[1]:
+            together, have = ", ".join(variable.name for variable in found), "has" if len(found) == 1 else "have"
+            raise DataError(
+                f"{counted[0]} = {counted[1]}, but {together} of {self} {have} {has}; --set {counted[0]}={has}"
+            )
+        return found
+
+    def _only(self, key: str, usual: Sequence[str], fits: Callable[[Variable], bool]) -> list[Variable]:
         fitting = [variable for variable in self.found.values() if fits(variable)]
         chosen = [self.found[name] for name in usual if name in self.found][:1] or fitting
         if len(chosen) == 1:
@@ -196,19 +234,10 @@ class Arrays:
         raise DataError(f"{key} is empty, and {self} holds {_listed(holds)}; name arrays with --set {key}=[NAME,...]")
 
 
-def open_arrays_of(spec: DataSpec, opener: Opener, condition: bool = False) -> Arrays:
-    """Open ``data.path`` or, for the ``condition``, its own path; raises DataError."""
-    key, path = "data.path", spec.path
-    if condition and spec.condition is not None and spec.condition.path is not None:
-        key, path = "data.condition.path", spec.condition.path
-    assert path is not None, "the run spec checks it"
-    if not path.exists():
-        raise DataError(f"{key} = {path} does not exist; give it with --set {key}={SOURCES[spec.source].path}")
-    return open_at(key, path, spec, opener)
-
-
 def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
     """Open the file or folder that ``key`` names, by the opener of ``spec.source``; raises DataError."""
+    if not path.exists():
+        raise DataError(f"{key} = {path} does not exist; give it with --set {key}={SOURCES[spec.source].path}")
     try:
         if not path.is_dir():
             open_regular(path).close()
@@ -221,21 +250,18 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
         ) from error
     except Exception as error:  # a library may raise anything on a damaged file
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
-    before = path.stat()
+    before = path.stat().st_size
     watched = {name: _watched(each, path, before) for name, each in found.items()}
-    if spec.missing_chunks == "fill":
-        watched = {name: replace(each, lacks=lambda: (0, 0)) for name, each in watched.items()}
     found = {name: _opened(name, partial(_finished, each, watched)) for name, each in watched.items()}
-    return Arrays(key, path, found)
+    return Arrays(key, path, found, spec.missing_chunks == "fill")
 
 
-def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
-    """Return an array whose reads raise OSError for any fault, and DataError once its file was cut short."""
+def _watched(variable: Variable, path: Path, before: int) -> Variable:
+    """Return an array whose reads raise OSError for any fault, and DataError once its file has fewer bytes."""
 
     def check() -> None:  # HDF5 reads zeros beyond the end, and a mapped file ends the process
-        if (size := path.stat().st_size) < before.st_size and not path.is_dir():
-            sizes = f"from {before.st_size:,} to {size:,} bytes"
-            raise DataError(f"{path} was cut {sizes} while it was read; bring it back")
+        if (size := path.stat().st_size) < before and not path.is_dir():
+            raise DataError(f"{path} was cut from {before:,} to {size:,} bytes while it was read; bring it back")
 
     def read(part: Selection) -> Array:
         check()
@@ -255,9 +281,8 @@ def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
     def fits(variable: Variable) -> bool:
         return len(variable.shape) in (3, 4) and variable.size == spec.stored_size
 
-    key = "data.variables"
-    found = arrays.named(key, spec.variables) if spec.variables else arrays.only(key, USUAL_IMAGES, fits)
-    _check_kinds(arrays, found, "(N, H, W)", "(N, C, H, W)")
+    counted = ("data.channels", spec.channels)
+    found = arrays.taken("data.variables", spec.variables, STACKS, counted, usual=USUAL_IMAGES, fits=fits)
     for variable in found:
         if not spec.are_fields and variable.dtype != np.uint8:
             raise DataError(
@@ -270,7 +295,6 @@ def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
                 f"{key} = {written(spec.stored_size)}, but {variable.name} of {arrays} is {has}, and fields are not "
                 f"scaled; --set {key}={has}"
             )
-    _check_channels(arrays, found, "data.channels", spec.channels)
     return found
 
 
@@ -280,9 +304,8 @@ def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[V
     def fits(variable: Variable) -> bool:
         return arrays.key == "data.condition.path" and len(variable.shape) in (3, 4)
 
-    key = "data.condition.variables"
-    found = arrays.named(key, asked.variables) if asked.variables else arrays.only(key, USUAL_CONDITION, fits)
-    _check_kinds(arrays, found, "(N, h, w)", "(N, C, h, w)")
+    key, counted = "data.condition.variables", ("data.condition.channels", asked.channels)
+    found = arrays.taken(key, asked.variables, STACKS, counted, usual=USUAL_CONDITION, fits=fits)
     for variable in found:
         if variable.size != found[0].size:
             sizes = [f"{each.name} is {written(each.size)}" for each in (found[0], variable)]
@@ -292,7 +315,6 @@ def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[V
                 f"data.crop_from = {written(spec.stored_size)} crops images and condition alike, and {variable.name} "
                 f"of {arrays} is {written(variable.size)}; use null, or a condition of the images' size"
             )
-    _check_channels(arrays, found, "data.condition.channels", asked.channels)
     return found
 
 
@@ -300,36 +322,24 @@ def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array 
     """Return the constant fields, float32 (C, H, W), None if there are none; raises DataError."""
     if not asked.constants:
         return None
-    key, parts = "data.condition.constants", list[Array]()
-    found = arrays.named(key, asked.constants)
-    _check_kinds(arrays, found, "(H, W)", "(C, H, W)", size=spec.stored_size)
-    for variable in found:
-        values = arrays.read_all(variable).astype(np.float32).reshape(-1, *spec.stored_size)
+    key, size, parts = "data.condition.constants", spec.stored_size, list[Array]()
+    counted = ("data.condition.constant_channels", asked.constant_channels)
+    for variable in arrays.taken(key, asked.constants, ("(H, W)", "(C, H, W)"), counted, size):
+        values = arrays.read_all(variable).astype(np.float32).reshape(-1, *size)
         finite = np.isfinite(values).all(axis=(1, 2))
         if not finite.all():
             where = f"{variable.name} of {arrays} has NaN or infinity in channel {finite.argmin()}"
             raise DataError(f"{key}: {where}; replace it")
         parts.append(values)
-    _check_channels(arrays, found, "data.condition.constant_channels", asked.constant_channels, sum(map(len, parts)))
     return np.concatenate(parts)
 
 
-def vector_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[Variable]:
-    """Return the arrays that are the vector, checked; raises DataError."""
-    found = arrays.named("data.condition.vector", asked.vector)
-    _check_kinds(arrays, found, "(N,)", "(N, K)")
-    _check_channels(arrays, found, "data.condition.vector_size", asked.vector_size)
-    return found
-
-
-def mask_of(spec: DataSpec, arrays: Arrays) -> Variable | None:
-    """Return the array that is the mask, None without one or with ``nan``; raises DataError."""
-    if spec.mask is None or spec.mask == "nan":
-        return None
-    (found,) = arrays.named("data.mask", [spec.mask])
-    _check_kinds(arrays, [found], "(H, W)", "(N, H, W)", "(N, C, H, W)", size=spec.stored_size)
+def mask_of(spec: DataSpec, name: str, arrays: Arrays) -> Variable:
+    """Return the array ``name`` that is the mask, checked; raises DataError."""
+    shapes = ("(H, W)", "(N, H, W)", "(N, C, H, W)")
+    (found,) = arrays.taken("data.mask", [name], shapes, size=spec.stored_size)
     if len(found.shape) == 4 and found.shape[1] not in (1, spec.channels):
-        raise DataError(f"data.mask: {found.name} of {arrays} has {found.shape[1]} channels; use 1 or {spec.channels}")
+        raise DataError(f"data.mask: {name} of {arrays} has {found.shape[1]} channels; use 1 or {spec.channels}")
     return found
 
 
@@ -356,27 +366,6 @@ def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
     if count > MOST_IMAGES:
         raise DataError(f"{first.name} of {where} has {count:,} images, more than {MOST_IMAGES:,}; split it")
     return count
-
-
-def _check_kinds(arrays: Arrays, found: Sequence[Variable], *shapes: str, size: tuple[int, int] | None = None) -> None:
-    """Refuse arrays of other ``shapes``, each letter a dimension, of another ``size`` or without real numbers."""
-    for variable in found:
-        name = f"{variable.name} of {arrays}"
-        if len(variable.shape) not in [sum(map(str.isalpha, shape)) for shape in shapes]:
-            raise DataError(f"{name} is {_size(variable.shape)}, and should be {' or '.join(shapes)}")
-        if variable.dtype.kind not in "fiub":
-            raise DataError(f"{name} holds {variable.dtype}, and should hold floats or whole numbers")
-        if size is not None and variable.size != size:
-            has = f"{written(variable.size)}, and the images are {written(size)}"
-            raise DataError(f"{name} is {has}; bring it to their size")
-
-
-def _check_channels(arrays: Arrays, found: Sequence[Variable], key: str, asked: int, has: int | None = None) -> None:
-    """Refuse arrays that have other channels together, or as counted, than ``key`` of the spec asks for."""
-    has = sum(variable.channels for variable in found) if has is None else has
-    if has != asked:
-        names, have = ", ".join(variable.name for variable in found), "has" if len(found) == 1 else "have"
-        raise DataError(f"{key} = {asked}, but {names} of {arrays} {have} {has}; --set {key}={has}")
 
 
 def _size(shape: Sequence[int]) -> str:
@@ -447,7 +436,9 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # registers more filters
 
-    return _hdf5(h5py.File(path, "r"), path)
+    opened, names = h5py.File(path, "r"), list[str]()
+    opened.visit(names.append)  # which follows no links
+    return {_text(name): _opened(_text(name), partial(_hdf5_array, name, opened)) for name in names}
 
 
 def _variable(
@@ -489,7 +480,6 @@ def _zarr_array(
         attributes.setdefault("_FillValue", array.fill_value)  # as xarray writes and reads it
 
     def lacks() -> tuple[int, int]:
-        """Compare the files with the grid of chunks."""
         grid = [-(-side // chunk) for side, chunk in zip(array.shape, array.shards or array.chunks, strict=True)]
         there = 0
         for chunk in (file.removeprefix(inside) for file in files if file.startswith(inside)):
@@ -515,45 +505,22 @@ def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
                 _check_codecs(each.get("configuration") or {}, version)
 
 
-def _hdf5(file: Any, path: Path) -> Variables:
-    """Open the data sets of all groups of an HDF5 file; dimension scales are coordinates, links are not followed."""
+def _hdf5_array(name: str, file: Any) -> Variable:
+    """Return a data set of an HDF5 file, nothing for a group; dimension scales are coordinates."""
     import h5py
 
-    found: Variables = {}
-    groups, seen = [("", file)], set()
-    for above, group in groups:  # which grow
-        if (place := h5py.h5o.get_info(group.id).addr) in seen:
-            continue
-        seen.add(place)
-        for each in group:
-            name = _text(f"{above}{each}")
-            if isinstance(group.get(each, getlink=True), h5py.HardLink):
-                item = group.get(each)
-                if isinstance(item, h5py.Group):
-                    groups.append((f"{name}/", item))
-                elif not isinstance(item, h5py.Datatype):
-                    found[name] = _opened(name, partial(_hdf5_array, name, item, path))
-    return found
-
-
-def _hdf5_array(name: str, item: Any, path: Path) -> Variable:
-    import h5py
-
-    if _text(item.attrs.get("NAME", "")).startswith(NO_VARIABLE):
+    item = file[name]
+    if not isinstance(item, h5py.Dataset) or _text(item.attrs.get("NAME", "")).startswith(NO_VARIABLE):
         return _nothing(name)
     made = item.id.get_create_plist()
     for code, _, _, called in map(made.get_filter, range(made.get_nfilters())):
         if not h5py.h5z.filter_avail(code):
             named = _text(called) or "without a name"
             raise ValueError(f"it needs HDF5's filter {code}, {named}: pip install hdf5plugin")
-    if item.external:
-        raise ValueError(f"its values are in another file, {item.external[0][0]}; write it again into one file")
-    mapped = _mapped(item, path) if item.is_virtual else 0
+    if item.external or item.is_virtual:
+        raise ValueError("its values are in other files; write it again into one file")
 
     def lacks() -> tuple[int, int]:
-        """Compare stored chunks with their grid, or mapped values with all."""
-        if item.is_virtual:
-            return max(0, item.size - mapped), item.size
         if item.chunks is None:
             return int(item.size > 0 and item.id.get_storage_size() == 0), 1
         chunks = math.prod(-(-side // chunk) for side, chunk in zip(item.shape, item.chunks, strict=True))
@@ -561,31 +528,6 @@ def _hdf5_array(name: str, item: Any, path: Path) -> Variable:
 
     dimensions = (_text(each[0].name if len(each) else each.label).lstrip("/") for each in item.dims)
     return _variable(name, item, dimensions, item.attrs, fill=item.fillvalue, lacks=lacks)
-
-
-def _mapped(item: Any, path: Path) -> int:
-    """Return how many values of a virtual data set have a source, which HDF5 itself would not look for."""
-    import h5py
-
-    count = 0
-    for part in item.virtual_sources():
-        source = path if part.file_name == "." else path.parent / part.file_name
-        try:
-            open_regular(source).close()
-        except FileNotFoundError:
-            raise ValueError(f"its source {source} is not there") from None
-        with h5py.File(source, "r") as opened:
-            found, selected, size = opened.get(part.dset_name), part.src_space, part.vspace.get_select_npoints()
-            there = isinstance(found, h5py.Dataset) and not (found.is_virtual or found.external)
-            if there and selected.get_select_type() == h5py.h5s.SEL_ALL:
-                there = found.size == size
-            elif there:
-                _, last = selected.get_select_bounds()
-                there = len(last) == found.ndim and all(np.less(last, found.shape))
-            if not there:
-                raise ValueError(f"its source {part.dset_name} of {source} is not there as a data set of its own")
-        count += size
-    return count
 
 
 def _text(value: object) -> str:

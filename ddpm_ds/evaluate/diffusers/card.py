@@ -10,7 +10,7 @@ from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.tracking.run_folder import RunFolder
 
 
-def model_card(trained: Trained, *, hub_name: str | None = None, **written: str | None) -> str:
+def model_card(trained: Trained, **written: str | None) -> str:
     """Return the model card in Markdown, with the front matter that model hubs read.
 
     ``written`` are the ``precision``, the ``label`` folded into the weights, the ``picture`` of samples, and the
@@ -24,7 +24,6 @@ def model_card(trained: Trained, *, hub_name: str | None = None, **written: str 
         spec=trained.spec,
         title=trained.spec.name if trained.spec else Path(trained.origin).resolve().name,
         parameters=sum(parameter.numel() for parameter in trained.unet.parameters()),
-        here=hub_name or ".",
         **written,
         text=text,
         pipeline=pipeline_of(trained) if text else plain,

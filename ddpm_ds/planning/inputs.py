@@ -1,37 +1,21 @@
-"""What is planned for: devices, by discounted data sheets, a run, its layouts on them, and the DeepSpeed JSON of each.
-
-Does not import torch.
-"""
+"""Inputs of every prediction: a machine, by its discounted data sheet, and a run without its layout. No torch."""
 
 import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
 
 from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
-from ddpm_ds.config.ds_config import leaves_tensor_open, tensor_split
-from ddpm_ds.config.ds_model import DsConfig, changed
+from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.units import GIB
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.pipeline.placement import ACROSS_HOSTS
-from ddpm_ds.schema.layout import (
-    BUCKET_ELEMENTS,
-    ELEMENT_BYTES,
-    AcrossHosts,
-    Layout,
-    Precision,
-    Schedule,
-    TensorSplit,
-    divisors,
-)
-from ddpm_ds.schema.section import REMOVED
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
-from ddpm_ds.unet.shards import can_split, level_of, split_layers
+from ddpm_ds.unet.shards import split_layers
 
 REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
 """Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
@@ -53,12 +37,6 @@ PCIE_BANDWIDTH = 2.2e10
 """Bytes per second between a device and its host, at most."""
 USABLE_MEMORY = 0.94
 """Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
-MOST_MICRO_BATCHES_PER_STAGE = 64
-"""Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
-LARGEST_GROUP = 8
-"""Largest tensor group that is tried."""
-INTERVALS = (1, 2, 4)
-"""Numbers of layers per activation checkpoint that are tried."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +118,11 @@ class Machine:
         """Seconds of each of the log2 T rounds of a sum over T ranks; on a CPU gloo's threads hinder the others."""
         return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
 
+    def on(self, hosts: Sequence[Hashable]) -> "Machine":
+        """Return the machine with its devices on ``hosts``, one for each rank, if they are known and of equal size."""
+        nodes = len(set(hosts)) if len(set(Counter(hosts).values())) == 1 else 1
+        return replace(self, nodes=nodes, host_bandwidth=self.host_bandwidth * nodes / self.nodes)
+
     def words(self) -> str:
         """Return the devices and their rates in a line, for the output."""
         between = f", {self.network_bandwidth / 1e9:.3g} GB/s to other nodes" if self.nodes > 1 else ""
@@ -196,15 +179,12 @@ def kind_of(name: str) -> str | None:
     return next((kind for kind in KINDS if re.search(rf"{kind}(?!\d)", plain)), None)  # an L40 is no L4
 
 
-def machine_like(name: str, memory_bytes: int, *, half: bool, devices: int, nodes: int) -> Machine:
+def machine_like(name: str, memory_bytes: int, *, half: bool, devices: int, nodes: int = 1) -> Machine:
     """Return devices of a name (CUDA's, or ``cpu``) and memory; an unknown GPU is like the one of similar memory."""
     gpus = (kind for kind in KINDS if kind != "cpu")
     alike = min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))
     found = machine(kind_of(name) or alike, half=half, devices=devices, nodes=nodes)
     return replace(found, memory_bytes=memory_bytes)
-
-
-# ---------------------------------------------------------------- a run and its layouts
 
 
 @dataclass(frozen=True)
@@ -221,15 +201,13 @@ class Workload:
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
     tensor: TensorSplit = field(default_factory=TensorSplit)
     """Split of the layers."""
-    _others: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _by_split: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, layout: Layout) -> "Workload":
         """Return the run with its layers split as in a layout; the same one for the same split."""
         if layout.tensor == self.tensor:
             return self
-        if layout.tensor not in self._others:
-            self._others[layout.tensor] = replace(self, tensor=layout.tensor)
-        return self._others[layout.tensor]
+        return self._by_split.setdefault(layout.tensor, replace(self, tensor=layout.tensor))
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -249,7 +227,7 @@ class Workload:
 
     @property
     def mean_pixels(self) -> float:
-        """Pixels of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
+        """Pixels of the mean image of all buckets, likewise."""
         return self._mean(math.prod)
 
     def _mean(self, of: Callable[[tuple[int, int]], int]) -> float:
@@ -259,7 +237,6 @@ class Workload:
 
     @functools.cached_property
     def precision(self) -> Precision:
-        """Precision of the weights."""
         return self.config.precision
 
     @property
@@ -317,89 +294,15 @@ class Workload:
         return BUCKET_ELEMENTS if given == "auto" else given
 
 
-def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
-    """Yield the ways to split a job's layers among tensor groups inside of nodes."""
-    for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
-        yield from _first_levels(job, size)
-
-
-def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
-    """Return the splits from which the planner chooses: the JSON's own, if it leaves none open."""
-    given = tensor_split(job.config)
-    if not leaves_tensor_open(job.config):
-        return [given]
-    if given.size > 1:
-        return [*_first_levels(job, given.size)] or [given]
-    return [given, *tensor_splits(job, devices_per_node)]
-
-
-def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
-    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers split."""
-    levels = len(job.spec.unet.multipliers)
-    divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
-    for count in range(1, levels + 1):
-        if count - 1 in divided:
-            yield TensorSplit(size, tuple(range(count)))
-
-
-def layouts(
-    job: Workload, devices: int, *, offload: bool, nodes: int = 1, tensor: TensorSplit | None = None
-) -> Iterator[Layout]:
-    """Yield all layouts of a job that divide devices, layers and batch without remainder, with a ``tensor`` split.
-
-    ``offload`` allows Adam's state in host memory.
-    """
-    batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
-    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
-    # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
-    needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
-    zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
-    zeros += [(1, True), (2, True)] if offload and not job.is_8bit else []
-    for stages in divisors(devices // tensor.size):
-        replicas = devices // tensor.size // stages
-        if stages > len(job.layers) or batch % replicas:
-            continue
-        share, most = batch // replicas, MOST_MICRO_BATCHES_PER_STAGE * stages
-        places: Sequence[AcrossHosts | Literal["auto"]] = (
-            ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
-        )
-        schedules: list[tuple[Schedule, int | Literal["auto"]]] = [("1f1b", "auto")]
-        if 1 < stages <= len(job.layers) // 2:
-            schedules += [("planned", "auto"), ("planned", stages)]  # faster, or with half of the activations
-        for (schedule, in_flight), count in itertools.product(schedules, divisors(share, most)):
-            if wanted not in ("auto", count) or (in_flight != "auto" and count <= in_flight):
-                continue
-            for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
-                sizes = share // count, count, interval
-                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight, tensor)
-
-
-def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
-    """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
-    keys: dict[str, Any] = layout.keys | {
-        "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
-    }
-    if layout.schedule != "planned" and job.config.pipeline.replan:
-        keys["pipeline.replan"] = False  # only a planned schedule has it
-    if layout.zero_stage == 0:
-        keys["zero_optimization"] = {"stage": 0}
-        if "fp16" in job.config.model_fields_set:  # only ZeRO's loss scaler has these
-            keys |= dict.fromkeys(("fp16.hysteresis", "fp16.consecutive_hysteresis"), REMOVED)
-    else:
-        offload = {"device": "cpu", "pin_memory": True} if layout.offload else REMOVED
-        keys |= {"zero_optimization.stage": layout.zero_stage, "zero_optimization.offload_optimizer": offload}
-    return changed(job.config, keys).given
-
-
-def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> list[int]:
+def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
     """Return the ranks that read encoded text: those with transformer blocks, and the first if it reads pooled text."""
     first = layers[0]
     pooled = isinstance(first, EmbedLayer) and first.pooled_channels > 0
-    return [
+    return tuple(
         rank
         for rank, own in enumerate(rank_stages(layers, bounds, schedule))
         if (rank == 0 and pooled) or context_elements(layers, *((stage.start, stage.stop) for stage in own))
-    ]
+    )
 
 
 def layers_for(spec: RunSpec, size: tuple[int, int], split: TensorSplit) -> tuple[Layer, ...]:
