@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import math
 import re
 import shlex
 import shutil
@@ -26,7 +24,7 @@ from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.evaluate.diffusers import export, read_back
+from ddpm_ds.evaluate.diffusers import export
 from ddpm_ds.evaluate.diffusers.card import model_card
 from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
 from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE, diffusers_config
@@ -42,6 +40,8 @@ from tests.launching import REPOSITORY, tiny_spec, write_json
 from tests.model_hub import ModelHub
 
 FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
+TIMESTEPS = 32
+"""Number of timesteps, from 0, whose predictions are compared: angles t x frequency in fp32 err in proportion to t."""
 SPECS = REPOSITORY / "launch" / "specs"
 
 
@@ -60,15 +60,15 @@ def examples(trained: Trained) -> tuple[torch.Tensor, ...]:
     """x_t in fp64, t and, with classes, labels of which the last is none."""
     generator = torch.Generator().manual_seed(0)
     x_t = torch.randn(3, *trained.image_shape, generator=generator, dtype=torch.float64)
-    t = torch.randint(0, min(trained.diffusion.timesteps, read_back.COMPARED_TIMESTEPS), (3,), generator=generator)
+    t = torch.randint(0, min(trained.diffusion.timesteps, TIMESTEPS), (3,), generator=generator)
     classes = trained.unet_spec.classes
     return (x_t, t) if classes is None else (x_t, t, torch.tensor([0, classes - 1, classes]))
 
 
 def assert_close(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """In fp64 only the sinusoid's angles t x frequency are rounded to fp32, with t below COMPARED_TIMESTEPS:
+    """In fp64 only the sinusoid's angles t x frequency are rounded to fp32, with t below TIMESTEPS:
     by division, product, exponential and product, each within half a unit, an angle errs by up to 4 x 32 x 2^-24."""
-    tolerance = 4 * read_back.COMPARED_TIMESTEPS * 2**-24
+    tolerance = 4 * TIMESTEPS * 2**-24
     torch.testing.assert_close(theirs, ours, rtol=0, atol=tolerance * ours.abs().max().item())
 
 
@@ -151,7 +151,7 @@ def test_the_folder_is_complete_and_its_samples_are_those_of_ddpm_ds_sample(
     ]
     out = capsys.readouterr().out
     assert re.search(r"hub: ema weights of .*checkpoint in fp32", out)
-    assert f"read back by diffusers {diffusers.__version__}: " in out and "alphas_cumprod" in out
+    assert "diffusers opens it as DDPMPipeline" in out
     grid = tmp_path / "drawn"
     assert main(["sample", str(checkpoint), "--count", "20", "--out", str(grid), "--device", "cpu"]) == 0
     with Image.open(grid / "grid.png") as ours, Image.open(tmp_path / "hub" / "samples.png") as theirs:
@@ -209,37 +209,15 @@ def test_the_model_card_has_the_licence_and_the_runs_numbers(tmp_path: Path) -> 
     assert str(tmp_path) not in card, "a card goes to other machines"
 
 
-def test_without_diffusers_it_is_written_all_the_same_and_says_so(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "diffusers" else find(name))
-    assert main(["export", str(checkpoint), str(tmp_path / "hub"), "--samples", "0"]) == 0
-    assert "not read back, because diffusers is not installed" in capsys.readouterr().out
-    assert load_trained(tmp_path / "hub").weights == "export"
-
-
-@pytest.mark.parametrize("wrong", ["weights", "schedule", "not a number", "interrupted"])
-def test_what_diffusers_reads_otherwise_or_is_interrupted_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_export_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(trained: Trained, folder: Path, precision: Any) -> None:
         write_pipeline(trained, folder, precision)
-        if wrong == "interrupted":
-            raise KeyboardInterrupt
-        if wrong == "schedule":
-            file = folder / "scheduler" / "scheduler_config.json"
-            file.write_text(file.read_text().replace("0.02", "0.021"))
-        else:
-            trained.unet.get_parameter("layers.2.conv1.weight")[0, 0, 0, 0] = 0.5 if wrong == "weights" else math.nan
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(export, "write_pipeline", write)
-    code = main(["export", str(checkpoint), str(tmp_path / "new" / "hub"), "--samples", "0"])
-    if wrong == "interrupted":
-        assert code == 130
-    else:
-        err = capsys.readouterr().err
-        assert code == 2 and "reads something else than" in err and "nothing was written" in err
+    assert main(["export", str(checkpoint), str(tmp_path / "new" / "hub"), "--samples", "0"]) == 130
     assert not any(tmp_path.iterdir())
 
 
