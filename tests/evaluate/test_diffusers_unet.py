@@ -167,10 +167,10 @@ def random_config(number: int, text: bool) -> dict[str, Any]:
     if not text:
         heads, attends = draws.choice([None, 2]), draws.choice([True, False])
         return {**config, "attn_norm_num_groups": groups, "attention_head_dim": heads, "add_attention": attends}
-    depths, heads = [draws.randint(1, 2) for _ in down], [draws.choice([1, 2, 4]) for _ in down]
+    depths, numbers = [draws.randint(1, 2) for _ in down], [draws.choice([1, 2, 4]) for _ in down]
     config |= {
         "transformer_layers_per_block": depths[0] if number % 3 == 0 else depths,
-        "attention_head_dim": heads[0] if number % 4 == 0 else heads,
+        "attention_head_dim": numbers[0] if number % 4 == 0 else numbers,
         "cross_attention_dim": draws.choice([5, 12]),
         "use_linear_projection": number % 4 < 2,
         "upcast_attention": draws.choice([True, False]),
