@@ -140,7 +140,7 @@ def refusal(capture: pytest.CaptureFixture[str], *words: object) -> str:
     return line
 
 
-def largest_difference(one: Tensor, other: Tensor) -> int:
+def difference(one: Tensor, other: Tensor) -> int:
     """The largest difference of the pixels of two sets of uint8 images."""
     return int((one.int() - other.int()).abs().max())
 

@@ -33,18 +33,11 @@ DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
 }
 DDPM_KEYS = inspect.signature(diffusers.DDPMScheduler.__init__).parameters
 PROCESSES = [
-    DiffusionSpec.model_validate({"schedule": schedule, "timesteps": timesteps, "objective": objective})
-    for schedule, timesteps, objective in [
-        ("linear", 1000, "eps"),
-        ("linear", 7, "x0"),
-        ("scaled_linear", 1000, "eps"),
-        ("scaled_linear", 50, "v"),
-        ("cosine", 1000, "v"),
-        ("cosine", 1, "eps"),
-        ("sigmoid", 1000, "x0"),
-        ("sigmoid", 50, "v"),
-    ]
-] + [
+    DiffusionSpec(schedule="linear", timesteps=7, objective="x0"),
+    DiffusionSpec(schedule="scaled_linear", timesteps=50, objective="v"),
+    DiffusionSpec(schedule="cosine", timesteps=1000, objective="v"),
+    DiffusionSpec(schedule="cosine", timesteps=1, objective="eps"),
+    DiffusionSpec(schedule="sigmoid", timesteps=1000, objective="x0"),
     DiffusionSpec(schedule="sigmoid", objective="v", zero_terminal_snr=True),
     DiffusionSpec(schedule="cosine", objective="x0", zero_terminal_snr=True),
     DiffusionSpec(schedule="scaled_linear", objective="v", zero_terminal_snr=True),

@@ -170,12 +170,16 @@ def test_a_run_of_two_ranks_learns_latents_and_pictures_samples_and_resumption_f
     values["samples"] |= {"every_images": 64, "count": 4}
     values["evaluation"] |= {"every_images": 64}
     spec, run_dir = write_json(tmp_path / "spec.yaml", values), tmp_path / "runs" / "latents"
-    command = ["--deepspeed_config", "ds_configs/zero0_fp32.json", "--spec", str(spec), "--device", "cpu"]
-    command += ["--run-dir", str(run_dir), "-p", "2"]
-    train = REPOSITORY / "launch" / "train.py"
-    done = run_ranks(2, train, *command, MLFLOW_TRACKING_URI="")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"digits, 8x8x4, latents of {folder / 'vae'}" in done.stdout and "held-out loss" in done.stdout + done.stderr
+    config = ["--deepspeed_config", "ds_configs/zero0_fp32.json", "--spec", str(spec), "--run-dir", str(run_dir)]
+
+    def train(*changes: str) -> str:
+        words = [*config, "--device", "cpu", "-p", "2", *changes]
+        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *words, MLFLOW_TRACKING_URI="")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    printed = train()
+    assert f"digits, 8x8x4, latents of {folder / 'vae'}" in printed and "held-out loss" in printed
     with Image.open(run_dir / "samples" / "images-000000064.png") as picture:
         assert picture.mode == "RGB"
     recorded = recorded_losses(run_dir)
@@ -184,7 +188,4 @@ def test_a_run_of_two_ranks_learns_latents_and_pictures_samples_and_resumption_f
     trained = load_trained(run_dir)
     assert trained.images_seen == 64
     assert (sample(trained, 4) - decoded_by_diffusers(trained, folder / "vae", 4)).abs().max() < 0.51
-
-    done = run_ranks(2, train, *command, "--set", "train.images=96", MLFLOW_TRACKING_URI="")
-    assert done.returncode == 0 and "resuming from" in done.stdout + done.stderr, done.stdout + done.stderr
-    assert load_trained(run_dir).images_seen == 96
+    assert "resuming from" in train("--set", "train.images=96") and load_trained(run_dir).images_seen == 96

@@ -25,16 +25,7 @@ from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import DataError, SpecError
 from tests.evaluate.conftest import FakeTracker
-from tests.evaluate.planted import (
-    FAST,
-    FAST_SAMPLER,
-    Sample,
-    largest_difference,
-    plant,
-    refusal,
-    sample_verb,
-    trained_of,
-)
+from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, difference, plant, refusal, sample_verb, trained_of
 from tests.launching import tiny_spec
 from tests.model_hub import ModelHub
 
@@ -72,8 +63,8 @@ def images(trained: Trained, prompts: str | list[str], negative: str | None = No
 def test_an_image_is_that_of_its_prompt_whatever_is_drawn_beside_it(trained: Trained) -> None:
     together = images(trained, ["a red circle", "a blue square"], guidance=3.0)
     red, blue = (images(trained, prompt, guidance=3.0) for prompt in ("a red circle", "a blue square"))
-    assert largest_difference(together[::2], red[::2]) <= 1 and largest_difference(together[1::2], blue[1::2]) <= 1
-    assert largest_difference(red, blue) > 20
+    assert difference(together[::2], red[::2]) <= 1 and difference(together[1::2], blue[1::2]) <= 1
+    assert difference(red, blue) > 20
 
 
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
@@ -96,25 +87,25 @@ def test_guidance_is_between_the_prediction_with_the_prompt_and_that_with_no_tex
             predicted.append(trained.unet(x_t, t, vector, context=tokens[row].expand(5, -1, -1)))
         drawing.take(predicted[1] + 3.0 * (predicted[0] - predicted[1]))
     expected = trained.finished(drawing.images())
-    assert largest_difference(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
+    assert difference(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
     unguided = sample(trained, 5, sampler=FAST_SAMPLER, prompts="a red circle")
-    assert largest_difference(unguided, expected) > 20
+    assert difference(unguided, expected) > 20
 
 
 def test_guidance_of_1_is_none_and_of_0_reads_no_text(trained: Trained) -> None:
     known = EncodedPrompts.of(trained.data.text, ["a red circle", ""], CPU, print)  # type: ignore[arg-type]
     prompts = trained.prompts(known)
     drawn = draw(Setup(trained, FAST_SAMPLER, prompts=prompts), INDEX * 2, labels=None)
-    assert largest_difference(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
-    assert largest_difference(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
+    assert difference(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
+    assert difference(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
 
 
 def test_a_negative_prompt_is_the_other_end_of_guidance(trained: Trained) -> None:
     """a + w (b - a) is b + (1 - w) (a - b)."""
     one = images(trained, "a red circle", "a blue square", guidance=0.25)
     other = images(trained, "a blue square", "a red circle", guidance=0.75)
-    assert largest_difference(one, other) <= 1
-    assert largest_difference(one, images(trained, "a red circle", guidance=0.25)) > 5
+    assert difference(one, other) <= 1
+    assert difference(one, images(trained, "a red circle", guidance=0.25)) > 5
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import EvaluationError, SpecError
 from ddpm_ds.tracking.pictures import grid
-from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, largest_difference, plant, sample_verb, trained_of
+from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, difference, plant, sample_verb, trained_of
 from tests.launching import tiny_spec
 
 INDEX = torch.arange(6)
@@ -62,10 +62,10 @@ def test_an_image_depends_on_its_seed_and_number_and_not_on_its_batch(trained: T
     together = images(trained)
     assert (together.shape, together.dtype) == ((6, 1, 8, 8), torch.uint8)
     alone = torch.cat([images(trained, INDEX[i : i + 1]) for i in INDEX])
-    assert largest_difference(together, alone) <= 1  # rounding may move a value over the edge between two bytes
-    assert largest_difference(together.flip(0), images(trained, INDEX.flip(0))) <= 1
-    assert largest_difference(together[0], together[1]) > 50
-    assert largest_difference(together, images(trained, seed=1)) > 50
+    assert difference(together, alone) <= 1  # rounding may move a value over the edge between two bytes
+    assert difference(together.flip(0), images(trained, INDEX.flip(0))) <= 1
+    assert difference(together[0], together[1]) > 50
+    assert difference(together, images(trained, seed=1)) > 50
 
 
 def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
@@ -214,7 +214,7 @@ def test_a_guide_of_another_size_draws_as_from_python(
         drawn = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
         assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=GUIDED, guide=worse))
         plain = draw(Setup(trained, FAST_SAMPLER), torch.arange(3), labels=labels)
-        assert largest_difference(drawn, plain) > 5
+        assert difference(drawn, plain) > 5
 
 
 def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: Sample) -> None:
