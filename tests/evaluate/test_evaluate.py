@@ -38,6 +38,7 @@ from tests.launching import tiny_spec
 
 Evaluate = Callable[..., str]
 Watch = Callable[..., list[int]]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -137,27 +138,19 @@ def test_labels_are_asked_for_in_the_proportions_of_the_reference(digits: Datase
 
 @pytest.mark.long
 def test_inceptions_scores_by_name_count_and_tool(
-    run_dir: Path,
-    digits: DatasetCache,
-    weights: Path,
-    tmp_path: Path,
-    evaluate: Evaluate,
-    trackers: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, digits: DatasetCache, weights: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
     small = replace(digits, meta=meta, images=StoredImages(digits.path, meta, None), labels=digits.labels[:24])
     monkeypatch.setattr(scores, "prepare_images", lambda *_, **__: small)
-    monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
+    monkeypatch.setattr(scores, "cache_beside", lambda _: run_dir / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
-    names = {"fid_20", "kid_20", "precision_20", "recall_20"}
-    assert set(trackers[0].logged) == {f"eval/{name}" for name in names}
     found = by_name(report(run_dir / "evaluations"))
-    assert set(found) == names and found["kid_20"]["details"]["subset_images"] == 20
+    assert set(found) == {"fid_20", "kid_20", "precision_20", "recall_20"}
+    assert found["kid_20"]["details"]["subset_images"] == 20 and found["fid_20"]["title"] == "FID"
     assert all((score["samples"], score["references"]) == (20, 24) for score in found.values())
     assert f"torch-fidelity {torch_fidelity.__version__}, inception-v3-compat" in out
-    assert found["fid_20"]["title"] == "FID"
 
 
 @pytest.fixture
@@ -180,39 +173,34 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
     assert report(tmp_path / "evaluations")["weights"] == "export"
 
 
+OF_DRAWN = "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--metrics", "fid"), "--metrics fid can't be computed: there is no network here"),
-        (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel"),
-        (("--metrics", "digits"), "is none of fid, kid, pr, pixel, clip, loss"),
-        (("--count", "9"), "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
-        (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
-        (("--guidance", "1,x"), "'x' is not a guidance from 0 to 1,000"),
-        (("--guidance", "1,2,1"), "'1,2,1' has one value twice"),
-        (("--sampler", "ddim,best"), "'best' is none of "),
-        (("--sampler", "ddim,dpm_solver", "--eta", "0.5"), "--eta = 0.5 is used only with --sampler: ddim"),
-        (("--dataset", "FIELDS"), "fields is not the data set of "),
-        (("--metrics", "loss", "--dataset", "FIELDS"), "fields is not the data set of "),
-        (
-            ("--metrics", "loss", "--prompts", "held-out"),
-            "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out",
-        ),
+        ("--metrics fid", "--metrics fid can't be computed: there is no network here"),
+        ("--metrics pixel,inception", "'inception' is none of fid, kid, pr, pixel"),
+        ("--metrics digits", "is none of fid, kid, pr, pixel, clip, loss"),
+        ("--count 9", "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
+        ("--inception-weights nowhere.pt", "--inception-weights nowhere.pt can't be used (No such file"),
+        ("--guidance 1,x", "'x' is not a guidance from 0 to 1,000"),
+        ("--guidance 1,2,1", "'1,2,1' has one value twice"),
+        ("--sampler ddim,best", "'best' is none of "),
+        ("--sampler ddim,dpm_solver --eta 0.5", "--eta = 0.5 is used only with --sampler: ddim"),
+        ("--dataset LARGER", " is not the data set of "),
+        ("--metrics loss --dataset LARGER", " is not the data set of "),
+        ("--metrics loss --prompts held-out", OF_DRAWN),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(
-    arguments: tuple[str, ...],
-    line: str,
-    evaluate: Evaluate,
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, line: str, evaluate: Evaluate, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", no_drawing)
-    if "FIELDS" in arguments:
-        other = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=tmp_path / "fields"))
-        other.path.rename(tmp_path / "fields" / "fields")
-    out = evaluate(*(word.replace("FIELDS", str(tmp_path / "fields" / "fields")) for word in arguments), code=2)
+    if "LARGER" in arguments:
+        larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=run_dir.parent))
+        arguments = arguments.replace("LARGER", str(larger.path))
+    out = evaluate(*arguments.split(), code=2)
     assert line in out and len(out.splitlines()) == 1 and out.startswith("ddpm-ds: error: ")
     assert not (run_dir / "evaluations").exists()
 
@@ -335,14 +323,9 @@ def test_work_that_mlflow_could_not_keep_is_refused_before_it_is_done(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("forked_workers", "no_network")
 def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and_artifacts(
-    tmp_path: Path,
-    empty_store: Path,
-    forked_workers: None,
-    no_network: None,
-    digits: DatasetCache,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, empty_store: Path, digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
@@ -359,7 +342,8 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     assert str(run_dir) in printed
     experiment = client.get_experiment_by_name("ddpm_ds")
     assert experiment is not None
-    (alone,) = client.search_runs([experiment.experiment_id])
+    ids = [experiment.experiment_id]
+    (alone,) = client.search_runs(ids)
     assert "mlflow.parentRunId" not in alone.data.tags and alone.info.status == "FINISHED"
 
     tags = {START_TAG: RunFolder(run_dir).identity()}
@@ -370,7 +354,7 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     (line,) = (line for line in out.splitlines() if line.startswith("pixel Fréchet distance, 64 dims"))
     assert line.split()[7:14] == ["20", "1,797", "ddim", "3", "raw", "2", "ddpm_ds"], "counts, how drawn, by what"
     content = report(run_dir / "evaluations")
-    (child,) = client.search_runs([experiment.experiment_id], "tags.kind = 'evaluate'")
+    (child,) = client.search_runs(ids, "tags.kind = 'evaluate'")
     assert child.info.run_id in out and child.info.run_name == "evaluate images-000000320"
     wanted = {"checkpoint": "images-000000320", "weights": "raw", "images_seen": "320", "mlflow.parentRunId": parent}
     assert wanted.items() <= child.data.tags.items()
@@ -383,7 +367,7 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     assert [file.path for file in client.list_artifacts(child.info.run_id)] == ["samples.png", "scores.json"]
 
     assert main(["export", str(run_dir), str(tmp_path / "hub"), "--samples", "0"]) == 0
-    (export,) = client.search_runs([experiment.experiment_id], "tags.kind = 'export'")
+    (export,) = client.search_runs(ids, "tags.kind = 'export'")
     assert export.data.tags["mlflow.parentRunId"] == parent and export.data.params["dtype"] == "fp32"
     unet = [file.path for file in client.list_artifacts(export.info.run_id, "export/unet")]
     assert unet == ["export/unet/config.json", "export/unet/diffusion_pytorch_model.safetensors"]

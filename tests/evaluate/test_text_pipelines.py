@@ -72,24 +72,14 @@ def write_pipeline_of(folder: Path, kind: str) -> Path:
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **KINDS[kind])
     randomise(unet, 0)
-    parts: dict[str, Any] = {
-        "vae": diffusers.AutoencoderKL(
-            down_block_types=["DownEncoderBlock2D"] * 2,
-            up_block_types=["UpDecoderBlock2D"] * 2,
-            block_out_channels=[8, 16],
-            norm_num_groups=4,
-            latent_channels=4,
-            shift_factor=0.5,
-        ),
-        "text_encoder": CLIPTextModel.from_pretrained(folder / "text_encoder"),
-        "tokenizer": CLIPTokenizer.from_pretrained(folder / "tokenizer"),
-        "unet": unet,
-        "scheduler": diffusers.EulerDiscreteScheduler(**SCHEDULER),
-    }
+    sides = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    vae = diffusers.AutoencoderKL(**sides, block_out_channels=[8, 16], norm_num_groups=4, shift_factor=0.5)
+    parts: dict[str, Any] = {"vae": vae, "unet": unet, "scheduler": diffusers.EulerDiscreteScheduler(**SCHEDULER)}
+    parts["text_encoder"] = CLIPTextModel.from_pretrained(folder / "text_encoder")
+    parts["tokenizer"] = CLIPTokenizer.from_pretrained(folder / "tokenizer")
     if second is None:
-        pipeline = diffusers.StableDiffusionPipeline(
-            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
-        )
+        none = dict.fromkeys(("safety_checker", "feature_extractor"))
+        pipeline = diffusers.StableDiffusionPipeline(**parts, **none, requires_safety_checker=False)
     else:
         parts["text_encoder_2"] = CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2")
         parts["tokenizer_2"] = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
@@ -152,13 +142,12 @@ def test_shards_and_fp16_variants_give_the_same_weights(
     unet = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
     unet.save_pretrained(tmp_path / "shards" / "unet", max_shard_size="200KB")
     assert len(list((tmp_path / "shards" / "unet").glob("*-of-*.safetensors"))) > 1
-    _, sharded = import_of(tmp_path / "shards", base, tmp_path / "of shards", ANY_ENCODERS)
-    assert all(torch.equal(sharded[name], whole[name]) for name in whole)
-    for options in ({}, {"max_shard_size": "100KB"}):
-        folder = tmp_path / f"half{len(options)}"
-        unet.half().save_pretrained(folder, variant="fp16", **options)
-        _, half = import_of(folder, base, tmp_path / f"of {folder.name}", ANY_ENCODERS)
-        assert all(torch.equal(half[name], whole[name].half().float()) for name in whole)
+    for name, options in (("half", {}), ("half shards", {"max_shard_size": "100KB"})):
+        unet.half().save_pretrained(tmp_path / name, variant="fp16", **options)
+    for name in ("shards", "half", "half shards"):
+        _, found = import_of(tmp_path / name, base, tmp_path / f"of {name}", ANY_ENCODERS)
+        for key, tensor in whole.items():
+            assert torch.equal(found[key], tensor if name == "shards" else tensor.half().float())
     index = tmp_path / "shards" / "unet" / "diffusion_pytorch_model.safetensors.index.json"
     shutil.copyfile(next(index.parent.glob("*.safetensors")), tmp_path / "shards" / "other.safetensors")
     index.write_text(json.dumps({"weight_map": {"conv_in.weight": "../other.safetensors"}}))
@@ -367,13 +356,13 @@ def test_an_exported_pipeline_draws_what_the_run_draws_and_is_imported_again(
     images = opened("a red circle", height=16, width=16, num_inference_steps=3, output_type="np").images
     assert images.shape == (1, 16, 16, 3) and not (images != images).any()
     scheduler = opened.scheduler.config
-    expected = {
+    name, predicts, spacing = {
         "eps": ("DDIMScheduler", "epsilon", "leading"),
         "v": ("DDIMScheduler", "v_prediction", "trailing"),
         "flow": ("DPMSolverMultistepScheduler", "flow_prediction", scheduler.timestep_spacing),
-    }
-    kind = (type(opened.scheduler).__name__, scheduler.prediction_type, scheduler.timestep_spacing)
-    assert kind == expected[noise] and scheduler.get("rescale_betas_zero_snr", False) == (noise == "v")
+    }[noise]
+    assert (type(opened.scheduler).__name__, scheduler.prediction_type) == (name, predicts)
+    assert scheduler.timestep_spacing == spacing and scheduler.get("rescale_betas_zero_snr", False) == (noise == "v")
     if pipeline.name == "sdxl":
         assert opened.config.force_zeros_for_empty_prompt is True
     assert "text-to-image" in (hub / "README.md").read_text()
@@ -445,18 +434,13 @@ def test_of_a_name_on_the_hub_an_import_downloads_what_it_reads(
     base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"))
     spec, weights = import_of(pipeline, base, tmp_path / "of folder")
     again, same = import_of(Path("owner/name"), base, tmp_path / "of name")
-    assert again.data.text is not None and again.data.text.encoders == "owner/name"
-    same_but = {**again.model_dump()["data"]["text"], "encoders": str(pipeline.resolve())}
-    assert same_but == spec.model_dump()["data"]["text"] and again.diffusion == spec.diffusion
+    text = again.model_dump()["data"]["text"]
+    assert text["encoders"] == "owner/name" and again.diffusion == spec.diffusion
+    assert {**text, "encoders": str(pipeline.resolve())} == spec.model_dump()["data"]["text"]
     assert all(torch.equal(same[name], weights[name]) for name in weights)
-    second = {"text_encoder_2/config.json"} if pipeline.name == "sdxl" else set()
-    assert hub.downloaded("owner/name") == second | {
-        "model_index.json",
-        "scheduler/scheduler_config.json",
-        "text_encoder/config.json",
-        "unet/config.json",
-        "unet/diffusion_pytorch_model.safetensors",
-    }
+    read = {"model_index.json", "scheduler/scheduler_config.json", "text_encoder/config.json", "unet/config.json"}
+    read |= {"text_encoder_2/config.json"} if pipeline.name == "sdxl" else set()
+    assert hub.downloaded("owner/name") == read | {"unet/diffusion_pytorch_model.safetensors"}
     hub.has_network = False
     line = refusal(capsys, *import_words(Path("owner/other"), base, tmp_path / "no"))
     assert "owner/other is no folder, and can't be had from the Hugging Face hub (Name or service" in line
@@ -510,21 +494,18 @@ def of_other_latents(path: Path) -> None:
     diffusers.AutoencoderKL.from_config(config, latent_channels=8).save_pretrained(path / "vae")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda path: shutil.rmtree(path / "text_encoder"), "holds no text encoder, which prompts need; add tokenizer"),
-        (lambda path: shutil.rmtree(path / "tokenizer"), "it has no folder tokenizer"),
-        (of_other_width, r"unet.text.context_channels = \d+ of .*, but the encoders at .* have"),
-        (of_other_latents, "draws latents of 4 channels, and those of vae have 8"),
-    ],
-    ids=["no encoder", "no tokenizer", "another width", "other latents"],
-)
-def test_a_pipeline_whose_encoders_can_not_be_used_is_one_line(
-    pipeline: Path, tmp_path: Path, change: Callable[[Path], Any], message: str
-) -> None:
+UNUSABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no encoder": (lambda path: shutil.rmtree(path / "text_encoder"), "no text encoder, which prompts need; add tok"),
+    "no tokenizer": (lambda path: shutil.rmtree(path / "tokenizer"), "it has no folder tokenizer"),
+    "another width": (of_other_width, r"unet.text.context_channels = \d+ of .*, but the encoders at .* have"),
+    "other latents": (of_other_latents, "draws latents of 4 channels, and those of vae have 8"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_pipeline_whose_encoders_can_not_be_used_is_one_line(pipeline: Path, tmp_path: Path, name: str) -> None:
     bad = shutil.copytree(pipeline, tmp_path / "bad")
-    change(bad)
-    with pytest.raises(UserError, match=message) as caught:
+    UNUSABLE[name][0](bad)
+    with pytest.raises(UserError, match=UNUSABLE[name][1]) as caught:
         sample(load_trained(bad), 1, prompts="a")
     assert "\n" not in str(caught.value)
