@@ -216,9 +216,8 @@ def export(options: ExportOptions) -> None:
     """Write trained weights as a pipeline of diffusers.
 
     Writes a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of samples.
-    diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the folder
-    appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run. docs/export.md says how to
-    use the folder.
+    diffusers is not needed. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+    docs/export.md says how to use the folder.
 
       ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
       ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
@@ -231,7 +230,6 @@ def export(options: ExportOptions) -> None:
 
     from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
     from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
-    from ddpm_ds.evaluate.diffusers.read_back import check_in_diffusers
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
@@ -247,11 +245,8 @@ def export(options: ExportOptions) -> None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
         single = f"{options.out.name}.safetensors" if options.single_file else None
-        if single:
-            compared = write_single_file(trained, folder / single, options.dtype)
-        else:
-            write_pipeline(trained, folder, options.dtype)
-            compared = check_in_diffusers(trained, folder)
+        write = write_single_file if single else write_pipeline
+        held = write(trained, folder / (single or ""), options.dtype)
         alone = not trained.is_conditioned and trained.unet_spec.text is None
         last = None if alone else last_picture(trained)
         picture = "samples.png" if options.samples and (alone or last) else None
@@ -267,8 +262,8 @@ def export(options: ExportOptions) -> None:
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
-    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
-    params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
+    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{held}")
+    params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights}
     record_child(trained, "export", params, artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"))
 
 

@@ -169,10 +169,8 @@ def _downloaded() -> Path:
             torch.hub.download_url_to_file(url, str(path), hash_prefix=path.stem.rsplit("-", 1)[1])
     except (OSError, RuntimeError) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        raise Unavailable(
-            f"Inception's weights can't be downloaded ({' '.join(str(reason).split())[:120]}); get {url} elsewhere and "
-            "name the file with --inception-weights"
-        ) from None
+        fault = f"Inception's weights can't be downloaded ({' '.join(str(reason).split())[:120]})"
+        raise Unavailable(f"{fault}; get {url} elsewhere and name the file with --inception-weights") from None
     return path
 
 

@@ -201,10 +201,8 @@ def held_out_images(
     if not data.held_out_images and data.held_out_path is None:
         raise SpecError(f"{asked}: {trained.origin} has held out no image (data.held_out_images = 0); {instead}")
     if dataset is not None and (data.text or data.buckets):
-        raise SpecError(
-            f"--dataset {dataset}: {trained.origin} has text or buckets, in folders of their own; leave it out, and "
-            f"bring all of them to data.store_root = {data.store_root}"
-        )
+        fix = f"leave it out, and bring all of them to data.store_root = {data.store_root}"
+        raise SpecError(f"--dataset {dataset}: {trained.origin} has text or buckets, in folders of their own; {fix}")
     learned, held_out = training_and_held_out(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
     store = prepare_held_out(data, group, known) if dataset is None else DatasetCache.open(dataset, progress=True)

@@ -102,10 +102,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"{path} can't be written ({error.strerror or error}); fix that and run the same command again, which "
-            "keeps the images so far, or name another --out"
-        ) from None
+        fix = "fix that and run the same command again, which keeps the images so far, or name another --out"
+        raise OutputError(f"{path} can't be written ({error.strerror or error}); {fix}") from None
 
 
 class DrawnImages:

@@ -62,11 +62,9 @@ class Setup:
         """
         trained = self.trained
         if trained.unet_spec.text is None:
-            for name, value in (("--prompt", texts), ("--negative", negative)):
-                if value is not None:
-                    raise SpecError(
-                        f"{name}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out"
-                    )
+            if texts is not None or negative is not None:
+                fault = f"the U-Net of {trained.origin} reads no text (unet.text is null); leave it out"
+                raise SpecError(f"--{'negative' if texts is None else 'prompt'}: {fault}")
             return self
         for text in (*(texts or ()), negative or ""):
             if len(text) > MOST_PROMPT:
@@ -147,10 +145,9 @@ def draw(
         drawn = drawing.images()
         if (bad := ~drawn.isfinite().flatten(1).all(dim=1)).any():
             number = int(index[bad.cpu()][0])
-            raise EvaluationError(
-                f"image {number} of {trained.origin} is drawn with NaN or infinity by {setup.sampler.kind}; draw with "
-                "other --steps or another --sampler, or from an earlier checkpoint"
-            )
+            fault = f"image {number} of {trained.origin} is drawn with NaN or infinity by {setup.sampler.kind}"
+            fix = "draw with other --steps or another --sampler, or from an earlier checkpoint"
+            raise EvaluationError(f"{fault}; {fix}")
         images = trained.finished(drawn).cpu()
         return images if base is None else images + base
 
@@ -231,24 +228,21 @@ def request_for(
     SpecError: there are no such inputs, several members of a regression, or more prompts than images.
     """
     trained, inputs = setup.trained, setup.inputs
-    prompts = () if setup.prompts is None else setup.prompts.texts
     if inputs is None:
         if labels == "all":
             labels = None if trained.unet_spec.classes is None else range(trained.unet_spec.classes)
-        if count is not None and count < len(prompts):
-            raise SpecError(
-                f"--count {count:,}: {len(prompts):,} prompts are an image each; use at least {len(prompts)}"
-            )
-        return setup.request(labels, first=first, count=count or len(prompts) or USUAL_COUNT, **numbers)
+        prompts = 0 if setup.prompts is None else len(setup.prompts)
+        if count is not None and count < prompts:
+            raise SpecError(f"--count {count:,}: {prompts:,} prompts are an image each; use at least {prompts}")
+        return setup.request(labels, first=first, count=count or prompts or USUAL_COUNT, **numbers)
     regresses = not OBJECTIVES[trained.diffusion.objective].diffuses
     if regresses and members not in (None, 1):
         raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
     members = members or (1 if regresses else USUAL_MEMBERS)
     count = count or min(len(inputs) - first, USUAL_COUNT)
     if not 0 < count <= len(inputs) - first:
-        raise SpecError(
-            f"--first {first} and --count {count:,}: --conditions has {len(inputs):,} inputs; name some of these"
-        )
+        fault = f"--conditions has {len(inputs):,} inputs; name some of these"
+        raise SpecError(f"--first {first} and --count {count:,}: {fault}")
     if labels == "all":
         labels = None if inputs.labels is None else inputs.labels.tolist()
     numbers |= {"first": first * members, "count": count * members, "members": members, "steps_ahead": steps_ahead}
@@ -282,9 +276,8 @@ def fitting(batch_images: int) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise LayoutError(
-            f"--batch-images = {batch_images}: the device has no memory for so many images at once; use fewer"
-        ) from None
+        fault = "the device has no memory for so many images at once; use fewer"
+        raise LayoutError(f"--batch-images = {batch_images}: {fault}") from None
 
 
 def _encoding(trained: Trained) -> TextSpec:
@@ -292,19 +285,15 @@ def _encoding(trained: Trained) -> TextSpec:
     text, unet = trained.text, trained.unet_spec.text
     assert unet is not None
     if text is None:
-        raise SpecError(
-            f"{trained.origin} holds no text encoder, which prompts need; add tokenizer and text_encoder (SDXL: also "
-            "tokenizer_2, text_encoder_2) of its pipeline"
-        )
+        fix = "add tokenizer and text_encoder (SDXL: also tokenizer_2, text_encoder_2) of its pipeline"
+        raise SpecError(f"{trained.origin} holds no text encoder, which prompts need; {fix}")
     encoders = TextEncoders.open(text, None)
     if trained.spec is None:  # the configuration of diffusers' U-Net does not say its number of tokens
         unet = unet.model_copy(update={"tokens": encoders.tokens})
     if (wrong := misfit(encoders, unet)) is not None:
         key, wanted, found = wrong
-        raise SpecError(
-            f"unet.text.{key} = {wanted} of {trained.origin}, but the encoders at {text.encoders} have "
-            f"{found or 'none'}; put its own there"
-        )
+        fault = f"the encoders at {text.encoders} have {found or 'none'}; put its own there"
+        raise SpecError(f"unet.text.{key} = {wanted} of {trained.origin}, but {fault}")
     return text
 
 

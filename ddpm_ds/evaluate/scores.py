@@ -64,9 +64,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     if given is not None:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:
-        raise DataError(
-            f"{origin} is an export, without a data set; name the folder of its prepared images with --dataset DIR"
-        )
+        raise DataError(f"{origin} has no data set; name the folder of its prepared images with --dataset DIR")
     else:
         recipe = Recipes(spec.data).all(spec.bucket_group or 1)[0]
         reference = images_of(recipe.base or recipe, How(progress=True), learned)
@@ -118,9 +116,7 @@ class Scorer:
         Raises EvaluationError: a score was asked for by name and can't be computed.
         """
         if reference is not None and len(reference) < FEWEST_IMAGES:
-            raise EvaluationError(
-                f"{reference.path} has {len(reference)} images, too few to compare with; use a larger data set"
-            )
+            raise EvaluationError(f"{reference.path} has only {len(reference)} images; use a larger data set")
         self.reference = reference
         """Cache of the real images; None without."""
         self._clip = clip

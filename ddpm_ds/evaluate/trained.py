@@ -180,10 +180,8 @@ class Trained:
             return None
         found = load_trained(path, device=self.device, dtype=self.dtype)
         if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
-            raise CheckpointError(
-                f"data.residual_of = {path}: {found.origin} has other weights than the residuals that {self.origin} "
-                "learned; bring those back"
-            )
+            fault = f"has other weights than the residuals that {self.origin} learned; bring those back"
+            raise CheckpointError(f"data.residual_of = {path}: {found.origin} {fault}")
         return found
 
     def prompts(self, known: EncodedPrompts, negative: str | None = None) -> Prompts:

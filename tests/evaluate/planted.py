@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment
@@ -110,6 +112,13 @@ def plant(
     return run_dir / "checkpoints" / f"images-{images:09}"
 
 
+def plant_alone(folder: Path, **how: Any) -> Path:
+    """Save a checkpoint outside of a run's folder, so that nothing is recorded in MLflow; returns its folder."""
+    plant(folder / "run", **how).rename(folder / "checkpoint")
+    shutil.rmtree(folder / "run")
+    return folder / "checkpoint"
+
+
 def same_weights(one: UNet, other: UNet) -> bool:
     """Whether two U-Nets have the same values under the same names."""
     mine, theirs = one.state_dict(), other.state_dict()
@@ -120,6 +129,20 @@ def report(folder: Path) -> dict[str, Any]:
     """The only scores.json in a folder of evaluations."""
     (path,) = folder.glob("*/scores.json")
     return dict(json.loads(path.read_text()))
+
+
+def refusal(capture: pytest.CaptureFixture[str], *words: object) -> str:
+    """The only line that a refused command prints on stderr."""
+    capture.readouterr()
+    assert main([*map(str, words)]) == 2
+    (line,) = capture.readouterr().err.splitlines()
+    assert line.startswith("ddpm-ds: error: ")
+    return line
+
+
+def difference(one: Tensor, other: Tensor) -> int:
+    """The largest difference of the pixels of two sets of uint8 images."""
+    return int((one.int() - other.int()).abs().max())
 
 
 def evaluate_verb(capfd: pytest.CaptureFixture[str]) -> Sample:

@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.diffusion.levels import Timesteps, alpha_bars, betas
+from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
+from ddpm_ds.diffusion.levels import Timesteps, alpha_bars, betas, levels_of
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.evaluate.diffusers.scheduler import (
     _FlowMatchArguments,
     _SchedulerArguments,
     process_from_scheduler,
+    scheduler_class,
     scheduler_config,
 )
 from tests.evaluate.test_diffusers_unet import JUNK
@@ -33,18 +35,11 @@ DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
 }
 DDPM_KEYS = inspect.signature(diffusers.DDPMScheduler.__init__).parameters
 PROCESSES = [
-    DiffusionSpec.model_validate({"schedule": schedule, "timesteps": timesteps, "objective": objective})
-    for schedule, timesteps, objective in [
-        ("linear", 1000, "eps"),
-        ("linear", 7, "x0"),
-        ("scaled_linear", 1000, "eps"),
-        ("scaled_linear", 50, "v"),
-        ("cosine", 1000, "v"),
-        ("cosine", 1, "eps"),
-        ("sigmoid", 1000, "x0"),
-        ("sigmoid", 50, "v"),
-    ]
-] + [
+    DiffusionSpec(schedule="linear", timesteps=7, objective="x0"),
+    DiffusionSpec(schedule="scaled_linear", timesteps=50, objective="v"),
+    DiffusionSpec(schedule="cosine", timesteps=1000, objective="v"),
+    DiffusionSpec(schedule="cosine", timesteps=1, objective="eps"),
+    DiffusionSpec(schedule="sigmoid", timesteps=1000, objective="x0"),
     DiffusionSpec(schedule="sigmoid", objective="v", zero_terminal_snr=True),
     DiffusionSpec(schedule="cosine", objective="x0", zero_terminal_snr=True),
     DiffusionSpec(schedule="scaled_linear", objective="v", zero_terminal_snr=True),
@@ -111,6 +106,24 @@ def test_diffusers_has_the_same_alpha_bars(spec: DiffusionSpec) -> None:
         return
     rounding = 2**-24 * (1 / (1 - betas(spec)) + 2).cumsum(0)
     assert ((scheduler.alphas_cumprod.double() / expected - 1).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize(("schedule", "objective"), [("edm", "v"), ("flow", "velocity")])
+def test_the_scheduler_of_an_export_without_timesteps_denoises_as_ours(schedule: Any, objective: Any) -> None:
+    spec, is_flow = DiffusionSpec(schedule=schedule, objective=objective), schedule == "flow"
+    arguments = scheduler_config(spec, SamplerSpec(), text=is_flow)
+    scheduler: Any = getattr(diffusers, scheduler_class(spec, text=is_flow))(**arguments)
+    x_t, prediction = torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scheduler.set_timesteps(4)
+    scheduler._init_step_index(scheduler.timesteps[1])
+    sigma = scheduler.sigmas[1:2].double()
+    level = levels_of(spec).level(FLOW_TIMES * sigma if is_flow else sigma.log() / 4).each()
+    if is_flow:
+        theirs = scheduler.convert_model_output(prediction, sample=x_t)
+    else:
+        theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
+    ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * ours.abs().max().item())
 
 
 def test_missing_keys_take_the_defaults_of_diffusers() -> None:

@@ -23,7 +23,7 @@ from ddpm_ds.ground.errors import EvaluationError
 from ddpm_ds.ground.units import aligned
 from tests import gaussian_fields
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
-from tests.evaluate.planted import evaluate_verb, report
+from tests.evaluate.planted import UNLABELLED, evaluate_verb, report
 from tests.gaussian_fields import Array, field_scores, verdict
 from tests.launching import tiny_spec
 
@@ -36,22 +36,6 @@ Evaluate = Callable[..., str]
 def fields(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of fields of two channels."""
     return plant_fields(tmp_path_factory.mktemp("fields")).run_dir
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that learns pictures of 16x16 pixels from pictures of 4x4."""
-    folder = tmp_path_factory.mktemp("pictures")
-    pixels = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), dtype=np.uint8)
-    np.save(folder / "pixels.npy", pixels)
-    data = {"source": "arrays", "path": str(folder / "pixels.npy"), "image_size": 16, "channels": 3}
-    data |= {"horizontal_flips": False, "held_out_images": 4, "store_root": str(folder / "data")}
-    spec = tiny_spec(
-        data={**data, "condition": {"kind": "reduced", "factor": 4}},
-        unet={"classes": None, "attention_resolutions": [8]},
-        train={"label_drop": 0.0},
-    )
-    return plant_on(prepare(spec.data), folder / "run", spec).run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +59,6 @@ def drawn(run_dir: Path, members: int, **sampler: Any) -> tuple[Any, Any]:
     return torch.stack([members for _, members in found], dim=1), inputs.truth(every)
 
 
-def table_of(out: str) -> list[str]:
-    """The lines of the table, from its header to its last row."""
-    lines = out.splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("channel"))
-    return [line for line in lines[first:] if "  " in line]
-
-
 def test_the_members_of_every_held_out_field_are_scored_against_it(
     fields: Path, evaluate: Evaluate, trackers: list[Any], tmp_path: Path
 ) -> None:
@@ -89,10 +66,7 @@ def test_the_members_of_every_held_out_field_are_scored_against_it(
     expected = field_scores(*drawn(fields, MEMBERS), channels=["t2m", "u"])
     content = report(tmp_path / "here")
     scores = content["scores"]
-    for found, true in [
-        (scores["total"], expected.total),
-        *((scores["channels"][n], expected.channels[n]) for n in "u"),
-    ]:
+    for found, true in ((scores["total"], expected.total), (scores["channels"]["u"], expected.channels["u"])):
         assert list(found.values()) == pytest.approx(list(vars(true).values()), rel=1e-4)
     assert expected.spectra is not None
     assert np.allclose(scores["spectra"]["members"], expected.spectra.members, rtol=1e-3)
@@ -102,7 +76,9 @@ def test_the_members_of_every_held_out_field_are_scored_against_it(
     assert child.artifacts == [("scores.json", ""), ("samples.png", ""), ("spectra.png", "")]
     (plot,) = (tmp_path / "here").glob("*/spectra.png")
     assert Image.open(plot).width > 500
-    table = [line.split() for line in table_of(out)]
+    lines = out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("channel"))
+    table = [line.split() for line in lines[first:] if "  " in line]
     assert table[0][:3] == ["channel", "rmse", "crps"] and [row[0] for row in table[1:]] == ["t2m", "u", "all"]
     assert table[1][-6:] == [str(HELD_OUT), str(MEMBERS), "ddim", "2", "ema", "-"]
 
@@ -120,9 +96,16 @@ def test_inputs_of_a_file_are_scored_if_it_has_true_images(fields: Path, evaluat
     assert "--conditions has no true images to compare with; leave it out for those held out" in printed
 
 
-def test_pictures_are_scored_by_colour(pictures: Path, evaluate: Evaluate, tmp_path: Path) -> None:
-    evaluate(pictures, "--members", 2, "--clip", "static", "--out", tmp_path)
-    members, truths = drawn(pictures, 2, clip="static")
+def test_pictures_are_scored_by_colour(evaluate: Evaluate, tmp_path: Path) -> None:
+    """Pictures of 16x16 pixels, which are drawn for pictures of 4x4."""
+    np.save(tmp_path / "pixels.npy", np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), dtype=np.uint8))
+    data = {"source": "arrays", "path": str(tmp_path / "pixels.npy"), "image_size": 16, "channels": 3}
+    data |= {"horizontal_flips": False, "held_out_images": 4, "store_root": str(tmp_path / "data")}
+    unet = {"classes": None, "attention_resolutions": [8]}
+    spec = tiny_spec(data={**data, "condition": {"kind": "reduced", "factor": 4}}, **{**UNLABELLED, "unet": unet})
+    run_dir = plant_on(prepare(spec.data), tmp_path / "run", spec).run_dir
+    evaluate(run_dir, "--members", 2, "--clip", "static", "--out", tmp_path)
+    members, truths = drawn(run_dir, 2, clip="static")
     scores = report(tmp_path)["scores"]
     expected = field_scores(members.float(), truths.float()).total
     assert scores["total"]["crps"] == pytest.approx(expected.crps, rel=1e-4)
@@ -202,18 +185,16 @@ def test_scores_of_each_channel_and_of_all_equal_plain_loops() -> None:
     members, truths, masks = random_fields()
     holes = np.where(masks == 0, np.nan, truths)  # what does not count may be anything
     found = field_scores(members, holes, masks, channels=["u", "v"])
-    for scores, channels in zip(
-        (found.total, *found.channels.values()), (range(2), range(1), range(1, 2)), strict=True
-    ):
+    numbers = range(2), range(1), range(1, 2)
+    for scores, channels in zip((found.total, *found.channels.values()), numbers, strict=True):
         expected = by_loops(members, truths, masks, channels)
         assert list(vars(scores).values()) == pytest.approx(expected, rel=ROUNDING)
     assert (found.inputs, found.members, list(found.channels), found.spectra) == (N, K, ["u", "v"], None)
 
 
 def test_float32_and_float16_are_added_up_in_float64() -> None:
-    members, truths, _ = random_fields()
     for kind in (np.float32, np.float16):
-        narrow, true = (1000.0 + members).astype(kind), (1000.0 + truths).astype(kind)
+        narrow, true = ((1000.0 + values).astype(kind) for values in random_fields()[:2])
         assert field_scores(narrow, true) == field_scores(narrow.astype(float), true.astype(float))
 
 
@@ -293,24 +274,18 @@ def test_a_channel_without_pixels_that_count_is_refused_by_name() -> None:
         field_scores(members, truths, masks * [[[1]], [[0]]])
 
 
-def posterior_draws(seed: int) -> tuple[Array, Array, Array]:
-    """Exact members, truths, observations: 32 of each of 128 inputs."""
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_draws_of_a_posterior_pass_and_draws_shifted_or_scaled_by_15_percent_fail(seed: int) -> None:
     generator = np.random.default_rng(seed)
     truths = gaussian_fields.draw_fields(128, generator)
     observations = gaussian_fields.observe(truths, generator)
-    return gaussian_fields.draw_posterior(32, observations, generator), truths, observations
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_exact_draws_of_a_posterior_pass_and_draws_shifted_or_scaled_by_15_percent_fail(seed: int) -> None:
-    members, truths, observations = posterior_draws(seed)
+    members = gaussian_fields.draw_posterior(32, observations, generator)
     sd, mean = gaussian_fields.posterior_sd(), gaussian_fields.posterior_mean(observations)
     exact = verdict(members, truths, observations)
-    assert exact.passes
     # The square of mean_error has a standard deviation of sqrt(2 / (128 x 42)) / 32 = 0.0006, where 42 is the number
     # of independent pixels, (trace P)^2 / trace P^2. So exact draws stay below sqrt(5 x 0.0006), and a shift of 0.15
     # stays above 0.14, since its own part has 0.15^2 = 0.0225 and a mixed one 2 x 0.15 / sqrt(32 x 128 x 2).
-    assert exact.mean_error < 0.055
+    assert exact.passes and exact.mean_error < 0.055
     shifted = verdict(members + 0.15 * sd, truths, observations)
     assert 0.13 < shifted.mean_error < 0.17 and not shifted.passes
     assert shifted.spread == pytest.approx(exact.spread), "only the mean tells"

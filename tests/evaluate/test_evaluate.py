@@ -33,11 +33,12 @@ from ddpm_ds.ground.errors import DataError, OutputError
 from ddpm_ds.tracking.run_folder import START_TAG, RunFolder
 from ddpm_ds.tracking.tracker import Tracker
 from tests.evaluate.conditioned import plant_fields
-from tests.evaluate.planted import FAST, UNLABELLED, evaluate_verb, plant, report, trained_of, unet_of
+from tests.evaluate.planted import FAST, UNLABELLED, evaluate_verb, plant, refusal, report, trained_of, unet_of
 from tests.launching import tiny_spec
 
 Evaluate = Callable[..., str]
 Watch = Callable[..., list[int]]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -137,79 +138,71 @@ def test_labels_are_asked_for_in_the_proportions_of_the_reference(digits: Datase
 
 @pytest.mark.long
 def test_inceptions_scores_by_name_count_and_tool(
-    run_dir: Path,
-    digits: DatasetCache,
-    weights: Path,
-    tmp_path: Path,
-    evaluate: Evaluate,
-    trackers: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, digits: DatasetCache, weights: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
     small = replace(digits, meta=meta, images=StoredImages(digits.path, meta, None), labels=digits.labels[:24])
     monkeypatch.setattr(scores, "images_of", lambda *_, **__: small)
-    monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
+    monkeypatch.setattr(scores, "cache_beside", lambda _: run_dir / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
-    names = {"fid_20", "kid_20", "precision_20", "recall_20"}
-    assert set(trackers[0].logged) == {f"eval/{name}" for name in names}
     found = by_name(report(run_dir / "evaluations"))
-    assert set(found) == names and found["kid_20"]["details"]["subset_images"] == 20
+    assert set(found) == {"fid_20", "kid_20", "precision_20", "recall_20"}
+    assert found["kid_20"]["details"]["subset_images"] == 20 and found["fid_20"]["title"] == "FID"
     assert all((score["samples"], score["references"]) == (20, 24) for score in found.values())
     assert f"torch-fidelity {torch_fidelity.__version__}, inception-v3-compat" in out
-    assert found["fid_20"]["title"] == "FID"
 
 
+@pytest.fixture
 def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that say nothing of a run."""
+    """Weights that say nothing of a run, in the place of all others."""
     loaded = replace(trained_of(tiny_spec()), weights="export", spec=None, images_seen=None, origin="export")
     monkeypatch.setattr(trained, "load_trained", lambda *_, **__: loaded)
     monkeypatch.chdir(tmp_path)
 
 
 def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowhere(
-    tmp_path: Path, digits: DatasetCache, evaluate: Evaluate, trackers: list[Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, digits: DatasetCache, evaluate: Evaluate, trackers: list[Any], exported: None
 ) -> None:
-    exported(tmp_path, monkeypatch)
     assert "name the folder of its prepared images with --dataset DIR" in evaluate("--count", 20, code=2)
+    assert "--metrics loss: export is an export; leave it out" in evaluate("--metrics", "loss", code=2)
+    larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=tmp_path / "larger"))
+    assert "has images of 1x16x16, export draws 1x8x8" in evaluate("--dataset", larger.path, code=2)
     out = evaluate("--count", 20, "--dataset", digits.path, "--metrics", "pixel")
     assert "export is not in the folder of a run, so nothing is recorded in MLflow" in out and trackers == []
     assert report(tmp_path / "evaluations")["weights"] == "export"
 
 
+OF_DRAWN = "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--metrics", "fid"), "--metrics fid can't be computed: there is no network here"),
-        (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel"),
-        (("--metrics", "digits"), "is none of fid, kid, pr, pixel, clip, loss"),
-        (("--count", "9"), "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
-        (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
-        (("--guidance", "1,x"), "'x' is not a guidance from 0 to 1,000"),
-        (("--guidance", "1,2,1"), "'1,2,1' has one value twice"),
-        (("--sampler", "ddim,best"), "'best' is none of "),
-        (("--sampler", "ddim,dpm_solver", "--eta", "0.5"), "--eta = 0.5 is used only with --sampler: ddim"),
+        ("--metrics fid", "--metrics fid can't be computed: there is no network here"),
+        ("--metrics pixel,inception", "'inception' is none of fid, kid, pr, pixel"),
+        ("--metrics digits", "is none of fid, kid, pr, pixel, clip, loss"),
+        ("--count 9", "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
+        ("--inception-weights nowhere.pt", "--inception-weights nowhere.pt can't be used (No such file"),
+        ("--guidance 1,x", "'x' is not a guidance from 0 to 1,000"),
+        ("--guidance 1,2,1", "'1,2,1' has one value twice"),
+        ("--sampler ddim,best", "'best' is none of "),
+        ("--sampler ddim,dpm_solver --eta 0.5", "--eta = 0.5 is used only with --sampler: ddim"),
+        ("--dataset LARGER", " is not the data set of "),
+        ("--metrics loss --dataset LARGER", " is not the data set of "),
+        ("--metrics loss --prompts held-out", OF_DRAWN),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(
-    arguments: tuple[str, ...], line: str, evaluate: Evaluate, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, line: str, evaluate: Evaluate, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", no_drawing)
-    out = evaluate(*arguments, code=2)
+    if "LARGER" in arguments:
+        larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=run_dir.parent))
+        arguments = arguments.replace("LARGER", str(larger.path))
+    out = evaluate(*arguments.split(), code=2)
     assert line in out and len(out.splitlines()) == 1 and out.startswith("ddpm-ds: error: ")
     assert not (run_dir / "evaluations").exists()
-
-
-def test_a_data_set_that_does_not_fit_is_one_line(
-    tmp_path: Path, run_dir: Path, digits: DatasetCache, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=tmp_path))
-    lines = [evaluate("--dataset", larger.path, code=2)]
-    assert "is not the data set of" in lines[0]
-    exported(tmp_path, monkeypatch)
-    lines.append(evaluate("--dataset", larger.path, code=2))
-    assert "has images of 1x16x16, export draws 1x8x8" in lines[1]
-    assert all(len(line.splitlines()) == 1 for line in lines) and not (run_dir / "evaluations").exists()
 
 
 def test_images_held_out_in_another_file_are_not_in_the_reference(tmp_path: Path) -> None:
@@ -274,9 +267,7 @@ def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
     assert rows == {"held-out loss": "ema", **{name: f"{value:.4g}" for name, value in scores.items()}}
 
 
-def test_losses_and_scores_of_drawn_images_may_be_asked_for_together(
-    run_dir: Path, trackers: list[Any], evaluate: Evaluate
-) -> None:
+def test_losses_and_scores_of_drawn_images_may_be_asked_for_together(evaluate: Evaluate, trackers: list[Any]) -> None:
     words = ("--metrics", "pixel,loss", "--count", 20, "--sampler", "ddim,dpm_solver", "--steps", 2)
     first, second = evaluate(*words).split("\n\n")[-2:]
     assert first.startswith("held-out loss") and second.startswith("score") and len(second.splitlines()) == 3
@@ -294,51 +285,29 @@ def test_pictures_held_out_of_another_folder_are_in_the_buckets_that_are_trained
             Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
     paths = {"path": str(tmp_path / "train"), "held_out_path": str(tmp_path / "val")}
     data = {**paths, "store_root": str(tmp_path / "stores"), "image_size": 40, "buckets": {"step": 8, "images": 4}}
-    sections: dict[str, Any] = {
-        "data": {**data, "source": "folder"},
-        "unet": {"classes": None, "attention_resolutions": [], "attention_levels": [1], "dropout": 0.0},
-        "train": {"label_drop": 0.0},
-    }
-    spec = tiny_spec(**sections)
-    checksums = checksums_of(*prepare_all(spec.data, How(), group=4))
+    unet = {"classes": None, "attention_resolutions": [], "attention_levels": [1], "dropout": 0.0}
+    sections: dict[str, Any] = {**UNLABELLED, "data": {**data, "source": "folder"}, "unet": unet}
+    checksums = checksums_of(*prepare_all(tiny_spec(**sections).data, How(), group=4))
     assert sum(name.startswith(HELD_OUT + BUCKETS) for name in checksums) > 0
     plant(tmp_path / "run", data_sha256=checksums, **sections)
     evaluate("--metrics", "loss", "--batch-images", 5, path=tmp_path / "run")
     assert report(tmp_path / "run" / "evaluations")["reference"]["images"] == 12
 
 
-def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
-    tmp_path: Path, run_dir: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_of_images_that_are_not_there_are_one_line(tmp_path: Path, evaluate: Evaluate) -> None:
     plant(tmp_path / "none", **UNLABELLED)
-    (tmp_path / "fields").mkdir()
-    fields = plant_fields(tmp_path / "fields")
+    fields = plant_fields(tmp_path)
     lines = [
-        evaluate("--metrics", "loss", "--prompts", "held-out", code=2),
         evaluate("--metrics", "loss", path=tmp_path / "none", code=2),
-        evaluate("--metrics", "loss", "--dataset", fields.store.path, code=2),
         evaluate("--metrics", "loss,pixel", path=fields.run_dir, code=2),
     ]
     shutil.rmtree(fields.store.path)
-    (tmp_path / "fields" / "fields.npz").unlink()
+    (tmp_path / "fields.npz").unlink()
     lines.append(evaluate("--metrics", "loss", path=fields.run_dir, code=2))
-    loaded = replace(trained_of(tiny_spec()), weights="export", spec=None, origin="export")
-    monkeypatch.setattr(trained, "load_trained", lambda *_, **__: loaded)
-    lines.append(evaluate("--metrics", "loss", code=2))
-    for line, expected in zip(
-        lines,
-        (
-            "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out",
-            "images-000000320 has held out no image (data.held_out_images = 0); leave it out",
-            f"{fields.store.path} is not the data set of ",
-            "--metrics pixel is of images without conditions",
-            f"data.path = {tmp_path / 'fields' / 'fields.npz'}",
-            "--metrics loss: export is an export; leave it out",
-        ),
-        strict=True,
-    ):
-        assert expected in line and len(line.splitlines()) == 1 and line.startswith("ddpm-ds: error: ")
-    assert not (run_dir / "evaluations").exists()
+    held_out = "images-000000320 has held out no image (data.held_out_images = 0); leave it out"
+    expected = held_out, "--metrics pixel is of images without conditions", f"data.path = {tmp_path / 'fields.npz'}"
+    for line, message in zip(lines, expected, strict=True):
+        assert message in line and len(line.splitlines()) == 1 and line.startswith("ddpm-ds: error: ")
 
 
 @pytest.mark.parametrize(
@@ -350,20 +319,13 @@ def test_work_that_mlflow_could_not_keep_is_refused_before_it_is_done(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "/data/mlruns")
-    assert main([verb[0], "run", *verb[1:]]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("ddpm-ds: error: MLFLOW_TRACKING_URI=/data/mlruns is a path") and err.count("\n") == 1
+    assert "MLFLOW_TRACKING_URI=/data/mlruns is a path" in refusal(capsys, verb[0], "run", *verb[1:])
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("forked_workers", "no_network")
 def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and_artifacts(
-    tmp_path: Path,
-    empty_store: Path,
-    forked_workers: None,
-    no_network: None,
-    digits: DatasetCache,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, empty_store: Path, digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
@@ -380,23 +342,22 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     assert str(run_dir) in printed
     experiment = client.get_experiment_by_name("ddpm_ds")
     assert experiment is not None
-    (alone,) = client.search_runs([experiment.experiment_id])
+    ids = [experiment.experiment_id]
+    (alone,) = client.search_runs(ids)
     assert "mlflow.parentRunId" not in alone.data.tags and alone.info.status == "FINISHED"
 
     tags = {START_TAG: RunFolder(run_dir).identity()}
     parent = client.create_run(experiment.experiment_id, tags=tags).info.run_id
-    capfd.readouterr()
     assert main(["evaluate", str(run_dir), *FAST, "--count", "20", "--weights", "raw"]) == 0
     out, err = capfd.readouterr()
     assert "FID, KID, precision and recall are left out: there is no network here" in err
     (line,) = (line for line in out.splitlines() if line.startswith("pixel Fréchet distance, 64 dims"))
     assert line.split()[7:14] == ["20", "1,797", "ddim", "3", "raw", "2", "ddpm_ds"], "counts, how drawn, by what"
     content = report(run_dir / "evaluations")
-    (child,) = client.search_runs([experiment.experiment_id], "tags.kind = 'evaluate'")
+    (child,) = client.search_runs(ids, "tags.kind = 'evaluate'")
     assert child.info.run_id in out and child.info.run_name == "evaluate images-000000320"
-    found = {name: child.data.tags[name] for name in ("mlflow.parentRunId", "checkpoint", "weights", "images_seen")}
-    wanted = {"checkpoint": "images-000000320", "weights": "raw", "images_seen": "320"}
-    assert found == wanted | {"mlflow.parentRunId": parent}
+    wanted = {"checkpoint": "images-000000320", "weights": "raw", "images_seen": "320", "mlflow.parentRunId": parent}
+    assert wanted.items() <= child.data.tags.items()
     values = {f"eval/{score['name']}": score["value"] for score in content["scores"]}
     real = {f"eval/{score['name']}_real": score["real"] for score in content["scores"]}
     assert child.data.metrics == pytest.approx(values | real), "and no system metrics"
@@ -406,8 +367,7 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     assert [file.path for file in client.list_artifacts(child.info.run_id)] == ["samples.png", "scores.json"]
 
     assert main(["export", str(run_dir), str(tmp_path / "hub"), "--samples", "0"]) == 0
-    (export,) = client.search_runs([experiment.experiment_id], "tags.kind = 'export'")
-    run_id = export.info.run_id
+    (export,) = client.search_runs(ids, "tags.kind = 'export'")
     assert export.data.tags["mlflow.parentRunId"] == parent and export.data.params["dtype"] == "fp32"
-    unet = [file.path for file in client.list_artifacts(run_id, "export/unet")]
+    unet = [file.path for file in client.list_artifacts(export.info.run_id, "export/unet")]
     assert unet == ["export/unet/config.json", "export/unet/diffusion_pytorch_model.safetensors"]

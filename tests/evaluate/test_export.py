@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import math
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.evaluate.diffusers import export, read_back
+from ddpm_ds.evaluate.diffusers import export
 from ddpm_ds.evaluate.diffusers.card import model_card
 from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
 from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE, diffusers_config
@@ -36,46 +33,53 @@ from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface
-from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of
+from tests.evaluate.conftest import FakeTracker
+from tests.evaluate.planted import UNLABELLED, plant, plant_alone, refusal, same_weights, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
+from tests.model_hub import ModelHub
 
 FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
+TIMESTEPS = 32
+"""Number of timesteps, from 0, whose predictions are compared: angles t x frequency in fp32 err in proportion to t."""
 SPECS = REPOSITORY / "launch" / "specs"
-
-
-def checkpoint_of(folder: Path, **sections: Any) -> Path:
-    """A checkpoint outside of a run's folder, so that nothing is recorded in MLflow."""
-    planted = plant(folder / "run", 320, **sections)
-    shutil.move(planted, folder / "checkpoint")
-    shutil.rmtree(folder / "run")
-    return folder / "checkpoint"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A class-conditional one of 4 timesteps."""
-    return checkpoint_of(tmp_path_factory.mktemp("few"), **FEW)
+    """A class-conditional checkpoint of 4 timesteps."""
+    return plant_alone(tmp_path_factory.mktemp("few"), **FEW)
 
 
 @pytest.fixture(scope="module")
 def unlabelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint_of(tmp_path_factory.mktemp("plain"), **FEW, **UNLABELLED)
+    return plant_alone(tmp_path_factory.mktemp("plain"), **FEW, **UNLABELLED)
 
 
 def examples(trained: Trained) -> tuple[torch.Tensor, ...]:
     """x_t in fp64, t and, with classes, labels of which the last is none."""
     generator = torch.Generator().manual_seed(0)
     x_t = torch.randn(3, *trained.image_shape, generator=generator, dtype=torch.float64)
-    t = torch.randint(0, min(trained.diffusion.timesteps, read_back.COMPARED_TIMESTEPS), (3,), generator=generator)
+    t = torch.randint(0, min(trained.diffusion.timesteps, TIMESTEPS), (3,), generator=generator)
     classes = trained.unet_spec.classes
     return (x_t, t) if classes is None else (x_t, t, torch.tensor([0, classes - 1, classes]))
 
 
 def assert_close(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """In fp64 only the sinusoid's angles t x frequency are rounded to fp32, with t below COMPARED_TIMESTEPS:
+    """In fp64 only the sinusoid's angles t x frequency are rounded to fp32, with t below TIMESTEPS:
     by division, product, exponential and product, each within half a unit, an angle errs by up to 4 x 32 x 2^-24."""
-    tolerance = 4 * read_back.COMPARED_TIMESTEPS * 2**-24
+    tolerance = 4 * TIMESTEPS * 2**-24
     torch.testing.assert_close(theirs, ours, rtol=0, atol=tolerance * ours.abs().max().item())
+
+
+def shapes_of(unet: UNet) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in unet.layers.named_parameters()}
+
+
+def assert_initial(path: Path, unet: UNet) -> None:
+    """A run that starts from a file has the weights of ``unet``."""
+    weights = InitialWeights(path, shapes_of(unet))
+    for name, parameter in unet.layers.named_parameters():
+        assert weights.read(name).equal(parameter.flatten()), name
 
 
 COLOUR: dict[str, Any] = {
@@ -110,7 +114,7 @@ LEVELS = {"sigma_min", "sigma_max", "rho"}
 )
 def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(**sections)
-    checkpoint, hub, imported = checkpoint_of(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
+    checkpoint, hub, imported = plant_alone(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
     assert main(["export", str(checkpoint), str(hub), "--samples", "0"]) == 0
     trained = load_trained(checkpoint)
     exported = load_trained(hub)
@@ -128,10 +132,7 @@ def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, 
     assert main(["import", str(hub), "--spec", str(base), "--out", str(imported)]) == 0
     back = load_spec(imported / "spec.yaml")
     assert back.diffusion == spec.diffusion
-    parameters = dict(unet_of(back, 0).layers.named_parameters())
-    weights = InitialWeights(imported / "weights.safetensors", {n: tuple(p.shape) for n, p in parameters.items()})
-    for name, parameter in trained.unet.layers.named_parameters():
-        assert weights.read(name).equal(parameter.flatten()), name
+    assert_initial(imported / "weights.safetensors", trained.unet)
 
 
 def test_the_folder_is_complete_and_its_samples_are_those_of_ddpm_ds_sample(
@@ -139,17 +140,12 @@ def test_the_folder_is_complete_and_its_samples_are_those_of_ddpm_ds_sample(
 ) -> None:
     (tmp_path / "hub").mkdir()  # an empty folder is as good as none
     assert main(["export", str(checkpoint), str(tmp_path / "hub"), "--samples", "20"]) == 0
-    assert sorted(str(path.relative_to(tmp_path / "hub")) for path in (tmp_path / "hub").rglob("*.*")) == [
-        "README.md",
-        "model_index.json",
-        "samples.png",
-        "scheduler/scheduler_config.json",
-        "unet/config.json",
-        "unet/diffusion_pytorch_model.safetensors",
-    ]
+    files = sorted(str(path.relative_to(tmp_path / "hub")) for path in (tmp_path / "hub").rglob("*.*"))
+    parts = ["scheduler/scheduler_config.json", "unet/config.json", "unet/diffusion_pytorch_model.safetensors"]
+    assert files == ["README.md", "model_index.json", "samples.png", *parts]
     out = capsys.readouterr().out
     assert re.search(r"hub: ema weights of .*checkpoint in fp32", out)
-    assert f"read back by diffusers {diffusers.__version__}: " in out and "alphas_cumprod" in out
+    assert "diffusers opens it as DDPMPipeline" in out
     grid = tmp_path / "drawn"
     assert main(["sample", str(checkpoint), "--count", "20", "--out", str(grid), "--device", "cpu"]) == 0
     with Image.open(grid / "grid.png") as ours, Image.open(tmp_path / "hub" / "samples.png") as theirs:
@@ -183,22 +179,17 @@ def test_with_a_folded_label_the_pipeline_needs_none(checkpoint: Path, tmp_path:
         assert f"| label | {label}, folded" in (tmp_path / label / "README.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def of_edm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint_of(tmp_path_factory.mktemp("edm"), **OF_EDM)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("checkpoint", "fp32"), ("unlabelled", "fp16"), ("of_edm", "fp32")])
+@pytest.mark.parametrize(("sections", "dtype"), [(FEW, "fp32"), ({**FEW, **UNLABELLED}, "fp16"), (OF_EDM, "fp32")])
 def test_the_python_of_the_model_card_runs(
-    tmp_path: Path, name: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sections: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = str(request.getfixturevalue(name))
+    source = str(plant_alone(tmp_path, **sections))
     assert main(["export", source, str(tmp_path / "hub"), "--samples", "0", "--dtype", dtype]) == 0
     monkeypatch.chdir(tmp_path / "hub")
     (program,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
-    assert len(names["images"]) == (10 if name == "checkpoint" else 16) and names["images"][0].size == (8, 8)
+    assert len(names["images"]) == (10 if sections is FEW else 16) and names["images"][0].size == (8, 8)
 
 
 def test_the_model_card_has_the_licence_and_the_runs_numbers(tmp_path: Path) -> None:
@@ -212,40 +203,19 @@ def test_the_model_card_has_the_licence_and_the_runs_numbers(tmp_path: Path) -> 
     assert str(tmp_path) not in card, "a card goes to other machines"
 
 
-def test_without_diffusers_it_is_written_all_the_same_and_says_so(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "diffusers" else find(name))
-    assert main(["export", str(checkpoint), str(tmp_path / "hub"), "--samples", "0"]) == 0
-    assert "not read back, because diffusers is not installed" in capsys.readouterr().out
-    assert load_trained(tmp_path / "hub").weights == "export"
-
-
-@pytest.mark.parametrize("wrong", ["weights", "schedule", "not a number", "interrupted"])
-def test_what_diffusers_reads_otherwise_or_is_interrupted_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_export_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(trained: Trained, folder: Path, precision: Any) -> None:
         write_pipeline(trained, folder, precision)
-        if wrong == "interrupted":
-            raise KeyboardInterrupt
-        if wrong == "schedule":
-            file = folder / "scheduler" / "scheduler_config.json"
-            file.write_text(file.read_text().replace("0.02", "0.021"))
-        else:
-            trained.unet.get_parameter("layers.2.conv1.weight")[0, 0, 0, 0] = 0.5 if wrong == "weights" else math.nan
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(export, "write_pipeline", write)
-    code = main(["export", str(checkpoint), str(tmp_path / "new" / "hub"), "--samples", "0"])
-    if wrong == "interrupted":
-        assert code == 130
-    else:
-        err = capsys.readouterr().err
-        assert code == 2 and "reads something else than" in err and "nothing was written" in err
+    assert main(["export", str(checkpoint), str(tmp_path / "new" / "hub"), "--samples", "0"]) == 130
     assert not any(tmp_path.iterdir())
 
 
+WIDER: dict[str, Any] = {"classes": None, "channels": 12}
 BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "not empty": (["CHECKPOINT", "FULL"], "FULL exists and is not empty; name a new folder"),
     "current folder": (["CHECKPOINT", "."], "here is the current folder, which can't be replaced; name a new folder"),
@@ -262,49 +232,47 @@ BAD_IMPORTS: dict[str, tuple[list[str], str]] = {
     "steps": (["--set", "sampler.steps=2000"], "sampler.steps = 2000 is above"),
     "typed": (["--set", "unet.channels=4096"], r"--set unet.channels=4096: the model of .* decides it, \d+; leave"),
     "a file": (["--out", __file__], "is no folder; name a new folder"),
+    "no model": (["/nowhere"], "/nowhere does not exist; name a folder of diffusers"),
 }
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of 8x8 digits without labels."""
-    folder = tmp_path_factory.mktemp("models") / "model"
-    unet = {"classes": None, "channels": 12}
-    spec = tiny_spec(unet=unet, train={"label_drop": 0.0}, diffusion={"schedule": "cosine"})
+    spec = tiny_spec(unet=WIDER, train={"label_drop": 0.0}, diffusion={"schedule": "cosine"})
+    return written(tmp_path_factory.mktemp("models") / "model", spec, seed=9)
+
+
+def written(folder: Path, spec: RunSpec, seed: int = 1) -> Path:
     folder.mkdir()
-    write_pipeline(trained_of(spec, seed=9), folder, "fp32")
+    write_pipeline(trained_of(spec, seed), folder, "fp32")
     return folder
 
 
-@pytest.mark.parametrize("name", [*BAD_EXPORTS, *(f"import: {name}" for name in BAD_IMPORTS)])
+@pytest.mark.parametrize("name", [*BAD_EXPORTS, *BAD_IMPORTS])
 def test_bad_input_is_one_line_and_nothing_is_written(
     tmp_path: Path,
     name: str,
-    checkpoint: Path,
-    unlabelled: Path,
-    model: Path,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "here").mkdir()
+    for folder in ("here", "full"):
+        (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    if name.startswith("import"):
-        options, message = BAD_IMPORTS[name.removeprefix("import: ")]
-        words = ["import", str(model), "--spec", str(SPECS / "digits.yaml"), "--out", "OUT", *options]
-    else:
-        options, message = BAD_EXPORTS[name]
-        words = ["export", *options]
-    paths = {"CHECKPOINT": checkpoint, "UNLABELLED": unlabelled, "FULL": tmp_path / "full", "OUT": tmp_path / "out"}
+    options, message = BAD_EXPORTS.get(name) or BAD_IMPORTS[name]
+    words = ["export", *options]
+    if name in BAD_IMPORTS:
+        model = [] if options[0] == "/nowhere" else ["MODEL"]
+        words = ["import", *model, "--spec", str(SPECS / "digits.yaml"), "--out", "OUT", *options]
+    paths = {"FULL": tmp_path / "full", "OUT": tmp_path / "out"}
+    paths |= {name.upper(): request.getfixturevalue(name) for name in ("checkpoint", "unlabelled", "model")}
     for short, path in paths.items():
-        words = [word.replace(short, str(path)) for word in words]
-        message = message.replace(short, str(path))
+        words, message = [word.replace(short, str(path)) for word in words], message.replace(short, str(path))
     before = sorted(tmp_path.rglob("*"))
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("ddpm-ds: error: ") and err.count("\n") == 1
-    assert re.search(message, err), err
+    line = refusal(capsys, *words)
+    assert re.search(message, line), line
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -324,15 +292,12 @@ def test_a_spec_of_the_base_begins_with_the_models_weights(
     before = load_spec(SPECS / "digits.yaml", changes)
     weights = out / "weights.safetensors"
     assert spec is not None
-    assert spec.unet == tiny_spec(unet={"classes": None, "channels": 12, "dropout": 0.2}, train={"label_drop": 0}).unet
+    assert spec.unet == tiny_spec(unet={**WIDER, "dropout": 0.2}, train={"label_drop": 0}).unet
     assert spec.diffusion == before.diffusion.model_copy(update={"schedule": "cosine"})
     assert spec.train == before.train.model_copy(update={"initial_weights": weights})
     others = set(type(spec).model_fields) - {"unet", "diffusion", "train"}
     assert spec.model_dump(include=others) == before.model_dump(include=others)
-    parameters = dict(unet_of(spec, 9).layers.named_parameters())
-    read = InitialWeights(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    assert all(torch.equal(read.read(name), parameter.flatten()) for name, parameter in parameters.items())
-
+    assert_initial(weights, unet_of(spec, 9))
     *_, command = capsys.readouterr().out.splitlines()
     words = shlex.split(command)
     assert words[:2] == ["ddpm-ds", "train"] and words[-2:] == ["--spec", str(out / "spec.yaml")]
@@ -362,9 +327,7 @@ def foreign_model(folder: Path, **options: Any) -> Any:
 
 
 def test_labels_are_classes_and_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model").mkdir()
-    write_pipeline(trained_of(tiny_spec()), tmp_path / "model", "fp32")
-    spec = run_import(tmp_path / "model", tmp_path / "out")
+    spec = run_import(written(tmp_path / "model", tiny_spec()), tmp_path / "out")
     assert spec is not None and spec.unet.classes == 10
     assert "its 11 labels are read as 10 classes and, last, no label" in capsys.readouterr().out
     run_import(tmp_path / "model", tmp_path / "other", "--set", "unet.classes=11", code=2)
@@ -402,40 +365,55 @@ def test_averaged_weights_of_diffusers_own_training_are_imported(tmp_path: Path)
     assert files[0] == files[1]
 
 
-def change_to_odd_widths(model: Path) -> None:
-    config = json.loads((model / "unet" / "config.json").read_text())
-    write_json(
-        model / "unet" / "config.json",
-        {**config, **dict.fromkeys(("norm_num_groups", "attn_norm_num_groups"), 3), "block_out_channels": [9, 6]},
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (change_to_odd_widths, "first level of 9 channels (diffusers: the first of block_out_channels), which is odd"),
-        (shutil.rmtree, "does not exist; name a folder of diffusers"),
-    ],
-)
 def test_a_model_that_cannot_be_trained_is_refused_and_leaves_nothing(
-    model: Path, tmp_path: Path, change: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = shutil.copytree(model, tmp_path / "models" / "mine")
-    change(mine)
+    config = json.loads((mine / "unet" / "config.json").read_text())
+    config |= {"norm_num_groups": 3, "attn_norm_num_groups": 3, "block_out_channels": [9, 6]}
+    write_json(mine / "unet" / "config.json", config)
     run_import(mine, tmp_path / "out", code=2)
+    message = "first level of 9 channels (diffusers: the first of block_out_channels), which is odd"
     assert message in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
-def shapes_of(**unet: Any) -> dict[str, tuple[int, ...]]:
-    spec = tiny_spec(unet=unet, train={"label_drop": 0.0})
-    return {name: tuple(parameter.shape) for name, parameter in unet_of(spec, 1).layers.named_parameters()}
-
-
 def test_initial_weights_of_another_unet_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
+    path, unet = tmp_path / "weights.safetensors", unet_of(tiny_spec(), 1)
     consolidate(checkpoint, path, "ema", "fp32")
     with pytest.raises(SpecError, match=f"^train.initial_weights = {path} is of another U-Net .*it lacks "):
-        InitialWeights(path, shapes_of(blocks_per_level=2))
-    save_file({name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes_of().items()}, path)
+        InitialWeights(path, shapes_of(unet_of(tiny_spec(unet={"blocks_per_level": 2}), 1)))
+    save_file({name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes_of(unet).items()}, path)
     with pytest.raises(SpecError, match="no float"):
-        InitialWeights(path, shapes_of())
+        InitialWeights(path, shapes_of(unet))
+
+
+def test_an_export_on_the_hub_is_drawn_from_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_alone(tmp_path, **FEW, **UNLABELLED)
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "checkpoint", "out", "--samples", "2"]) == 0
+    hub = ModelHub(tmp_path / "cache")
+    hub.repositories["me/digits"] = tmp_path / "out"
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    trained = load_trained("me/digits")
+    assert trained.origin == "me/digits" and same_weights(trained.unet, load_trained("checkpoint").unet)
+    for name, grid in (("me/digits", "1.npz"), ("out", "2.npz")):
+        assert main(["sample", name, "--count", "2", "--steps", "2", "--device", "cpu", "--out", grid]) == 0
+    assert Path("1.npz").read_bytes() == Path("2.npz").read_bytes()
+    with pytest.raises(CheckpointError, match=r"^me/digits is no folder here, and on .* leave out --weights raw$"):
+        load_trained("me/digits", weights="raw")
+
+
+def test_a_run_with_text_shows_its_last_picture(tmp_path: Path, trackers: list[FakeTracker]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    text = {"context_channels": 8, "tokens": 4, "blocks": [1, 1], "heads": [2, 4]}
+    data = {"source": "folder", "path": "p", "text": {"encoders": str(tmp_path / "missing"), "layer": "last"}}
+    unet = {**UNLABELLED["unet"], "attention_resolutions": [], "text": text}
+    plant(run, data=data, unet=unet, train=UNLABELLED["train"])
+    (run / "samples").mkdir()
+    for images in ("images-000000160", "images-000000320"):
+        (run / "samples" / f"{images}.png").write_text(images)
+    assert main(["export", str(run), str(out)]) == 0
+    assert (out / "samples.png").read_text() == "images-000000320" and "samples.png" in (out / "README.md").read_text()
+    for number, words in enumerate((["--samples", "0"], ["--weights", "raw"])):
+        assert main(["export", str(run), str(tmp_path / str(number)), *words]) == 0
+        assert not (tmp_path / str(number) / "samples.png").exists()

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch_fidelity
 from scipy.linalg import sqrtm
+from torch_fidelity.utils import create_feature_extractor
 
 from ddpm_ds.evaluate import inception
 from ddpm_ds.evaluate.inception import (
-    Array,
     Gaussian,
     Inception,
     Pixels,
@@ -39,10 +39,6 @@ def gaussian(dims: int, rank: int | None = None) -> Gaussian:
     return Gaussian(generator().normal(size=dims), factor @ factor.T / dims)
 
 
-def rotation(dims: int) -> Array:
-    return np.asarray(np.linalg.qr(generator().normal(size=(dims, dims)))[0], np.float64)
-
-
 def test_shifted_and_scaled_gaussians_have_the_distances_of_the_closed_forms() -> None:
     a = gaussian(6)
     assert frechet_distance(a, Gaussian(a.mean + 2.0, a.covariance)) == pytest.approx(6 * 4.0, rel=1e-12)
@@ -54,7 +50,8 @@ def test_shifted_and_scaled_gaussians_have_the_distances_of_the_closed_forms() -
 @pytest.mark.parametrize("ranks", [(None, None), (20, None), (5, 7)])
 def test_covariances_that_do_not_commute_as_scipy_has_them(ranks: tuple[int | None, int | None]) -> None:
     a, b = gaussian(20, ranks[0]), gaussian(20, ranks[1])
-    b = Gaussian(b.mean, (turn := rotation(20)) @ b.covariance @ turn.T)
+    turn = np.linalg.qr(generator().normal(size=(20, 20)))[0]
+    b = Gaussian(b.mean, turn @ b.covariance @ turn.T)
     # scipy's root of a singular product is bad; a thousandth of nothing makes it regular, and moves each of the 20
     # roots by up to the root of that.
     little = 1e-10
@@ -116,13 +113,10 @@ def score(network: Inception, samples: Pixels, reference: Pixels, cache: Path, *
 
 
 def features(weights: Path, pixels: Pixels) -> Gaussian:
-    from torch_fidelity.utils import create_feature_extractor
-
-    path = str(weights)
-    extractor = create_feature_extractor(
-        "inception-v3-compat", ["64"], cuda=False, feature_extractor_weights_path=path, verbose=False
+    how = {"cuda": False, "feature_extractor_weights_path": str(weights), "verbose": False}
+    (found,) = create_feature_extractor("inception-v3-compat", ["64"], **how)(
+        torch.from_numpy(pixels).expand(-1, 3, -1, -1)
     )
-    (found,) = extractor(torch.from_numpy(pixels).expand(-1, 3, -1, -1))
     values = found.double().numpy()
     return Gaussian(values.mean(0), np.cov(values, rowvar=False))
 
@@ -184,14 +178,10 @@ def test_features_of_the_reference_are_kept_by_checksum_weights_and_version_and_
 @pytest.mark.parametrize("content", ["cut short", "something else", "text", "planted"])
 def test_a_wrong_weights_file_is_refused_and_not_executed(weights: Path, tmp_path: Path, content: str) -> None:
     path, mark = tmp_path / "given.pt", tmp_path / "executed"
-    if content == "cut short":
-        path.write_bytes(weights.read_bytes()[:10000])
-    elif content == "something else":
-        torch.save({"fc.weight": torch.zeros(3)}, path)
-    elif content == "text":
-        path.write_text("hello")
-    elif content == "planted":
-        torch.save(Explosive(mark), path)
+    if content in ("something else", "planted"):
+        torch.save(Explosive(mark) if content == "planted" else {"fc.weight": torch.zeros(3)}, path)
+    else:
+        path.write_bytes(b"hello" if content == "text" else weights.read_bytes()[:10000])
     with pytest.raises(EvaluationError, match=r"--inception-weights .*given\.pt can't be used") as error:
         find_inception(path)
     assert "\n" not in str(error.value) and not mark.exists()

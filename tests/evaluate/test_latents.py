@@ -25,7 +25,7 @@ from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.train.start import check_store
 from tests.autoencoders import save_autoencoder
-from tests.evaluate.planted import UNLABELLED, plant, report
+from tests.evaluate.planted import UNLABELLED, plant, plant_alone, refusal, report
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
 from tests.train.ranks import measured_losses, recorded_losses
 
@@ -56,9 +56,7 @@ def store(sections: dict[str, Any]) -> DatasetCache:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path, sections: dict[str, Any], store: DatasetCache) -> Path:
-    """A checkpoint outside of a run's folder, so that nothing is recorded in MLflow."""
-    plant(folder / "run", data_sha256=store.meta.sha256, **sections)
-    return Path(shutil.move(folder / "run" / "checkpoints" / "images-000000320", folder / "checkpoint"))
+    return plant_alone(folder, data_sha256=store.meta.sha256, **sections)
 
 
 def decoded_by_diffusers(trained: Trained, vae: Path, count: int) -> torch.Tensor:
@@ -83,8 +81,8 @@ def test_samples_are_decoded(folder: Path, checkpoint: Path, capsys: pytest.Capt
     assert main(["sample", str(checkpoint), "--count", "5", "--out", str(folder / "drawn.npz"), "--device", "cpu"]) == 0
     with np.load(folder / "drawn.npz") as drawn:
         assert np.abs(drawn["arr_0"].transpose(0, 3, 1, 2) - expected.numpy()).max() < 0.51
-    assert main(["sample", str(checkpoint), "--clip", "static", "--device", "cpu"]) == 2
-    assert "--clip = static keeps pixels in [-1, 1], and latents" in capsys.readouterr().err
+    line = refusal(capsys, "sample", checkpoint, "--clip", "static", "--device", "cpu")
+    assert "--clip = static keeps pixels in [-1, 1], and latents" in line
     with pytest.raises(SpecError, match=r"sampler\.clip = dynamic"):
         sample(trained, sampler=trained.sampler.model_copy(update={"clip": "dynamic"}))
 
@@ -172,12 +170,16 @@ def test_a_run_of_two_ranks_learns_latents_and_pictures_samples_and_resumption_f
     values["samples"] |= {"every_images": 64, "count": 4}
     values["evaluation"] |= {"every_images": 64}
     spec, run_dir = write_json(tmp_path / "spec.yaml", values), tmp_path / "runs" / "latents"
-    command = ["--deepspeed_config", "ds_configs/zero0_fp32.json", "--spec", str(spec), "--device", "cpu"]
-    command += ["--run-dir", str(run_dir), "-p", "2"]
-    train = REPOSITORY / "launch" / "train.py"
-    done = run_ranks(2, train, *command, MLFLOW_TRACKING_URI="")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"digits, 8x8x4, latents of {folder / 'vae'}" in done.stdout and "held-out loss" in done.stdout + done.stderr
+    config = ["--deepspeed_config", "ds_configs/zero0_fp32.json", "--spec", str(spec), "--run-dir", str(run_dir)]
+
+    def train(*changes: str) -> str:
+        words = [*config, "--device", "cpu", "-p", "2", *changes]
+        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *words, MLFLOW_TRACKING_URI="")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    printed = train()
+    assert f"digits, 8x8x4, latents of {folder / 'vae'}" in printed and "held-out loss" in printed
     with Image.open(run_dir / "samples" / "images-000000064.png") as picture:
         assert picture.mode == "RGB"
     recorded = recorded_losses(run_dir)
@@ -186,7 +188,4 @@ def test_a_run_of_two_ranks_learns_latents_and_pictures_samples_and_resumption_f
     trained = load_trained(run_dir)
     assert trained.images_seen == 64
     assert (sample(trained, 4) - decoded_by_diffusers(trained, folder / "vae", 4)).abs().max() < 0.51
-
-    done = run_ranks(2, train, *command, "--set", "train.images=96", MLFLOW_TRACKING_URI="")
-    assert done.returncode == 0 and "resuming from" in done.stdout + done.stderr, done.stdout + done.stderr
-    assert load_trained(run_dir).images_seen == 96
+    assert "resuming from" in train("--set", "train.images=96") and load_trained(run_dir).images_seen == 96

@@ -25,7 +25,7 @@ from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import DataError, SpecError
 from tests.evaluate.conftest import FakeTracker
-from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, plant, sample_verb, trained_of
+from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, difference, plant, refusal, sample_verb, trained_of
 from tests.launching import tiny_spec
 from tests.model_hub import ModelHub
 
@@ -60,15 +60,11 @@ def images(trained: Trained, prompts: str | list[str], negative: str | None = No
     return sample(trained, 4, sampler=FAST_SAMPLER.model_copy(update=sampler), prompts=prompts, negative=negative)
 
 
-def largest_difference(one: Tensor, other: Tensor) -> int:
-    return int((one.int() - other.int()).abs().max())
-
-
 def test_an_image_is_that_of_its_prompt_whatever_is_drawn_beside_it(trained: Trained) -> None:
     together = images(trained, ["a red circle", "a blue square"], guidance=3.0)
     red, blue = (images(trained, prompt, guidance=3.0) for prompt in ("a red circle", "a blue square"))
-    assert largest_difference(together[::2], red[::2]) <= 1 and largest_difference(together[1::2], blue[1::2]) <= 1
-    assert largest_difference(red, blue) > 20
+    assert difference(together[::2], red[::2]) <= 1 and difference(together[1::2], blue[1::2]) <= 1
+    assert difference(red, blue) > 20
 
 
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
@@ -91,25 +87,25 @@ def test_guidance_is_between_the_prediction_with_the_prompt_and_that_with_no_tex
             predicted.append(trained.unet(x_t, t, vector, context=tokens[row].expand(5, -1, -1)))
         drawing.take(predicted[1] + 3.0 * (predicted[0] - predicted[1]))
     expected = trained.finished(drawing.images())
-    assert largest_difference(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
+    assert difference(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
     unguided = sample(trained, 5, sampler=FAST_SAMPLER, prompts="a red circle")
-    assert largest_difference(unguided, expected) > 20
+    assert difference(unguided, expected) > 20
 
 
 def test_guidance_of_1_is_none_and_of_0_reads_no_text(trained: Trained) -> None:
     known = EncodedPrompts.of(trained.data.text, ["a red circle", ""], CPU, print)  # type: ignore[arg-type]
     prompts = trained.prompts(known)
     drawn = draw(Setup(trained, FAST_SAMPLER, prompts=prompts), INDEX * 2, labels=None)
-    assert largest_difference(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
-    assert largest_difference(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
+    assert difference(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
+    assert difference(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
 
 
 def test_a_negative_prompt_is_the_other_end_of_guidance(trained: Trained) -> None:
     """a + w (b - a) is b + (1 - w) (a - b)."""
     one = images(trained, "a red circle", "a blue square", guidance=0.25)
     other = images(trained, "a blue square", "a red circle", guidance=0.75)
-    assert largest_difference(one, other) <= 1
-    assert largest_difference(one, images(trained, "a red circle", guidance=0.25)) > 5
+    assert difference(one, other) <= 1
+    assert difference(one, images(trained, "a red circle", guidance=0.25)) > 5
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +125,12 @@ def drawn(path: Path) -> np.ndarray:
     return found
 
 
-def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("a red circle\n\n  a blue square\n")
-    by_option = ("--prompt", "a red circle", "--prompt", "a blue square")
-    printed = verb(*by_option, "--guidance", 3, "--negative", "a", "--out", tmp_path / "one.npz")
+def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle\n\n  a blue square\n")
+    by_option, guided = ("--prompt", "a red circle", "--prompt", "a blue square"), ("--guidance", 3, "--negative", "a")
+    printed = verb(*by_option, *guided, "--out", tmp_path / "one.npz")
     assert "2 images by ddim" in printed and "no prompt" not in printed
-    verb("--prompts", file, "--guidance", 3, "--negative", "a", "--out", tmp_path / "two.npz")
+    verb("--prompts", tmp_path / "prompts.txt", *guided, "--out", tmp_path / "two.npz")
     one = drawn(tmp_path / "one.npz")
     assert len(one) == 2 and np.array_equal(one, drawn(tmp_path / "two.npz"))
     sampler = FAST_SAMPLER.model_copy(update={"guidance": 3.0})
@@ -146,23 +141,21 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
 
 
 def test_without_a_prompt_a_line_names_the_text_that_is_drawn(
-    verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path
+    verb: Sample, run_dir: Path, trained: Trained, tmp_path: Path
 ) -> None:
-    printed = verb("--count", 2, "--out", tmp_path / "empty.npz")
-    assert "no prompt is given, so it draws for the empty text" in printed
-    verb("--prompt", "", "--count", 2, "--out", tmp_path / "same.npz")
-    assert np.array_equal(drawn(tmp_path / "empty.npz"), drawn(tmp_path / "same.npz"))
-    spec = tiny_spec(**sections(encoders))
-    assert spec.data.text is not None
-    known = EncodedPrompts.of(spec.data.text, ["a red circle"], CPU, print)
-    (run_dir / PROMPTS).write_bytes(known.content())
+    def same(given: str, line: str) -> None:
+        out = ("--count", 2, "--overwrite", "--out")
+        assert f"no prompt is given, so it draws for {line}" in verb(*out, tmp_path / "none.npz")
+        verb("--prompt", given, *out, tmp_path / "given.npz")
+        assert np.array_equal(drawn(tmp_path / "none.npz"), drawn(tmp_path / "given.npz"))
+
+    same("", "the empty text")
+    assert trained.text is not None
+    (run_dir / PROMPTS).write_bytes(EncodedPrompts.of(trained.text, ["a red circle"], CPU, print).content())
     try:
-        printed = verb("--count", 2, "--out", tmp_path / "kept.npz")
+        same("a red circle", f"the prompts of the run's own pictures, 1 in {PROMPTS}")
     finally:
         (run_dir / PROMPTS).unlink()
-    assert f"no prompt is given, so it draws for the prompts of the run's own pictures, 1 in {PROMPTS}" in printed
-    verb("--prompt", "a red circle", "--count", 2, "--out", tmp_path / "given.npz")
-    assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
 
 
 def test_a_prompt_that_is_too_long_is_cut_with_a_line(verb: Sample, tmp_path: Path) -> None:
@@ -173,36 +166,32 @@ def test_a_prompt_that_is_too_long_is_cut_with_a_line(verb: Sample, tmp_path: Pa
     assert np.array_equal(drawn(tmp_path / "long.npz"), drawn(tmp_path / "short.npz"))
 
 
+NO_TEXT = "reads no text (unet.text is null); leave it out"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--negative", "a"), '--negative "a" has no effect, since --guidance is 1; leave'),
-        (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use at least 2"),
-        (("--prompts", "missing.txt"), "--prompts missing.txt can't be read"),
+        ("--negative a", '--negative "a" has no effect, since --guidance is 1; leave'),
+        ("--prompt a --prompt red --count 1", "--count 1: 2 prompts are an image each; use at least 2"),
+        ("--prompts missing.txt", "--prompts missing.txt can't be read"),
+        ("--prompts EMPTY", "has no prompt"),
+        ("--prompt a --prompts b.txt", "not allowed with argument --prompt"),
+        ("--prompt a", NO_TEXT),
+        ("--negative a", NO_TEXT),
+        ("evaluate --metrics clip", NO_TEXT),
+        ("evaluate --clip-model x", NO_TEXT),
+        ("evaluate --metrics clip", "--metrics clip needs --clip-model, such as"),
     ],
 )
 def test_prompts_that_can_not_be_drawn_are_refused_in_one_line(
-    verb: Sample, words: tuple[Any, ...], message: str
+    run_dir: Path, without_classes: Path, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in verb(*words, code=2)
-
-
-def test_prompts_of_a_u_net_without_text_are_refused(
-    without_classes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    verb = sample_verb(without_classes, capsys)
-    for words in (["--metrics", "clip"], ["--clip-model", "x"]):
-        assert main(["evaluate", str(without_classes), *FAST, "--count", "10", *words]) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"ddpm-ds: error: {words[0]}") and printed.count("\n") == 1
-        assert "reads no text (unet.text is null); leave it out" in printed
-    for words in (["--prompt", "a"], ["--negative", "a"]):
-        assert "reads no text (unet.text is null); leave it out" in verb(*words, code=2)
     (tmp_path / "empty.txt").write_text("\n \n")
-    assert "has no prompt" in verb("--prompts", tmp_path / "empty.txt", code=2)
-    assert "not allowed with argument --prompt" in verb("--prompt", "a", "--prompts", "b.txt", code=2)
-    with pytest.raises(SpecError, match="reads no text"):
-        sample(load_trained(without_classes), 1, prompts="a")
+    path = without_classes if message == NO_TEXT else run_dir
+    options = words.replace("EMPTY", str(tmp_path / "empty.txt")).split()
+    verb, given = ("evaluate", [*options[1:], "--count", "10"]) if options[0] == "evaluate" else ("sample", options)
+    assert message in refusal(capsys, verb, path, *FAST, *given)
 
 
 def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(encoders: Path) -> None:
@@ -215,9 +204,9 @@ def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(encoders: Path) -
 
 
 def test_a_prompt_of_a_million_characters_is_refused_in_a_line(trained: Trained) -> None:
-    for words in ({"prompts": "a" * 10**6}, {"prompts": "a", "negative": "a" * 10**6}):
+    for prompt, negative in (("a" * 10**6, None), ("a", "a" * 10**6)):
         with pytest.raises(SpecError, match=r"a prompt has 1,000,000 characters; write 10,000 at most"):
-            sample(trained, 1, sampler=FAST_SAMPLER, **words)  # type: ignore[arg-type]
+            sample(trained, 1, sampler=FAST_SAMPLER, prompts=prompt, negative=negative)
 
 
 SHOWN = ["a red circle", "a blue square", "a circle"]
@@ -229,8 +218,8 @@ def model(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip")
     tokenizer = CLIPTokenizer.from_pretrained(encoders / "tokenizer")
     layer = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = {**layer, "vocab_size": len(tokenizer), "max_position_embeddings": 9, **ends}
+    text = {**layer, "vocab_size": len(tokenizer), "max_position_embeddings": 9}
+    text |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     vision = {**layer, "image_size": 16, "patch_size": 8}
     with torch.random.fork_rng():
         torch.manual_seed(2)  # some prompts fit, others point away
@@ -293,26 +282,24 @@ def test_a_folder_without_a_clip_model_is_one_line(
         Clip(folder)
 
 
+def scored(run: Path, *words: object) -> tuple[Path, dict[str, Any]]:
+    """Evaluate ten images by CLIP; return the folder of the evaluation and its report."""
+    assert main(["evaluate", str(run), *FAST, "--count", "10", "--metrics", "clip", *map(str, words)]) == 0
+    (folder,) = (run / "evaluations").iterdir()
+    return folder, json.loads((folder / "scores.json").read_text())
+
+
 def test_evaluate_scores_the_prompts_that_it_draws_for(
     model: Path, encoders: Path, tmp_path: Path, trackers: list[FakeTracker], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    plant(run, **sections(encoders))
+    plant(tmp_path / "run", **sections(encoders))
     (tmp_path / "prompts.txt").write_text("\n".join(SHOWN))
-    words = ["evaluate", str(run), *FAST, "--count", "10", "--metrics", "clip"]
-    prompts = ["--prompts", str(tmp_path / "prompts.txt")]
-    assert main([*words, *prompts, "--clip-model", str(model)]) == 0, "without a data set"
-    (folder,) = (run / "evaluations").iterdir()
-    content = json.loads((folder / "scores.json").read_text())
+    folder, content = scored(tmp_path / "run", "--prompts", tmp_path / "prompts.txt", "--clip-model", model)
     (score,) = content["scores"]
     found = Clip(model).scores(np.load(folder / "drawn" / "images.npy"), SHOWN, CPU)
     assert score["value"] == pytest.approx(found.mean()) and score["references"] == 3 and content["reference"] is None
     assert trackers[-1].logged == {"eval/clip_10": score["value"]} and content["prompts"] == SHOWN
     assert f"CLIP score, {model.name}" in capsys.readouterr().out
-
-    capsys.readouterr()
-    assert main([*words, *prompts]) == 2
-    assert "--metrics clip needs --clip-model, such as" in capsys.readouterr().err
 
 
 def test_prompts_may_be_the_captions_of_the_held_out_images(
@@ -325,13 +312,9 @@ def test_prompts_may_be_the_captions_of_the_held_out_images(
         Image.new("L", (8, 8), 20 * len(captions)).save(pictures / name)
     lines = [json.dumps({"file_name": name, "text": text}) for name, text in captions.items()]
     (pictures / "metadata.jsonl").write_text("\n".join(lines))
-    data = {"source": "folder", "path": str(pictures), "store_root": str(tmp_path), "held_out_images": 3}
     run, values = tmp_path / "run", sections(encoders)
-    values["data"] |= {**data, "held_out": "last"}
+    values["data"] |= {"path": str(pictures), "store_root": str(tmp_path), "held_out_images": 3, "held_out": "last"}
     known = prepare(tiny_spec(**values).data, encode_on=CPU).meta.sha256
     plant(run, data_sha256=known, **values)
-    words = ["--count", "10", "--metrics", "clip", "--clip-model", str(model), "--prompts", "held-out"]
-    assert main(["evaluate", str(run), *FAST, *words]) == 0
-    (folder,) = (run / "evaluations").iterdir()
-    prompts = json.loads((folder / "scores.json").read_text())["prompts"]
-    assert prompts == ["red circle", "blue circle", "red circle"]
+    _, content = scored(run, "--clip-model", model, "--prompts", "held-out")
+    assert content["prompts"] == ["red circle", "blue circle", "red circle"]

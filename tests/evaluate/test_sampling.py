@@ -27,10 +27,11 @@ from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import EvaluationError, SpecError
 from ddpm_ds.tracking.pictures import grid
-from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
+from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, difference, plant, sample_verb, trained_of
 from tests.launching import tiny_spec
 
 INDEX = torch.arange(6)
+GUIDED = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
 Watch = Callable[..., list[int]]
 
 
@@ -42,7 +43,6 @@ def trained() -> Trained:
 @pytest.fixture
 def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
     """Runs the verb in this process and gives what it printed."""
-
     return sample_verb(planted, capsys)
 
 
@@ -58,19 +58,14 @@ def test_an_image_that_is_not_finite_is_refused(trained: Trained) -> None:
         images(broken)
 
 
-def largest_difference(one: Tensor, other: Tensor) -> int:
-    return int((one.int() - other.int()).abs().max())
-
-
 def test_an_image_depends_on_its_seed_and_number_and_not_on_its_batch(trained: Trained) -> None:
     together = images(trained)
     assert (together.shape, together.dtype) == ((6, 1, 8, 8), torch.uint8)
     alone = torch.cat([images(trained, INDEX[i : i + 1]) for i in INDEX])
-    assert largest_difference(together, alone) <= 1  # rounding may move a value over the edge between two bytes
-    assert largest_difference(together.flip(0), images(trained, INDEX.flip(0))) <= 1
-    assert (
-        largest_difference(together[0], together[1]) > 50 and largest_difference(together, images(trained, seed=1)) > 50
-    )
+    assert difference(together, alone) <= 1  # rounding may move a value over the edge between two bytes
+    assert difference(together.flip(0), images(trained, INDEX.flip(0))) <= 1
+    assert difference(together[0], together[1]) > 50
+    assert difference(together, images(trained, seed=1)) > 50
 
 
 def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
@@ -82,11 +77,10 @@ def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
     assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
 
 
-def made_of(run: SamplerSpec, *arguments: str, classes: int | None = 10) -> SamplerSpec:
+def made_of(run: SamplerSpec, *arguments: str) -> SamplerSpec:
     parser = argparse.ArgumentParser()
     add_options(parser, SamplerOptions)
-    options = read(SamplerOptions, parser.parse_args(arguments))
-    (sampler,) = samplers_from(options, run, DiffusionSpec(), classes=classes)
+    (sampler,) = samplers_from(read(SamplerOptions, parser.parse_args(arguments)), run, DiffusionSpec(), classes=10)
     return sampler
 
 
@@ -98,23 +92,6 @@ def test_options_change_the_runs_own_sampler() -> None:
     assert made_of(SamplerSpec(), *flags, "--guidance", "0") == wanted
     changed = made_of(run, "--sampler", "dpm_solver")
     assert (changed.steps_of(DiffusionSpec()), changed.eta, changed.guidance) == (20, 0.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "1001"], "--steps = 1001 is above the 1000 timesteps; use fewer"),
-        (["--steps", "0"], "--steps 0: input should be greater than or equal to 1"),
-        (["--guidance-between", "5,0.3"], "--guidance-between = 5,0.3 must rise"),
-        (["--guidance-between=-1,3"], "--guidance-between -1.0: input should be greater than or equal to 0"),
-        (["--eta", "0.5"], "--eta = 0.5 is used only with --sampler: ddim; remove it, or use 0"),
-        (["--variance", "small"], "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler"),
-    ],
-)
-def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(arguments: list[str], message: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        made_of(SamplerSpec(), *arguments, classes=None)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def expected(planted: Path, count: int, labels: Tensor | None, first: int = 0, seed: int = 0) -> Tensor:
@@ -193,6 +170,11 @@ def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--steps 1001", "--steps = 1001 is above the 1000 timesteps; use fewer"),
+        ("--steps 0", "--steps 0: input should be greater than or equal to 1"),
+        ("--guidance-between 5,0.3", "--guidance-between = 5,0.3 must rise"),
+        ("--guidance-between=-1,3", "--guidance-between -1.0: input should be greater than or equal to 0"),
+        ("--variance small", "--variance is an option of ddpm, not of ddim; leave it out or use --sampler"),
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
         (f"--labels {'9' * 5000}", "is none of all, none, a class such as 3"),
@@ -228,17 +210,15 @@ def test_a_guide_of_another_size_draws_as_from_python(
         guide, out = plant(tmp_path / f"{run_dir.name}-guide", **classes), tmp_path / f"{run_dir.name}.npz"
         sample("--count", 3, "--guidance", 2, "--guide", guide, "--out", out, run_dir=run_dir)
         trained, worse = load_trained(run_dir), load_trained(guide)
-        sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
-        wanted = draw(Setup(trained, sampler, worse), torch.arange(3), labels=labels)
+        wanted = draw(Setup(trained, GUIDED, worse), torch.arange(3), labels=labels)
         drawn = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
-        assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=sampler, guide=worse))
+        assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=GUIDED, guide=worse))
         plain = draw(Setup(trained, FAST_SAMPLER), torch.arange(3), labels=labels)
-        assert largest_difference(drawn, plain) > 5
+        assert difference(drawn, plain) > 5
 
 
 def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: Sample) -> None:
-    edm, guided = {"schedule": "edm", "objective": "v"}, [FAST_SAMPLER.model_copy(update={"guidance": 2.0})]
-    v = {"objective": "v"}
+    edm, v, guided = {"schedule": "edm", "objective": "v"}, {"objective": "v"}, [GUIDED]
     of_edm, of_v = trained_of(tiny_spec(diffusion=edm)), trained_of(tiny_spec(diffusion=v))
     larger = {"data": {"image_size": 16}, "unet": {"attention_resolutions": [8]}}
     cases: list[tuple[Trained, dict[str, Any], str]] = [
@@ -261,7 +241,7 @@ def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: 
 
 def test_the_progress_counts_the_evaluations_of_both_u_nets(trained: Trained) -> None:
     shown: list[tuple[int, int]] = []
-    sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0, "guidance_between": (0.1, 10.0)})
+    sampler = GUIDED.model_copy(update={"guidance_between": (0.1, 10.0)})
     for guide in (None, trained_of(tiny_spec(), seed=2)):
         draw(Setup(trained, sampler, guide), INDEX, labels=INDEX, after_step=lambda *counts: shown.append(counts))
     assert shown == 2 * [(1, 5), (3, 5), (5, 5)]  # sigma is 157, 9.3 and 1.5
@@ -297,14 +277,13 @@ def test_interrupted_drawing_continues_where_it_stopped(
 
 def test_a_request_is_another_if_its_pixels_are(trained: Trained) -> None:
     worse, other = (trained_of(tiny_spec(), seed=seed) for seed in (2, 3))
-    guided = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
+    usual = {"seed": 0, "count": 4, "batch_images": 2}
 
-    def key(guide: Trained | None = None, sampler: SamplerSpec = guided, **numbers: int) -> str:
+    def key(guide: Trained | None = None, sampler: SamplerSpec = GUIDED, **numbers: int) -> str:
         return Setup(trained, sampler, guide).request([0, 1], **{**usual, **numbers}).key
 
-    usual = {"seed": 0, "count": 4, "batch_images": 2}
-    half = Setup(trained_of(tiny_spec(), dtype=torch.bfloat16), guided).request([0, 1], **usual)
-    one = Setup(trained, guided).request([3], **usual)
+    half = Setup(trained_of(tiny_spec(), dtype=torch.bfloat16), GUIDED).request([0, 1], **usual)
+    one = Setup(trained, GUIDED).request([3], **usual)
     changes = {key(seed=1), key(count=5), key(first=1), key(sampler=FAST_SAMPLER), half.key, one.key}
     assert len({key(), key(worse), key(other), *changes}) == 9
     assert key(worse) == key(replace(worse, origin="moved")) == key(worse, batch_images=4)
@@ -327,10 +306,7 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_drawn_images_are_kept(
         printed = sample(*arguments, code=2)
     (partial,) = tmp_path.iterdir()
     assert f"{partial} can't be written (No space left on device)" in printed
-    for error in (
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072000000 bytes."),
-    ):
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried to")):
         watch_drawing(0, error)
         printed = sample(*arguments, code=2)
         assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in printed

@@ -69,9 +69,11 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
     return trained
 
 
-def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
+def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> str:
     """Write the configurations and weights of a ``DDPMPipeline`` or ``LDMPipeline`` into ``folder``. For a U-Net that
     reads text it is a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as its parts are at hand.
+
+    Returns a line with the class that opens it.
     """
     if trained.spec is not None and (path := trained.spec.data.residual_of) is not None:
         raise CheckpointError(f"{trained.origin} can't be exported: no pipeline adds its residuals to {path}")
@@ -106,3 +108,4 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     linear = text is not None and text.linear_projection
     tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear)
     (folder / "unet" / WEIGHTS[0]).write_bytes(save(copied(tensors, precision), metadata={"format": "pt"}))
+    return f"diffusers opens it as {pipeline or kind}"

@@ -148,9 +148,8 @@ def _check_kind(trained: Trained, path: Path) -> None:
     pairs = {f"unet.{key}": (value, getattr(found, key)) for key, value in mine if key != "text"}
     pairs |= {f"unet.text.{key}": (value, getattr(text, key)) for key, value in mine.text if key != "upcast_attention"}
     key, (here, there) = next((key, pair) for key, pair in pairs.items() if pair[0] != pair[1])
-    raise CheckpointError(
-        f"{trained.origin} can't be a single file: {key} is {here}, and readers take {there}; export the folder instead"
-    )
+    fault = f"{key} is {here}, and readers take {there}; export the folder instead"
+    raise CheckpointError(f"{trained.origin} can't be a single file: {fault}")
 
 
 _VAE_PLACE = re.compile(r"(encoder|decoder)\.(down|up|mid)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)")
