@@ -14,12 +14,13 @@ A program (:mod:`ddpm_ds.pipeline.schedule`) lists the instructions of a rank in
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -29,14 +30,10 @@ from ddpm_ds.pipeline.graph import Pace, StepGraph
 from ddpm_ds.pipeline.messages import (
     Channel,
     Edge,
-    Flight,
     Kind,
-    Passage,
     StageChannels,
     Start,
-    as_leaves,
     at_once,
-    edge,
     open_p2p_groups,
     runs_behind,
 )
@@ -88,6 +85,56 @@ class Averages(Protocol):
 
     def end_step(self) -> None:
         """Run the host's work that a CUDA graph cannot hold, once the step is queued."""
+
+
+@dataclass
+class Passage:
+    """Pass of a micro-batch through one stage; fields are empty before their first use and after their last."""
+
+    leaves: Carry = ()
+    """Received tensors, which accumulate the gradients to send back."""
+    unsent: Carry = ()
+    """Output that is not sent yet."""
+    roots: tuple[GradientEdge | None, ...] = ()
+    """Graph edges of the sent tensors, or of the loss."""
+
+
+@dataclass
+class Flight:
+    """Micro-batch on its way through this rank. The fold has two stages on each rank, so every skip is made and used
+    on one rank::
+
+        rank 0        stage 0 ── (h, emb) ─▶ rank 1 ─▶ ... rank P - 1        phase 0, down the U-Net
+                        │ emb, skips                          │ turn
+                        ▼                                     ▼
+        rank 0        stage 2P - 1 ◀── h ── rank 1 ◀─ ... rank P - 1        phase 1, up it; loss on rank 0
+
+    The gradients of the kept embedding and skips are ready after phase 1's backward, which on every rank precedes phase
+    0's: phase 0 then walks its graph once, with h, emb and the skips as roots.
+    """
+
+    images: Tensor
+    """Image index (N,)."""
+    passages: tuple[Passage, ...]
+    """Passages by phase."""
+    prepared: Any = None
+    """Loaded micro-batch, until this rank's last forward."""
+    context: Tensor | None = None
+    """Encoded text (N, tokens, channels) in the arithmetic's dtype, until this rank's last backward; None has none."""
+    kept: Carry = ()
+    """Tensors that phase 0 passes to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
+    kept_roots: tuple[GradientEdge | None, ...] = ()
+    """Graph edges of ``kept`` in phase 0's graph."""
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Return the graph edge of a tensor, which is enough for a backward; None without a graph."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _as_leaves(tensors: Carry) -> Carry:
+    """Return tensors detached from their graphs, as leaves that accumulate gradients."""
+    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
 
 CAUTIOUS_STEPS = 2
@@ -477,16 +524,16 @@ class UnetPipelineEngine(PipelineEngine):
         if ends and self.stage_id == self.loss_stage:
             loss = self.objective.loss(outputs, flight.prepared)
             self.loss_sum += loss.detach()
-            passage.roots = (edge(loss),)
+            passage.roots = (_edge(loss),)
         else:
             sent, kept = self.module.packed(phase, outputs)
-            passage.roots = tuple(map(edge, sent))
+            passage.roots = tuple(map(_edge, sent))
             if not ends:
-                flight.kept_roots, flight.kept = tuple(map(edge, kept)), as_leaves(kept)
+                flight.kept_roots, flight.kept = tuple(map(_edge, kept)), _as_leaves(kept)
             if channels.activations_out is not None:
                 passage.unsent = sent
             else:
-                flight.passages[phase + 1].leaves = as_leaves(sent)
+                flight.passages[phase + 1].leaves = _as_leaves(sent)
         if ends:
             flight.prepared = None
 
