@@ -165,9 +165,7 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
 
 
 def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, tuple[object, str]]:
-    """Return the values that the spec decides, each with the spec's key, by dotted key; images become steps of the
-    JSON's own batch.
-    """
+    """Return the values that the spec decides, each with the spec's key, by dotted key; images become steps."""
     train, optimizer = spec.train, spec.optimizer
     values: dict[str, tuple[object, str]] = {
         "train_batch_size": (train.batch_images, "train.batch_images"),

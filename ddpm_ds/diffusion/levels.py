@@ -66,9 +66,7 @@ class Visit(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Noise over signal, at most MOST_SIGMA, also without either; rounded to 12 digits, so that a level written as
-        80 is exactly 80.
-        """
+        """Noise over signal, at most MOST_SIGMA; rounded to 12 digits, so that 80 is exactly 80."""
         return min(MOST_SIGMA, float(f"{float(self.level.noise / self.level.signal):.12g}"))
 
 

@@ -170,9 +170,7 @@ class SamplerSpec(Section):
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
-        """Return the most evaluations of the U-Net per image: classifier-free guidance doubles those in its interval,
-        which may leave out some.
-        """
+        """Return the most evaluations of the U-Net per image, which guidance doubles in its interval."""
         steps = self.steps_of(diffusion)
         return 2 * steps if self.guides else steps
 

@@ -58,14 +58,10 @@ class Objective(Protocol):
     """Training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
 
     def context(self, micro_batch: Any) -> Tensor | None:
-        """Return the encoded text of a micro-batch from the loader, (N, tokens, channels), on the engine's device; None
-        if the U-Net reads none. Called on each rank whose layers read it.
-        """
+        """Return a micro-batch's encoded text (N, tokens, channels), for ranks whose layers read it, or None."""
 
     def prepare(self, micro_batch: Any) -> Any:
-        """Return a micro-batch from the loader, prepared for the two methods below, on the engine's device. Called on
-        the ranks of the first and the last stage.
-        """
+        """Return a loaded micro-batch prepared for the methods below, on the device of the first or last stage."""
 
     def inputs(self, prepared: Any) -> Carry:
         """Return the arguments of the first layer, with floating-point ones in fp32."""
@@ -298,10 +294,7 @@ class UnetPipelineEngine(PipelineEngine):
             self._watchers -= 1
 
     def send_next_step_through_host(self) -> None:
-        """Send the messages of the next step from host to host, because its use of memory will change.
-
-        All ranks of a pipeline call this before the same step.
-        """
+        """Send the next step's messages by the hosts, on all ranks alike, because its use of memory will change."""
         self._cautious_steps = max(self._cautious_steps, 1)
 
     def warm_up(self, images: int, *, gradients: bool, sizes: Collection[int] | None = None) -> bool:

@@ -316,9 +316,7 @@ def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Paramete
 
 
 def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Give each slot the strides of its gradient, which may differ in dimensions of size 1: only tensors of the same
-    strides are handled in one launch.
-    """
+    """Give slots the strides of their gradients: only tensors of the same strides are handled in one launch."""
     for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
         if gradient.is_contiguous():
             slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())

@@ -86,10 +86,7 @@ def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[i
 
 
 def most_in_flight(programs: Sequence[Program]) -> int:
-    """Return the maximum number of sent but not yet received messages per channel that ranks need to proceed.
-
-    A message is received before the pass that needs it, so no more are in flight than a rank holds micro-batches.
-    """
+    """Return the most unreceived messages per channel that ranks need: as many as micro-batches held, and one."""
     most = 0
     for own in programs:
         begun: Counter[int] = Counter()

@@ -120,8 +120,7 @@ class Layer:
 
     @property
     def summed_elements(self) -> tuple[int, int]:
-        """Elements that a tensor group sums for a split layer: of its output in each forward, and of its input's
-        gradient. The embedding's gradient is summed once a walk (:func:`ddpm_ds.unet.blocks.walk`)."""
+        """Elements that a tensor group sums for a split layer: its output forwards, its input's gradient backwards."""
         return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
 
     @property

@@ -202,9 +202,7 @@ def check_widths(unet: UnetSpec, size: tuple[int, int]) -> None:
 
 
 def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
-    """Check the cross-attention by level, and that pooled text is the only vector: the data's has ``numbers``; raises
-    ValueError with one line.
-    """
+    """Check the blocks and heads by level, and that pooled text is the only vector; raises ValueError with one line."""
     if unet.text is None:
         return
     text, levels = unet.text, len(unet.multipliers)

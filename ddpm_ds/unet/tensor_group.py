@@ -63,9 +63,7 @@ class TensorGroup:
         return counted, *([one for one, spread in spreads if spread == wanted] for wanted in ("partial", "whole"))
 
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
-        """Sum ``partial`` gradients, of which each rank has a part, and on GPUs, whose kernels may round differently,
-        give all ranks the first one's ``alike`` gradients. All are dense and changed in place.
-        """
+        """Sum dense ``partial`` gradients in place; on GPUs, which may round differently, copy rank 0's ``alike``."""
         if self.size == 1:
             return
         if partial:

@@ -74,9 +74,7 @@ class WaitingGradients:
     def compute(
         self, layers: Iterable[Weighted], numbers: Sequence[int], give: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """Compute the weight gradients of some layers for several micro-batches at once, and ``give`` each weight its
-        sum, which is computed in the arithmetic's dtype, in its own. Layers of one product are computed with its first.
-        """
+        """Give each weight its gradient over some micro-batches; layers of one product come with its first."""
         for layer in layers:
             waiting = [self._queued[number].pop(layer) for number in numbers]
             together = waiting[0].layers

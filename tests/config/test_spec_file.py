@@ -75,20 +75,13 @@ def test_every_whole_number_may_be_written_with_a_dot_or_an_exponent(key: str) -
     ("override", "value"),
     [
         ("optimizer.learning_rate=1e-4", 1e-4),  # YAML 1.1 would read text
-        ("optimizer.learning_rate=1", 1.0),
-        ("optimizer.learning_rate=1e0", 1.0),
         ("train.images=1e6", 1_000_000),
-        ("train.images=1.28e5", 128_000),
         ("unet.multipliers=[1.0,2e0]", (1, 2)),
         ("optimizer.betas=[0.9, 0.95]", (0.9, 0.95)),
-        ("unet.multipliers=[1,2,2]", (1, 2, 2)),
         ("train.accumulation=auto", "auto"),
-        ("train.accumulation=4", 4),
         ("unet.head_channels=null", None),
         ("data.store_root=/tmp/stores", Path("/tmp/stores")),
         ("logging.experiment=2024-01-31T10:20:30Z", "2024-01-31T10:20:30Z"),  # YAML 1.1 would read a date
-        ("name=first", "first"),
-        ("diffusion.schedule=cosine", "cosine"),
     ],
 )
 def test_an_override_has_the_type_of_its_field(override: str, value: object) -> None:
@@ -134,32 +127,14 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         ("dropout=0.1", "dropout is unknown; did you mean unet.dropout?"),
         ("unet.learning_rate=1", "unet.learning_rate is unknown; did you mean optimizer.learning_rate?"),
         ("unet.channels=many", 'unet.channels = "many" should be a whole number from 1 to 65,536'),
-        ("unet.channels='64'", 'unet.channels = "64" should be a whole number from 1 to 65,536'),
-        ("unet.channels=true", "unet.channels = true should be a whole number from 1 to 65,536"),
         ("unet.dropout=1.5", "unet.dropout = 1.5 should be a number >= 0 and < 1"),
         (
             "unet.multipliers=1,2",
             'unet.multipliers = "1,2" should be a list of 1 to 14, each a whole number from 1 to 65,536',
         ),
-        (
-            "unet.multipliers=[1, x]",
-            'unet.multipliers = [1, "x"] should be a list of 1 to 14, each a whole number from 1 to 65,536',
-        ),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] should be [a number >= 0 and < 1, a number >= 0 and < 1]"),
         ("train.accumulation=some", 'train.accumulation = "some" should be a whole number from 1 to 2^20 or "auto"'),
-        (
-            "data.source=mnist",
-            'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "arrays" or "webdataset" or '
-            '"huggingface" or "torchvision" or "hdf5" or "zarr" or "netcdf"',
-        ),
-        (
-            "data.name=a b",
-            'data.name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._/-]+ or null',
-        ),
         ("data.image_size=[32]", f"data.image_size = [32] should be {SIZE}"),
-        ("data.image_size=9000", f"data.image_size = 9000 should be {SIZE}"),
-        ("data.crop_from=[8,0]", f"data.crop_from = [8, 0] should be {SIZE} or null"),
-        ("data.channels=257", "data.channels = 257 should be a whole number from 1 to 256"),
         ("name=a b", 'name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._-]+'),
         ('logging.experiment="a\\nb"', 'logging.experiment = "a\\nb" should be text of 1 to 200 printable characters'),
         ("unet=3", "unet is a section; set one of its keys, such as unet.channels"),

@@ -12,7 +12,7 @@ import pytest
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import ResolvedDsConfig, leaves_layout_open, leaves_stages_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.errors import UserError
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.schema.layout import TensorSplit
 from ddpm_ds.unet.shards import whole_layers
@@ -54,27 +54,6 @@ def test_tensor_groups_are_part_of_the_layout_and_hidden_from_deepspeed(tensor: 
     assert again.layout == found.layout and ("tensor" in found.as_json()["pipeline"]) is (split.size > 1)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "world_size", "stages", "said"),
-    [
-        (
-            {"size": 3},
-            4,
-            None,
-            "pipeline.tensor.size = 3 does not divide 4 processes; use --set ds.pipeline.tensor.size=2",
-        ),
-        ({"size": 8}, 4, None, "does not divide 4 processes; use --set ds.pipeline.tensor.size=4"),
-        ({"size": 2}, 4, 4, "-p 4 makes 4 stages, which don't divide 4 processes in tensor groups of 2; use 1 or 2 st"),
-        ({"size": 2}, 6, 2, "-p 2 makes 2 stages, which don't divide 6 processes in tensor groups of 2; use 1 or 3 st"),
-    ],
-)
-def test_tensor_groups_that_do_not_divide_the_processes_are_refused(
-    tensor: Any, world_size: int, stages: int | None, said: str
-) -> None:
-    with pytest.raises(LayoutError, match=re.escape(said)):
-        with_tensor(tensor, world_size, stages)
-
-
 def test_stages_of_one_tensor_group_need_no_answer() -> None:
     assert with_tensor({"size": 4}, 4, None).layout.stages == 1
     assert not leaves_stages_open(config_of(pipeline={"tensor": {"size": 4}}), 4)
@@ -106,29 +85,8 @@ def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
     assert " split, 8 micro-batches of 8, " in line and line.endswith("; pipeline.tensor chooses otherwise")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "said"),
-    [
-        (2, "pipeline.tensor = 2 should be a block with size, levels, layers"),
-        (None, "pipeline.tensor = null should be a block with size, levels, layers; remove it"),
-        ({"size": 0}, 'pipeline.tensor.size = 0 should be a whole number from 1 to 65,536 or "auto"'),
-        ({"levels": [-1]}, "pipeline.tensor.levels = [-1] should be a list, each a whole number from 0 to 256"),
-        ({"layers": "up.*"}, 'pipeline.tensor.layers = "up.*" should be a list, each text'),
-        ({"siz": 2}, "pipeline.tensor.siz is unknown; did you mean pipeline.tensor.size?"),
-    ],
-)
-def test_a_wrong_value_of_a_key_is_one_line(tensor: Any, said: str) -> None:
-    with pytest.raises(DsConfigError) as found:
-        with_tensor(tensor)
-    (line,) = str(found.value).splitlines()
-    assert said in line
-
-
 def planned(file: Path, overrides: list[str], stages: int | None) -> RunDraft:
     return drafted(DEFAULT_SPEC, overrides, file, world_size=4, stages=stages)
-
-
-OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from ddpm_ds.diffusion.levels import alpha_bars
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler, mean_error
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.ground import keyed
-from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.schema.choices import SAMPLERS
 
 
@@ -77,22 +75,6 @@ def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike(sto
     again = prepared(process(objective="v"), pixels[:5], index[:5], False, (8, 8))
     assert torch.equal(again.add(1.0).mul(127.5).round().long(), crops[:5])
     assert not torch.equal(prepared(process(seed=1), pixels, index, False, (8, 8)), x0)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
-def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) -> None:
-    diffusion = process(objective="v", loss=loss)
-    pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
-    index = torch.arange(4)
-    x0 = prepared(diffusion, pixels, index, True, (8, 8))
-    t, eps = drawn(diffusion, index, x0.shape)
-    x_t = diffusion.noised(x0, t, eps)
-    prediction = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
-    (gradient,) = torch.autograd.grad(diffusion.loss(prediction, x0, eps, t), prediction)
-    for tensor in (x0, eps, x_t, gradient):
-        assert tensor.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(eps.flatten(1), keyed.normal(0, Stream.NOISE, index, channels * 64))
 
 
 def test_loss_reads_its_tensors_as_they_lie() -> None:
@@ -273,33 +255,3 @@ def test_labels_are_dropped_at_their_share_and_by_image() -> None:
     assert torch.equal(dropped[~gone], labels[~gone])
     assert torch.equal(dropped[7:9], kept(slice(7, 9), 0.1))
     assert torch.equal(kept(slice(None), 0.0), labels)
-
-
-def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
-    x0 = prepared(diffusion, pixels, index, True, (6, 6))
-    t, eps = drawn(diffusion, index, x0.shape)
-    labels = diffusion.drop_labels(index % 10, diffusion.draws(index, (1, 1, 1, 1)), 0.1, none_label=10)
-    x_t = diffusion.noised(x0, t, diffusion.perturbed(eps, index))
-    prediction = x_t.half() + labels[:, None, None, None]
-    return diffusion.loss(prediction, x0, eps, t)
-
-
-@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
-def test_no_part_of_a_step_reads_back_from_the_device(objective: str) -> None:
-    # A tensor on the meta device has no values: anything that waits for one raises.
-    pixels, index = images(4)
-    loss = whole_step(process("meta", objective=objective, input_perturbation=0.1), pixels.to("meta"), index.to("meta"))
-    assert loss.shape == () and loss.device.type == "meta"
-
-
-@pytest.mark.gpu
-def test_a_step_on_cuda_neither_synchronises_nor_differs() -> None:
-    pixels, index = images(4)
-    on_cpu = whole_step(process(), pixels, index)
-    diffusion, pixels, index = process("cuda"), pixels.cuda(), index.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        on_cuda = whole_step(diffusion, pixels, index)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-4, atol=0.0)
