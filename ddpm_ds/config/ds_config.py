@@ -232,9 +232,7 @@ class ResolvedDsConfig:
         return changed(config, keys | {key: value_at(config, key) for key in always}).given
 
     def for_deepspeed(self) -> dict[str, Any]:
-        """Return the JSON for ``deepspeed.initialize``, without this project's own keys and the flops profiler, whose
-        timers would crash a pipeline. Activation checkpointing that is still undecided is off.
-        """
+        """Return the JSON for ``deepspeed.initialize``, without our keys and the profiler, whose timers would crash."""
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         config = {name: value for name, value in self.as_json().items() if name not in ours}
         for name in ("in_flight", "replan", "tensor"):

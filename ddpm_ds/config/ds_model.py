@@ -173,8 +173,7 @@ class SchedulerParams(Section):
 
 
 class Scheduler(Section):
-    """Warm-up of the learning rate, required with the spec's `optimizer.warmup_images`. If that is 0, or the spec's
-    `optimizer.decay` decides the learning rate, the block is dropped."""
+    """Warm-up, needed and only read with `optimizer.warmup_images` and without `optimizer.decay`."""
 
     type: Annotated[Literal["WarmupLR"], _why("for a decay use the spec's optimizer.decay")] = None  # type: ignore[assignment] # likewise
     """Required in this block."""
@@ -194,8 +193,7 @@ class TensorGroups(Section):
     size: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = 1
     """Number of ranks of a group; 1 splits nothing. "auto" leaves the whole block to the planner."""
     levels: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] | Literal["all", "auto"] = "all"
-    """Levels of the U-Net whose layers are split: 0 is full size, and the middle belongs to the last. "auto" leaves to
-    the planner how many, from level 0 on."""
+    """Levels of the U-Net that are split, 0 at full size; the middle is of the last. "auto": the planner's."""
     layers: tuple[str, ...] = ()
     """Names of the layers that are split instead, or patterns of names (docs/design.md), such as "up.0.*"."""
 
@@ -204,8 +202,7 @@ class Pipeline(Section):
     """How the U-Net is cut and in which order the stages work; DeepSpeed never uses the first two keys."""
 
     stages: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = "auto"
-    """Number of stages, unless `-p` is given; "auto" is the number that a list in `partition` implies, else the
-    planner's choice (docs/planner.md)."""
+    """Number of stages, unless `-p` is given; "auto" follows from a list in `partition`, or is the planner's."""
     partition: CutMethod | Cuts | Auto = "auto"
     """Measure by which the cuts balance ranks ("measured" times each layer at the start, "uniform" counts layers), or a
     list of the first layers of stage 1, 2, ... (a fold has two stages for each of `stages`). "auto" is "flops"."""
@@ -214,14 +211,12 @@ class Pipeline(Section):
     stay there; or an order computed for the run on such stages, with separate weight gradients. "auto" is "planned", or
     "1f1b" on one stage and where a list in `partition` has one cut fewer than `stages`."""
     in_flight: Annotated[Batch | Auto, PLANNED] = "auto"
-    """This project's key: maximum micro-batches that a rank keeps, from their first forward to their last weight
-    gradients; a single stage computes those of this many together. "auto" is 2 for each stage, 3 under ZeRO-2 with
-    replicas, 1 if memory is short or on a single stage."""
+    """This project's key: maximum micro-batches that a rank keeps until their last weight gradients; one stage computes
+    those of this many together. "auto" is 2 for each stage, 3 under ZeRO-2 with replicas, 1 if memory is short."""
     replan: Annotated[bool, PLANNED] = False
     """This project's key: compute the order anew from the times of the traced steps. Numbers change by rounding."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
-    """This project's key: whether hosts share the stages of a pipeline, or have whole pipelines. "auto" is the axis
-    with fewer bytes per step for the busiest host (docs/planner.md)."""
+    """This project's key: whether hosts share stages or have whole pipelines; "auto": what sends less."""
     tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (
         TensorGroups()
     )
@@ -291,8 +286,7 @@ class DsConfig(Section):
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which gradients are reduced."""
     wall_clock_breakdown: bool = False
-    """Time of each pipeline instruction, every steps_per_print steps, in DeepSpeed's log (`--verbose`). It waits for
-    the device at each."""
+    """Time of each instruction, every steps_per_print steps, in the log (`--verbose`); waits for the device."""
     flops_profiler: FlopsProfiler = FlopsProfiler()
     steps_per_print: Steps | Auto | None = None
     """Steps between lines in DeepSpeed's log (`--verbose`); null prints none. "auto", the default with

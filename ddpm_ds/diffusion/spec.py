@@ -61,8 +61,7 @@ class DiffusionSpec(Section):
     huber_delta: Factor = 0.1
     """Error at which the Huber loss turns from squared to linear."""
     channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
-    """Factor of each channel's errors in the loss, which are not divided by the sum of the factors; [] weighs all
-    alike."""
+    """Factor of each channel's errors in the loss, not divided by their sum; [] weighs all alike."""
     weighting: Annotated[Literal["uniform", "min_snr", "sigmoid", "p2"], only_with(OF_TIMESTEPS, OF_NOISE)] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
     For edm "uniform" is the paper's weighting."""
@@ -75,11 +74,9 @@ class DiffusionSpec(Section):
     p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
     """Gamma of P2 weighting; 0 means no weighting."""
     input_perturbation: Annotated[Fraction, only_with(OF_NOISE)] = 0.0
-    """Extra noise in the U-Net's input, which is not part of the target, as a share of the noise in x_t (Ning et al.:
-    0.1)."""
+    """Extra noise in the U-Net's input, not in the target, as a share of the noise in x_t (Ning et al.: 0.1)."""
     noise_offset: Annotated[Fraction, only_with(OF_NOISE)] = 0.0
-    """Standard deviation of a number that is added to all the noise of an image's channel, in the target as well, so
-    that brightness is learned (0.05 to 0.1, as `--noise_offset` of diffusers' scripts)."""
+    """Deviation of a number added to the noise of each channel (0.05 to 0.1, as diffusers' `--noise_offset`)."""
 
     @model_validator(mode="after")
     def _usual_betas(self) -> Self:

@@ -153,8 +153,7 @@ class Format(Generic[S]):
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Names that people type, in any section, for a dotted key, which may be followed by its unit."""
     unknown: Callable[[str, object, Mapping[str, object]], str | None] = lambda key, value, values: None
-    """Function that returns the message about an unknown dotted key, given its value and the whole file; None if it has
-    none, so that the key is compared with others."""
+    """Function of an unknown key, its value and the file that returns a message, or None for the usual one."""
     name: str = ""
     """Name of the section that is read alone; "" for a whole file."""
     section: str = "a section"
@@ -433,10 +432,7 @@ def expected(schema: JsonSchemaValue) -> str:
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` with its arguments checked by their annotations, and converted, before it runs.
-
-    It raises SpecError, one line that names the argument, its value and its type.
-    """
+    """Return ``function`` with arguments converted and checked by its annotations; a fault is one SpecError line."""
     signature = inspect.signature(function)
 
     @functools.cache  # made at the first call, since it takes milliseconds

@@ -48,28 +48,22 @@ class Interface:
 
 
 class CrossAttentionSpec(Section):
-    """Text in the U-Net: transformer blocks after its residual blocks, in which pixels attend to each other and to the
-    tokens of a caption.
-    """
+    """Text in the U-Net: transformer blocks, in which pixels attend to each other and to the tokens of a caption."""
 
     context_channels: Width
     """Width of the encoded tokens: 768 for SD 1.5, 1024 for SD 2, 2048 for SDXL (diffusers: `cross_attention_dim`)."""
     tokens: Annotated[int, Field(ge=1, le=4096)] = 77
     """Tokens of a caption, padding included."""
     blocks: Annotated[tuple[Depth, ...], Field(min_length=1)]
-    """Transformer blocks after each residual block, by level; 0 has none (`transformer_layers_per_block` in
-    diffusers)."""
+    """Transformer blocks after each residual block, by level (diffusers: `transformer_layers_per_block`)."""
     middle_blocks: Annotated[int, Field(ge=1, le=64)] = 1
     """Transformer blocks between the two middle blocks, if `unet.middle_attention` is true."""
     heads: Annotated[tuple[Heads, ...], Field(min_length=1)]
-    """Heads of each attention, by level; the middle has those of the last level (diffusers calls this number
-    `attention_head_dim`)."""
+    """Heads of each attention, by level; the middle has the last level's (diffusers: `attention_head_dim`)."""
     linear_projection: bool = False
-    """Whether weights before and after the blocks are those of linear layers in diffusers, instead of those of 1x1
-    convolutions, which compute the same (`use_linear_projection`)."""
+    """Whether diffusers has linear layers, not equal 1x1 convolutions, around the blocks (`use_linear_projection`)."""
     pooled_channels: Width | None = None
-    """Width of the pooled text that is embedded beside the image's sizes: 1280 for SDXL; null embeds neither
-    (diffusers: `addition_embed_type: text_time`)."""
+    """Width of pooled text, embedded with sizes: 1280 for SDXL; null: neither (`addition_embed_type: text_time`)."""
     size_channels: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] = 256
     """Width of the sinusoidal embedding of each of the six sizes (diffusers: `addition_time_embed_dim`)."""
     upcast_attention: bool = False
@@ -94,8 +88,7 @@ class UnetSpec(Section):
         Field(max_length=MOST_LEVELS),
         only_with("text=null", "attention_resolutions=[]"),
     ] = ()
-    """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
-    `attention_resolutions`."""
+    """The same by level, 0 for full size, for images of any shape."""
     middle_attention: bool = True
     """Attention between the two middle blocks."""
     head_channels: Annotated[Channels | None, only_with("text=null")] = None
@@ -109,8 +102,7 @@ class UnetSpec(Section):
     embedding_channels: Channels | None = None
     """Width of the time embedding; null means 4 x the first level's width."""
     time_conditioning: Literal["add", "scale_shift"] = "add"
-    """How a block uses the time embedding: added after the first convolution (DDPM), or as scale and shift of the
-    second normalisation (ADM)."""
+    """How a block uses the time embedding: added (DDPM), or as scale and shift of the second normalisation (ADM)."""
     sinusoid_order: Literal["sin_cos", "cos_sin"] = "sin_cos"
     """Order of the halves of the sinusoidal embedding (diffusers: `flip_sin_to_cos` true is cos_sin)."""
     sinusoid_shift: Annotated[Literal[0, 1], BeforeValidator(no_switch)] = 1
