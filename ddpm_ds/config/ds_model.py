@@ -84,7 +84,7 @@ class Fp16(Section):
 class Bf16(Section):
     """bfloat16 with fp32 master weights."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, only_with("fp16.enabled=false")] = False
     """Use bf16; without ZeRO by DeepSpeed's BF16_Optimizer."""
     check_grad_overflow: bool = True
     """Skip a step whose gradients are not finite."""
@@ -143,7 +143,7 @@ class OptimizerParams(Section):
     """true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO. AdamW8bit ignores it."""
     fused: Annotated[bool | None, PYTORCHS] = None
     """PyTorch's variant. AdamW8bit ignores it."""
-    foreach: Annotated[bool | None, PYTORCHS] = None
+    foreach: Annotated[bool | None, PYTORCHS, only_with("fused=null|false")] = None
     """PyTorch's variant. AdamW8bit ignores it."""
 
 
@@ -152,6 +152,7 @@ class Optimizer(Section):
 
     type: Annotated[
         Literal["AdamW", "Adam", "AdamW8bit"],
+        needs("AdamW8bit", "zero_optimization.offload_optimizer.device=none"),
         BeforeValidator(lambda kind: _SPELLINGS.get(kind.lower(), kind) if isinstance(kind, str) else kind),
         _why("the spec's optimizer section describes AdamW"),
     ] = None  # type: ignore[assignment] # a missing type is found beside the other keys
@@ -190,11 +191,13 @@ def _block_of_auto(value: object) -> object:
 class TensorGroups(Section):
     """Groups of neighbouring ranks that compute layers together, each with a part of the weights (docs/tensor.md)."""
 
-    size: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = 1
+    size: Annotated[
+        Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto, needs("auto", "levels=all|auto", "layers=[]")
+    ] = 1
     """Number of ranks of a group; 1 splits nothing. "auto" leaves the whole block to the planner."""
     levels: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] | Literal["all", "auto"] = "all"
     """Levels of the U-Net that are split, 0 at full size; the middle is of the last. "auto": the planner's."""
-    layers: tuple[str, ...] = ()
+    layers: Annotated[tuple[str, ...], only_with("levels=all")] = ()
     """Names of the layers that are split instead, or patterns of names (docs/design.md), such as "up.0.*"."""
 
 

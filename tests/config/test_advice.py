@@ -77,8 +77,6 @@ def follow(config: dict[str, Any], overrides: list[str], message: str, last: boo
         block[name] = json.loads(said[1])
     elif "remove it" in message:
         del block[name]
-    elif "switch one off" in message:
-        config["bf16"]["enabled"] = False
     else:
         choice = re.search(r"should be (?:an? (?:even )?(?:whole )?number from )?(\S+)", message)
         assert choice is not None, f"no advice: {message}"

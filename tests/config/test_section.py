@@ -128,7 +128,7 @@ def test_a_value_is_taken_with_all_the_conditions_of_its_schema_and_refused_with
             (needed if "." in needed or not section else f"{section}.{needed}", words) for needed, _, words in pairs
         ]
 
-    model = changed(file.read(given), key, yaml.safe_load(value) if value.isalpha() or "_" in value else [1.5])
+    model = changed(file.read(given), key, yaml.safe_load(value) if value.isalnum() or "_" in value else [1.5])
     schema = file.schema(key.split("."))
     for condition in (*schema.get("only_with", ()), *schema.get("needs", {}).get("*", ()), *conditions):
         for needed, choices in ways(condition):
