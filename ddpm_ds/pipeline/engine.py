@@ -134,15 +134,11 @@ def _as_leaves(tensors: Carry) -> Carry:
 
 
 CAUTIOUS_STEPS = 2
-"""Number of steps until kernels are loaded and the allocator has reached its peak. Skipped steps don't count, since the
-optimizer allocates its moments in the first step that it takes."""
+"""Steps taken until kernels are loaded and the allocator is at its peak, which it reaches after the first one."""
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """Pipeline engine that runs a program for each rank on the stages of a U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
-
-    Built by :func:`ddpm_ds.pipeline.build.build_engine`, which sets ``objective``.
-    """
+    """Pipeline engine that runs a program for each rank on the stages of a U-Net; made by ``build.build_engine``."""
 
     data_iterator: Any
     objective: Objective
@@ -155,11 +151,9 @@ class UnetPipelineEngine(PipelineEngine):
     schedule: Schedule = "1f1b"
     """The JSON's schedule; set by :func:`build_engine`."""
     rate: Callable[[int, int], float] | None = None
-    """Function of the images before a step and the images in it that returns the learning rate; None leaves it to
-    DeepSpeed's scheduler."""
+    """Function of the images before a step and in it that returns the learning rate; None: DeepSpeed's scheduler."""
     size_of: Callable[[int], int] = staticmethod(lambda index: 0)
-    """Function of an image index that returns the index in ``module.sized_layers`` of the image's size; all images of a
-    micro-batch have one, on all replicas."""
+    """Function of an image index to the number of its size in ``module.sized_layers``, one for each micro-batch."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -283,10 +277,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Send messages of steps inside this context from host to host, so that an observer may wait for the device.
-
-        All ranks of a pipeline enter and leave this before the same steps.
-        """
+        """Send messages by the hosts, on all ranks alike, so that an observer may wait for the device."""
         self._watchers += 1
         try:
             yield
@@ -328,11 +319,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
-        """Let passes inside this context be forwards on this many images of ``sizes``, without dropout, between two
-        steps.
-
-        Yields whether their messages go from host to host, as at the first time.
-        """
+        """Run forwards alone, without dropout; yield whether their messages go by the hosts, as at the first time."""
         self.graph.drop()
         self.module.eval()
         try:
@@ -410,9 +397,7 @@ class UnetPipelineEngine(PipelineEngine):
             self.averages.begin_step(self.images_seen + batch_images, batch_images)
 
     def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor:
-        """Execute the instructions of this rank's step and return its mean loss, with messages on their way by the
-        hosts or not, each started by ``start``. Depends on nothing of the host that changes from one step to the next.
-        """
+        """Execute a step's instructions and return its mean loss; nothing of the host that changes by step is read."""
         self.loss_sum = torch.zeros((), device=self.device)
         self.gradients.clear()
         sizes = self.sizes_of_step()
@@ -439,10 +424,7 @@ class UnetPipelineEngine(PipelineEngine):
         return [self.size_of(first + number * turn) for number in range(self.micro_batches)]
 
     def is_unobserved(self) -> bool:
-        """Return whether the next step may be a graph; the same on all ranks.
-
-        It may not if an observer watches it, or its messages go by the hosts.
-        """
+        """Return whether the next step may be a graph, on all ranks alike: unwatched, and not sent by the hosts."""
         watched = self._watchers or self.execute != self._instructions or self.receive is not Channel.receive
         return not (watched or self._cautious_steps)
 

@@ -338,9 +338,7 @@ def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
 
 
 class SeparateGradients(OwnStep):
-    """Gradients of an optimizer without flat tensors, DeepSpeed's for fp16 and the plain one for fp32, both without
-    ZeRO: each parameter keeps its own, and all are handled by foreach.
-    """
+    """Gradients of an optimizer without flat tensors, for fp16 or fp32 without ZeRO: each parameter keeps its own."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)

@@ -283,9 +283,7 @@ def as_in_memory(tensor: Tensor) -> Tensor:
 
 
 MOST_BLOCKS = 8
-"""Maximum thread blocks of NCCL's kernel for a message, each of which occupies a multiprocessor while it waits
-(docs/gpu.md).
-"""
+"""Thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -306,10 +304,7 @@ class StageChannels:
         start: Start = at_once,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Begin forward passes of ``micro_batches`` micro-batches, and with ``gradients`` also backward passes.
-
-        Either all ranks send ``by_host`` or none. ``sizes`` has the number of each micro-batch's size of images.
-        """
+        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the size of each micro-batch's images."""
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
                 channel.begin(by_host=by_host, start=start, sizes=sizes)

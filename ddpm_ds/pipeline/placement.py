@@ -37,9 +37,7 @@ class Edges(Counter[tuple[Hashable, Hashable]]):
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of ``stages`` pipeline ranks x ``replicas`` x ``tensor``, the ranks of a tensor group, which are neighbours
-    and have the same stage of the same replica; and the host of each global rank.
-    """
+    """Grid of pipeline ranks x replicas x neighbouring ranks of a tensor group, and each global rank's host."""
 
     stages: int
     replicas: int
@@ -83,10 +81,7 @@ class Grid:
 
     @cached_property
     def rings(self) -> tuple[Edges, ...]:
-        """Return the rings through the replicas of each rank of the pipeline, which collectives use.
-
-        Gloo takes them in the order of ranks, NCCL through each host once.
-        """
+        """Return the rings through replicas, which gloo takes in the order of ranks, NCCL through each host once."""
         return tuple(_ring_edges(self._members(stage)) for stage in range(self.stages))
 
     @cached_property

@@ -73,8 +73,7 @@ class CarryLayer(nn.Module):
 
     of_kind: ClassVar[dict[type[Layer], Callable[..., CarryLayer]]] = {}
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
-    """Methods that ``torch.compile`` may compile, arithmetic without the sums of a tensor group, each with its
-    convolutions and linear layers; () means all of the layer."""
+    """Methods that ``torch.compile`` may compile, each with its convolutions and linear layers; () means all."""
     summed_pieces: Mapping[str, tuple[str, ...]]
     """The same of a split layer, whose ranks sum the output of each piece."""
 
@@ -281,10 +280,7 @@ def block_inputs(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Ten
 
 
 def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
-    """Run layers in order, from a carry or the first layer's inputs to a carry or the prediction.
-
-    The first residual block makes the inputs of all of them, which takes the host fewer launches.
-    """
+    """Run layers in order; the first residual block makes the inputs of all of them, which takes fewer launches."""
     blocks = [layer for layer in layers if isinstance(layer, ResidualBlock)]
     made: list[tuple[Tensor, Tensor | None]] = []
 

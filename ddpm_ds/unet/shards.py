@@ -137,9 +137,6 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
-    """Return the elements of gradients in all passes of a step around the ring of a tensor group.
-
-    Partial ones are summed, in two passes; on GPUs whole ones are ``given`` by the first rank, in one.
-    """
+    """Return the elements of a ring's gradients: partial ones summed in two passes, whole ones ``given`` in one."""
     alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike

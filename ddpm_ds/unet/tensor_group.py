@@ -34,10 +34,7 @@ class TensorGroup:
         self.rank, self.size, self.group = rank, size, group
 
     def enter(self, x: Tensor, parts: Sequence[Weighted] = ()) -> Tensor:
-        """Return x, whose gradient becomes the sum of those of all ranks.
-
-        Meanwhile the backward computes the weight gradients of the ``parts`` to which x comes, unless they wait.
-        """
+        """Return x, whose gradient is summed over ranks, while the backward computes weight gradients of ``parts``."""
         if self.size == 1:
             return x
         queue = parts[0].queue if parts else None
