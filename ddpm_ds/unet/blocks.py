@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ddpm_ds.unet import operations as ops
 from ddpm_ds.unet.layers import (
     SIZES,
     AttentionLayer,
@@ -29,20 +30,6 @@ from ddpm_ds.unet.layers import (
     TransformerInputLayer,
     TransformerOutputLayer,
     UpsampleLayer,
-)
-from ddpm_ds.unet.operations import (
-    Convolution,
-    EmbeddingProjection,
-    GroupNorm,
-    KeyedDropout,
-    LabelEmbedding,
-    LayerNorm,
-    Linear,
-    VectorEmbedding,
-    arithmetic_dtype,
-    draw_masks,
-    norm_silu,
-    project,
 )
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
@@ -103,7 +90,7 @@ class CarryLayer(nn.Module):
         stored = h.dtype
         if self.layer.skip_channels:
             h = torch.cat((h, skips.pop()), dim=1)
-        dtype = arithmetic_dtype(h.device.type, stored)
+        dtype = ops.arithmetic_dtype(h.device.type, stored)
         others = (skips.pop().to(dtype),) if self.layer.closes else (given or self.given)(emb)
         if self.layer.opens:
             skips.append(h)
@@ -162,14 +149,14 @@ class Embed(CarryLayer, kind=EmbedLayer):
     def __init__(self, layer: EmbedLayer) -> None:
         super().__init__(layer)
         sinusoid, embedding = layer.sinusoid_channels, layer.embedding_channels
-        self.linear1, self.linear2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
-        self.label_embedding = None if layer.classes is None else LabelEmbedding(layer.classes, embedding)
-        self.condition_embedding = VectorEmbedding(layer.numbers, embedding) if layer.numbers else None
+        self.linear1, self.linear2 = ops.Linear(sinusoid, embedding), ops.Linear(embedding, embedding)
+        self.label_embedding = None if layer.classes is None else ops.LabelEmbedding(layer.classes, embedding)
+        self.condition_embedding = ops.VectorEmbedding(layer.numbers, embedding) if layer.numbers else None
         self.level1 = self.level2 = self.text1 = self.text2 = None
         if layer.condition_level:
-            self.level1, self.level2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
+            self.level1, self.level2 = ops.Linear(sinusoid, embedding), ops.Linear(embedding, embedding)
         if layer.pooled_channels:
-            self.text1, self.text2 = Linear(layer.text_channels, embedding), Linear(embedding, embedding)
+            self.text1, self.text2 = ops.Linear(layer.text_channels, embedding), ops.Linear(embedding, embedding)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Carry:  # type: ignore[override]
         x_t, t, *rest = inputs
@@ -183,7 +170,7 @@ class Embed(CarryLayer, kind=EmbedLayer):
             label = torch.full_like(t, self.layer.classes, dtype=torch.int64)
         if self.layer.condition_level and level is None:
             level = torch.zeros_like(t)
-        dtype = arithmetic_dtype(x_t.device.type, x_t.dtype)
+        dtype = ops.arithmetic_dtype(x_t.device.type, x_t.dtype)
         return x_t, self.compute(t, label, level, vector, dtype).to(x_t.dtype)
 
     def compute(
@@ -213,7 +200,7 @@ class Input(CarryLayer, kind=InputLayer):
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
-        self.conv = Convolution(layer.in_channels, layer.out_channels)
+        self.conv = ops.Convolution(layer.in_channels, layer.out_channels)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(h)
@@ -224,13 +211,13 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
 
     def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
         super().__init__(layer)
-        self.norm1 = GroupNorm(layer.groups, layer.width, layer.epsilon)
-        self.conv1 = Convolution(layer.width, layer.out_channels)
-        self.time_projection = EmbeddingProjection(layer.embedding_channels, layer.time_channels)
-        self.norm2 = GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
-        self.dropout = KeyedDropout(layer.dropout, seed, index, layer.output_shape)
-        self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
-        self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
+        self.norm1 = ops.GroupNorm(layer.groups, layer.width, layer.epsilon)
+        self.conv1 = ops.Convolution(layer.width, layer.out_channels)
+        self.time_projection = ops.EmbeddingProjection(layer.embedding_channels, layer.time_channels)
+        self.norm2 = ops.GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
+        self.dropout = ops.KeyedDropout(layer.dropout, seed, index, layer.output_shape)
+        self.conv2 = ops.Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
+        self.shortcut = ops.Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
         self.summed_pieces = {"part": ("conv1", "conv2", "shortcut")}
 
@@ -251,12 +238,12 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
 
     def branch(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         """Return the residual (N, C, H, W), added to h or its shortcut; of a split block this rank's part."""
-        branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
+        branch = self.conv1(ops.norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
             scale, shift = time.chunk(2, dim=1)
-            branch = norm_silu(self.norm2, branch, scale=scale, shift=shift)
+            branch = ops.norm_silu(self.norm2, branch, scale=scale, shift=shift)
         else:
-            branch = norm_silu(self.norm2, branch, add=time)
+            branch = ops.norm_silu(self.norm2, branch, add=time)
         return self.conv2(self.dropout(branch, keep))  # (N, C, H, W)
 
     def part(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
@@ -270,12 +257,12 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
 
 def block_inputs(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
-    emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
+    emb, times = emb.to(ops.arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
         together = [block for block in blocks if block.tensor is tensor]
-        projected = project([block.time_projection for block in together], tensor.enter(emb))
+        projected = ops.project([block.time_projection for block in together], tensor.enter(emb))
         times.update(zip(together, projected, strict=True))
-    masks = draw_masks([block.dropout for block in blocks])
+    masks = ops.draw_masks([block.dropout for block in blocks])
     return [(times[block], mask) for block, mask in zip(blocks, masks, strict=True)]
 
 
@@ -301,9 +288,9 @@ class Attention(CarryLayer, kind=AttentionLayer):
         super().__init__(layer)
         width = layer.in_channels
         self.head_channels = layer.in_channels // layer.heads
-        self.norm = GroupNorm(layer.groups, width, layer.epsilon)
-        self.qkv = Linear(width, 3 * width, parts=3)
-        self.projection = Linear(width, width, starts_at_zero=True)
+        self.norm = ops.GroupNorm(layer.groups, width, layer.epsilon)
+        self.qkv = ops.Linear(width, 3 * width, parts=3)
+        self.projection = ops.Linear(width, width, starts_at_zero=True)
         self.summed_pieces = {"mixed": ("qkv", "projection")}
 
     def compute(self, h: Tensor) -> Tensor:
@@ -319,8 +306,8 @@ class TransformerInput(CarryLayer, kind=TransformerInputLayer):
 
     def __init__(self, layer: TransformerInputLayer) -> None:
         super().__init__(layer)
-        self.norm = GroupNorm(layer.groups, layer.in_channels, 1e-6)
-        self.projection = Linear(layer.in_channels, layer.in_channels)
+        self.norm = ops.GroupNorm(layer.groups, layer.in_channels, 1e-6)
+        self.projection = ops.Linear(layer.in_channels, layer.in_channels)
 
     def compute(self, h: Tensor) -> Tensor:
         return as_image(self.projection(as_pixels(self.norm(h))), h)
@@ -338,16 +325,16 @@ class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
         width = layer.in_channels
         self.head_channels = layer.in_channels // layer.heads
         self.context: Tensor | None = None
-        self.norm1 = LayerNorm(width)
-        self.qkv = Linear(width, 3 * width, parts=3, bias=False)
-        self.projection1 = Linear(width, width)
-        self.norm2 = LayerNorm(width)
-        self.q = Linear(width, width, bias=False)
-        self.kv = Linear(layer.context_channels, 2 * width, parts=2, bias=False)
-        self.projection2 = Linear(width, width)
-        self.norm3 = LayerNorm(width)
-        self.gated = Linear(width, 8 * width, parts=2)
-        self.projection3 = Linear(4 * width, width)
+        self.norm1 = ops.LayerNorm(width)
+        self.qkv = ops.Linear(width, 3 * width, parts=3, bias=False)
+        self.projection1 = ops.Linear(width, width)
+        self.norm2 = ops.LayerNorm(width)
+        self.q = ops.Linear(width, width, bias=False)
+        self.kv = ops.Linear(layer.context_channels, 2 * width, parts=2, bias=False)
+        self.projection2 = ops.Linear(width, width)
+        self.norm3 = ops.LayerNorm(width)
+        self.gated = ops.Linear(width, 8 * width, parts=2)
+        self.projection3 = ops.Linear(4 * width, width)
         self.summed_pieces = {
             "mixed": ("qkv", "projection1"),
             "read": ("q", "kv", "projection2"),
@@ -357,7 +344,7 @@ class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         if self.context is None:
             raise RuntimeError("cross-attention needs the encoded text: call set_context before the forward")
-        return (self.context.to(arithmetic_dtype(emb.device.type, emb.dtype)),)
+        return (self.context.to(ops.arithmetic_dtype(emb.device.type, emb.dtype)),)
 
     def compute(self, h: Tensor, context: Tensor) -> Tensor:
         pixels = as_pixels(h)
@@ -385,7 +372,7 @@ class TransformerOutput(CarryLayer, kind=TransformerOutputLayer):
 
     def __init__(self, layer: TransformerOutputLayer) -> None:
         super().__init__(layer)
-        self.projection = Linear(layer.in_channels, layer.in_channels, starts_at_zero=True)
+        self.projection = ops.Linear(layer.in_channels, layer.in_channels, starts_at_zero=True)
 
     def compute(self, h: Tensor, residual: Tensor) -> Tensor:
         return residual + as_image(self.projection(as_pixels(h)), h)
@@ -424,7 +411,7 @@ class Downsample(CarryLayer, kind=DownsampleLayer):
     def __init__(self, layer: DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
-        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2)
+        self.conv = ops.Convolution(layer.in_channels, layer.out_channels, stride=2)
         self.conv.padding = int(not layer.asymmetric)
 
     def compute(self, h: Tensor) -> Tensor:
@@ -443,11 +430,11 @@ class Output(CarryLayer, kind=OutputLayer):
 
     def __init__(self, layer: OutputLayer) -> None:
         super().__init__(layer)
-        self.norm = GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
-        self.conv = Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)
+        self.norm = ops.GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
+        self.conv = ops.Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)
 
     def forward(self, carry: Carry) -> Tensor:  # type: ignore[override]
         return super().forward(carry)[0]
 
     def compute(self, h: Tensor) -> Tensor:
-        return self.conv(norm_silu(self.norm, h))
+        return self.conv(ops.norm_silu(self.norm, h))

@@ -15,7 +15,6 @@ from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.schema.layout import TensorSplit
-from ddpm_ds.unet.shards import whole_layers
 from tests.ds_json import config_of, laid_out
 from tests.launching import drafted, write_json
 
@@ -125,19 +124,3 @@ def test_advice_about_tensor_groups_is_right_when_it_is_typed(
     assert typed
     for item in typed:
         planned(file, shlex.split(item), stages or 1)
-
-
-def test_layers_that_do_not_divide_stay_whole_and_bring_no_error(tmp_path: Path) -> None:
-    found = planned(write_json(tmp_path / "ds.json", json_of({"size": 4})), [], 1)
-    split = {layer.name for layer in found.layers if layer.shards > 1}
-    assert split == {layer.name for layer in found.layers if ".block." in layer.name}, "attention has one head"
-    heads = ["unet.head_channels=16"]
-    found = planned(write_json(tmp_path / "ds.json", json_of({"size": 4, "levels": [1]})), heads, 1)
-    assert {layer.name for layer in found.layers if layer.shards > 1} == {
-        layer.name for layer in found.layers if re.match(r"(down\.1|middle|up\.1)\.(block|attention)", layer.name)
-    }
-    assert (
-        found.parameters
-        == sum(layer.parameters for layer in whole_layers(found.layers))
-        > sum(layer.parameters for layer in found.layers)
-    )

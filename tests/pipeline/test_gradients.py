@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
-from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
-from ddpm_ds.pipeline.schedule import accumulated
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases
@@ -72,12 +70,6 @@ def test_a_step_in_host_memory_has_the_bits_of_one_on_the_device(tmp_path: Path)
     (reports,) = run_cases(1, Path(__file__), cases, tmp_path)
     for (resident, offloaded), skipped in zip(reports, (0, 1, 0), strict=True):
         assert resident == offloaded and len({digest for *_, digest in resident}) == len(resident) - skipped
-
-
-@pytest.mark.launch
-def test_a_weight_gradient_pass_holds_no_more_gradients_than_a_bucket_and_one(tmp_path: Path) -> None:
-    ((most, largest, everything),) = found(tmp_path, "holds")
-    assert largest <= most <= 2 * largest < everything / 2
 
 
 # -------------------------------------------------------------------------------- the ranks
@@ -144,27 +136,6 @@ def froze() -> tuple[str, list[int]]:
     with pytest.raises(RuntimeError) as error:
         engine.train_batch(micro_batches(engine, global_batch(SPEC, 1)))
     return str(error.value), list(frozen.shape)
-
-
-def holds() -> tuple[int, int, int]:
-    """Most elements of gradients in a weight-gradient pass before they are added, with buckets of the largest gradient;
-    elements of that one, and of all whose gradients wait."""
-    case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
-    zero = case.resolved(SPEC.train.batch_images).config.given["zero_optimization"]
-    engine = case.engine(SPEC, zero_optimization={**zero, "reduce_bucket_size": 1})
-    engine.follow([accumulated(1, 1)])
-    give, held = engine.gradients.give, []
-
-    def measured(weight: torch.nn.Parameter, gradient: Tensor) -> None:
-        waiting = [one.grad.numel() for one in engine.module.parameters() if one.grad is not None]
-        held.append(sum(waiting) + gradient.numel())
-        give(weight, gradient)
-
-    weights = engine.wanted_gradients(0, "weights")
-    with unittest.mock.patch.object(engine.gradients, "give", measured):
-        engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
-    engine.destroy()
-    return max(held), max(weight.numel() for weight in weights), sum(weight.numel() for weight in weights)
 
 
 if __name__ == "__main__":
