@@ -288,10 +288,7 @@ def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
 def resolve(
     config: DsConfig, spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
 ) -> ResolvedDsConfig:
-    """Resolve every "auto" of a checked DeepSpeed JSON for this spec and world size; ``stages`` overrides the JSON.
-
-    Raises DsConfigError if keys are of no use in this layout, LayoutError if processes or batch can't be divided.
-    """
+    """Resolve a JSON for a spec, a world size and given ``stages``; raises DsConfigError or LayoutError."""
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     values = {key: value for key, (value, _) in _decided_by_spec(config, spec).items()}

@@ -376,7 +376,7 @@ _ON = (
     "ignore_unused_parameters load_from_fp32_weights pipe_partitioned zero_force_ds_cpu_optimizer"
 )
 USUAL = {"gradient_predivide_factor": 1, "last_batch_iteration": -1} | dict.fromkeys(_ON.split(), True)
-"""The only value of those that are not off, DeepSpeed's default, by name."""
+"""The only value of refused keys that are not off, DeepSpeed's default, by name."""
 RENAMED: dict[str, tuple[str, object]] = {
     "bfloat16": ("bf16.enabled", True),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", "cpu"),
@@ -400,7 +400,7 @@ SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.spli
 """Names that people type, in any block, for a key."""
 
 
-def effective(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+def effective(values: Mapping[str, object], within: str = "") -> dict[str, Any]:
     """Return a JSON, or the block ``within`` it, without refused keys that change nothing."""
     kept = {}
     for name, value in values.items():
@@ -455,9 +455,9 @@ def _unknown(key: str, value: object, values: Mapping[str, object]) -> str | Non
         return f"{key} is unknown: a dot is no block; write {nested(key, value)}"
     if reason := REFUSED.get(key) or REFUSED.get(name):
         new, on = RENAMED.get(key, ("", None))
-        instead, held = "remove it", value.get("enabled") if isinstance(value, dict) else value
+        instead, given = "remove it", value.get("enabled") if isinstance(value, dict) else value
         if new and given_at(values, new) is None:
-            instead = f"write {nested(new, 0 if is_off(held) else held if on is None else on)} instead"
+            instead = f"write {nested(new, 0 if is_off(given) else given if on is None else on)} instead"
         return f"{key} = {shown(value)} is refused: {reason}; {instead}"
     return None
 

@@ -85,7 +85,7 @@ def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[i
 
 
 def most_in_flight(programs: Sequence[Program]) -> int:
-    """Return the most unreceived messages per channel that ranks need: as many as micro-batches held, and one."""
+    """Return the most unreceived messages per channel that ranks need: as many as micro-batches kept, and one."""
     most = 0
     for own in programs:
         begun: Counter[int] = Counter()

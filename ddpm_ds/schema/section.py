@@ -1,9 +1,7 @@
-"""Models of the two configuration files: their base class, messages and reference; checks of arguments by the same
-models. Does not import torch.
+"""Models of the two configuration files, trees of :class:`Section`, and checks of arguments. Does not import torch.
 
-The run spec and the DeepSpeed JSON are trees of :class:`Section`, frozen pydantic models in which an unknown key is an
-error. A field's docstring is its documentation; everything else about it is read from its JSON schema, in which
-``reason`` may say why other values are refused.
+A field's docstring is its documentation; everything else about it is read from its JSON schema, in which ``reason`` may
+say why other values are refused.
 """
 
 import builtins

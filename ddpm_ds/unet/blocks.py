@@ -16,21 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ddpm_ds.unet import layers as kinds
 from ddpm_ds.unet import operations as ops
-from ddpm_ds.unet.layers import (
-    SIZES,
-    AttentionLayer,
-    BlockLayer,
-    DownsampleLayer,
-    EmbedLayer,
-    InputLayer,
-    Layer,
-    OutputLayer,
-    TransformerBlockLayer,
-    TransformerInputLayer,
-    TransformerOutputLayer,
-    UpsampleLayer,
-)
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
@@ -38,7 +25,7 @@ Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
 
-def pack(carry: Carry, last: Layer) -> Carry:
+def pack(carry: Carry, last: kinds.Layer) -> Carry:
     """Return the tensors to send after layer ``last``, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
     The output of a layer that pushes is h and the newest skip, which is left out: it and its gradient are sent once.
@@ -46,7 +33,7 @@ def pack(carry: Carry, last: Layer) -> Carry:
     return carry[:-1] if last.pushes else carry
 
 
-def unpack(tensors: Carry, last: Layer) -> Carry:
+def unpack(tensors: Carry, last: kinds.Layer) -> Carry:
     """Restore the carry from received tensors; the inverse of :func:`pack`."""
     return (*tensors, tensors[0]) if last.pushes else tensors
 
@@ -58,16 +45,16 @@ class CarryLayer(nn.Module):
     subclass is the module of one ``kind`` of layers.
     """
 
-    of_kind: ClassVar[dict[type[Layer], Callable[..., CarryLayer]]] = {}
+    of_kind: ClassVar[dict[type[kinds.Layer], Callable[..., CarryLayer]]] = {}
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
     """Methods that ``torch.compile`` may compile, each with its convolutions and linear layers; () means all."""
     summed_pieces: Mapping[str, tuple[str, ...]]
     """The same of a split layer, whose ranks sum the output of each piece."""
 
-    def __init_subclass__(cls, kind: type[Layer]) -> None:
+    def __init_subclass__(cls, kind: type[kinds.Layer]) -> None:
         cls.of_kind[kind] = cls
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: kinds.Layer) -> None:
         super().__init__()
         self.layer = layer
         self.tensor = ALONE
@@ -134,7 +121,7 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
     return F.pad(torch.cat(waves, dim=1), (0, channels % 2))  # (N, channels)
 
 
-class Embed(CarryLayer, kind=EmbedLayer):
+class Embed(CarryLayer, kind=kinds.EmbedLayer):
     """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
     x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others differ in kind:
@@ -144,9 +131,9 @@ class Embed(CarryLayer, kind=EmbedLayer):
     of its image, (N, pooled_channels + 6), and may not be left out.
     """
 
-    layer: EmbedLayer
+    layer: kinds.EmbedLayer
 
-    def __init__(self, layer: EmbedLayer) -> None:
+    def __init__(self, layer: kinds.EmbedLayer) -> None:
         super().__init__(layer)
         sinusoid, embedding = layer.sinusoid_channels, layer.embedding_channels
         self.linear1, self.linear2 = ops.Linear(sinusoid, embedding), ops.Linear(embedding, embedding)
@@ -185,7 +172,7 @@ class Embed(CarryLayer, kind=EmbedLayer):
         if self.condition_embedding is not None and vector is not None:
             emb = emb + self.condition_embedding(vector.to(dtype))
         if self.text1 is not None and self.text2 is not None and vector is not None:
-            pooled, sizes = vector.split([self.layer.pooled_channels, SIZES], dim=1)
+            pooled, sizes = vector.split([self.layer.pooled_channels, kinds.SIZES], dim=1)
             waves = self._waves(sizes.flatten(), dtype, self.layer.size_channels).unflatten(0, sizes.shape).flatten(1)
             emb = emb + self.text2(F.silu(self.text1(torch.cat((pooled.to(dtype), waves), dim=1))))
         return emb
@@ -195,10 +182,10 @@ class Embed(CarryLayer, kind=EmbedLayer):
         return sinusoid(t, channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
 
 
-class Input(CarryLayer, kind=InputLayer):
+class Input(CarryLayer, kind=kinds.InputLayer):
     """First convolution."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: kinds.Layer) -> None:
         super().__init__(layer)
         self.conv = ops.Convolution(layer.in_channels, layer.out_channels)
 
@@ -206,10 +193,10 @@ class Input(CarryLayer, kind=InputLayer):
         return self.conv(h)
 
 
-class ResidualBlock(CarryLayer, kind=BlockLayer):
+class ResidualBlock(CarryLayer, kind=kinds.BlockLayer):
     """Residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
 
-    def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
+    def __init__(self, layer: kinds.BlockLayer, index: int, seed: int) -> None:
         super().__init__(layer)
         self.norm1 = ops.GroupNorm(layer.groups, layer.width, layer.epsilon)
         self.conv1 = ops.Convolution(layer.width, layer.out_channels)
@@ -281,10 +268,10 @@ def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     return carry
 
 
-class Attention(CarryLayer, kind=AttentionLayer):
+class Attention(CarryLayer, kind=kinds.AttentionLayer):
     """Self-attention over the pixels, added to h."""
 
-    def __init__(self, layer: AttentionLayer) -> None:
+    def __init__(self, layer: kinds.AttentionLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
         self.head_channels = layer.in_channels // layer.heads
@@ -301,10 +288,10 @@ class Attention(CarryLayer, kind=AttentionLayer):
         return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
 
 
-class TransformerInput(CarryLayer, kind=TransformerInputLayer):
+class TransformerInput(CarryLayer, kind=kinds.TransformerInputLayer):
     """Entry to transformer blocks: normalises h and projects it."""
 
-    def __init__(self, layer: TransformerInputLayer) -> None:
+    def __init__(self, layer: kinds.TransformerInputLayer) -> None:
         super().__init__(layer)
         self.norm = ops.GroupNorm(layer.groups, layer.in_channels, 1e-6)
         self.projection = ops.Linear(layer.in_channels, layer.in_channels)
@@ -313,14 +300,14 @@ class TransformerInput(CarryLayer, kind=TransformerInputLayer):
         return as_image(self.projection(as_pixels(self.norm(h))), h)
 
 
-class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
+class TransformerBlock(CarryLayer, kind=kinds.TransformerBlockLayer):
     """Self-attention over the pixels, cross-attention to the context and a gated network (GEGLU, Shazeer 2020), each
     normalised first and added. Source: Vaswani et al. 2017; Rombach et al. 2022, appendix E.2.1.
 
     :func:`set_context` sets ``context``, (N, tokens, channels), before each pass.
     """
 
-    def __init__(self, layer: TransformerBlockLayer) -> None:
+    def __init__(self, layer: kinds.TransformerBlockLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
         self.head_channels = layer.in_channels // layer.heads
@@ -367,10 +354,10 @@ class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
         return self.projection3(values * F.gelu(gate))
 
 
-class TransformerOutput(CarryLayer, kind=TransformerOutputLayer):
+class TransformerOutput(CarryLayer, kind=kinds.TransformerOutputLayer):
     """Exit of transformer blocks: projects h and adds the residual."""
 
-    def __init__(self, layer: TransformerOutputLayer) -> None:
+    def __init__(self, layer: kinds.TransformerOutputLayer) -> None:
         super().__init__(layer)
         self.projection = ops.Linear(layer.in_channels, layer.in_channels, starts_at_zero=True)
 
@@ -405,10 +392,10 @@ def transformer_blocks(modules: Iterable[nn.Module]) -> list[TransformerBlock]:
     return [module for module in modules if isinstance(module, TransformerBlock)]
 
 
-class Downsample(CarryLayer, kind=DownsampleLayer):
+class Downsample(CarryLayer, kind=kinds.DownsampleLayer):
     """Convolution of stride 2, which halves the image."""
 
-    def __init__(self, layer: DownsampleLayer) -> None:
+    def __init__(self, layer: kinds.DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
         self.conv = ops.Convolution(layer.in_channels, layer.out_channels, stride=2)
@@ -418,17 +405,17 @@ class Downsample(CarryLayer, kind=DownsampleLayer):
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
-class Upsample(Input, kind=UpsampleLayer):
+class Upsample(Input, kind=kinds.UpsampleLayer):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
 
 
-class Output(CarryLayer, kind=OutputLayer):
+class Output(CarryLayer, kind=kinds.OutputLayer):
     """Last layer: the carry ``(h, emb)`` to the prediction (N, C, H, W), a tensor."""
 
-    def __init__(self, layer: OutputLayer) -> None:
+    def __init__(self, layer: kinds.OutputLayer) -> None:
         super().__init__(layer)
         self.norm = ops.GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
         self.conv = ops.Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)

@@ -434,11 +434,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
 
 
 def layer_options(unet: UnetSpec, interface: Interface) -> Iterator[_Described]:
-    """Yield kind, name and options of each layer of a U-Net; a width or size that is not there is that before it.
-
-    Widths and sizes are those of DDPM (Ho et al. 2020, appendix B): an encoder level has `blocks_per_level` blocks, a
-    decoder level one more, each of which pops a skip.
-    """
+    """Yield kind, name and options of each layer, as in DDPM (Ho et al. 2020, appendix B); widths left out stay."""
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     sizes = [(interface.size[0] >> level, interface.size[1] >> level) for level in range(len(widths))]
     attended, text = unet.attended_levels(interface.size), unet.text

@@ -66,11 +66,7 @@ def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
-    """Check that a layout, of the DeepSpeed JSON at ``path``, splits some of these layers if it asks for it.
-
-    Raises:
-        DsConfigError: a pattern matches no layer, or no layer can be split into so many parts.
-    """
+    """Check that a layout, of the JSON at ``path``, splits some of these layers if it asks to; raises DsConfigError."""
     tensor = layout.tensor
     if tensor.size == 1:
         return

@@ -26,8 +26,7 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 class TensorGroup:
     """This process's place in a group of ranks that compute layers together; by default it is alone.
 
-    ``group`` is a process group of its own, over which nothing but sums of activations and of gradients goes, in the
-    order of the layers, the same on all of its ranks. Without one nothing is summed: a rank's own part alone is timed.
+    Only sums go over ``group``, in the order of the layers, alike on all ranks; without one a rank's own part is timed.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:

@@ -31,11 +31,7 @@ class Waiting(NamedTuple):
 
 
 class WaitingGradients:
-    """Queue of deferred weight gradients of some layers.
-
-    Args:
-        split: phases and micro-batches whose weight gradients are deferred; all others are computed in the backward.
-    """
+    """Queue of weight gradients, deferred in the phases and micro-batches of ``split``; others are in the backward."""
 
     def __init__(self, split: Collection[tuple[int, int]]) -> None:
         self._split = split

@@ -46,31 +46,6 @@ def test_cifar10_has_the_hyper_parameters_of_the_paper() -> None:
     assert (spec.optimizer.learning_rate, spec.optimizer.betas, spec.optimizer.weight_decay) == (2e-4, (0.9, 0.999), 0)
 
 
-WHOLE_NUMBERS = [
-    f"{section}.{field}"
-    for section, model in RunSpec.model_fields.items()
-    if isinstance(model.annotation, type) and issubclass(model.annotation, Section)
-    for field, schema in model.annotation.model_json_schema()["properties"].items()
-    if '"integer"' in json.dumps(schema)
-]
-
-
-@pytest.mark.parametrize("key", WHOLE_NUMBERS)
-def test_every_whole_number_may_be_written_with_a_dot_or_an_exponent(key: str) -> None:
-    """As in the DeepSpeed JSON; the number of this test may contradict others of the spec."""
-
-    def said(number: str) -> str:
-        text = f"[{number}]" if key in ("unet.multipliers", "unet.attention_resolutions") else number
-        try:
-            load_spec(DIGITS, [f"{key}={text}"])
-        except SpecError as error:
-            return str(error).partition(": ")[2]
-        return ""
-
-    assert said("8e0") == said("8.0") == said("0.8E+1") == said("8")
-    assert "should be" in said("1.5") and "should be" in said("1e40")
-
-
 @pytest.mark.parametrize(
     ("override", "value"),
     [

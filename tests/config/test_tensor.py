@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import ResolvedDsConfig, leaves_layout_open, leaves_stages_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.ground.errors import UserError
@@ -66,22 +65,6 @@ def test_stages_of_one_tensor_group_need_no_answer() -> None:
 def test_the_planner_is_asked_for_groups_only_where_they_are_auto(tensor: dict[str, Any], is_open: bool) -> None:
     assert leaves_layout_open(config_of(pipeline={"tensor": tensor}), 4, 2) is is_open
     assert not leaves_layout_open(config_of(pipeline={"tensor": tensor}), 1, None)
-
-
-def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    file = write_json(tmp_path / "ds.json", json_of({"size": 2, "levels": "auto"}))
-    plan = drafted(DEFAULT_SPEC, [], file, world_size=4, stages=2)
-    assert plan.chosen is not None and plan.chosen.tensor == plan.ds.layout.tensor
-    levels = plan.ds.layout.tensor.levels
-    assert levels in ((0,), (0, 1)) and plan.ds.as_json()["pipeline"]["tensor"]["levels"] == list(levels)
-    assert any(layer.shards == 2 for layer in plan.layers)
-    (line,) = (line for line in describe_plan(plan, tmp_path).splitlines() if line.startswith("groups       on cpu"))
-    assert " split, 8 micro-batches of 8, " in line and line.endswith("; pipeline.tensor chooses otherwise")
 
 
 def planned(file: Path, overrides: list[str], stages: int | None) -> RunDraft:

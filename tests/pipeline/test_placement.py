@@ -143,14 +143,6 @@ def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_a
     assert gradients(1, [[3, 1.5], [8, 8]]) == tuple(count / 8 for count in each)
 
 
-def test_the_axis_across_hosts_is_the_one_that_is_split() -> None:
-    hosts = hosts_of(4, 4)
-    by_stages, by_replicas = (Grid(2, 4, across, hosts) for across in ACROSS_HOSTS)
-    assert [by_stages.hosts_of(stage) for stage in range(2)] == [["a"] * 4, ["b"] * 4]
-    assert [by_replicas.hosts_of(stage) for stage in range(2)] == [["a", "a", "b", "b"]] * 2
-    assert all(edges.crossing == 0 for edges in (*by_stages.rings, *by_replicas.boundaries))
-
-
 # -------------------------------------------------------------------------------- the axis across hosts
 
 
