@@ -149,12 +149,8 @@ def test_a_value_is_taken_with_all_the_conditions_of_its_schema_and_refused_with
 @pytest.mark.parametrize(
     ("before", "value", "needs"),
     [
-        ([], "data.split=test", "data.source: huggingface or torchvision"),
         ([], "data.held_out_path=val", "data.source: folder or "),
         (["data.condition.grid_channels=4"], "data.condition.cut=[0.1, 0.2]", "data.condition.kind: cut_out"),
-        ([], "unet.attention_levels=[1]", "unet.attention_resolutions: []"),
-        ([], "train.label_drop=0.1", "unet.classes"),
-        ([], "data.flips_negate=[0]", "data.horizontal_flips"),
         (["diffusion.schedule=flow", "diffusion.objective=velocity"], "diffusion.weighting=p2", "diffusion.schedule: "),
     ],
 )
