@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, CutMethod, DsConfig, Pipeline, changed, effective, given_at
+from ddpm_ds.config.ds_model import DS_CONFIG, CutMethod, DsConfig, Pipeline, changed, effective, given_at
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, preset, presets
 from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
@@ -123,8 +123,6 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     zero, params = config.zero_optimization, config.optimizer.params
     for key, fault, others in unused(config):
         faults.add(key, fault, *others)
-    if config.fp16.enabled and config.bf16.enabled:
-        faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
         if config.fp16.enabled and "hysteresis" in config.fp16.model_fields_set and config.fp16.hysteresis != 1:
@@ -145,29 +143,12 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         if getattr(params, variant) is False and variant in params.model_fields_set:
             fault = "= false, but PyTorch's fused AdamW steps what is offloaded; remove it"
             faults.add(f"optimizer.params.{variant}", fault, device)
-    if params.fused and params.foreach:
-        faults.add("optimizer.params.fused", "and foreach are both true; keep one")
-    if config.is_8bit and config.offloads:
-        fault = f"= {EIGHT_BIT} steps on the device; write AdamW, or remove zero_optimization.offload_optimizer"
-        faults.add("optimizer.type", fault, device)
-    tensor = config.pipeline.tensor
-    if tensor.layers and tensor.levels != "all":
-        fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both name layers to split; use --set "
-        fault += "ds.pipeline.tensor.levels=all, or remove layers"
-        faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
-    elif tensor.size == "auto" and (tensor.layers or not isinstance(tensor.levels, str)):
-        key = "layers" if tensor.layers else "levels"
-        fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
-        fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key}"
-        faults.add(f"pipeline.tensor.{key}", fault, "pipeline.tensor.size")
     if "scheduler" in config.model_fields_set and config.scheduler.type is None:
         faults.add("scheduler.type", "is missing; remove the scheduler or use --set ds.scheduler.type=WarmupLR")
 
 
 def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, tuple[object, str]]:
-    """Return the values that the spec decides, each with the spec's key, by dotted key; images become steps of the
-    JSON's own batch.
-    """
+    """Return the values that the spec decides, each with the spec's key, by dotted key; images become steps."""
     train, optimizer = spec.train, spec.optimizer
     values: dict[str, tuple[object, str]] = {
         "train_batch_size": (train.batch_images, "train.batch_images"),
@@ -234,9 +215,7 @@ class ResolvedDsConfig:
         return changed(config, keys | {key: value_at(config, key) for key in always}).given
 
     def for_deepspeed(self) -> dict[str, Any]:
-        """Return the JSON for ``deepspeed.initialize``, without this project's own keys and the flops profiler, whose
-        timers would crash a pipeline. Activation checkpointing that is still undecided is off.
-        """
+        """Return the JSON for ``deepspeed.initialize``, without our keys and the profiler, whose timers would crash."""
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         config = {name: value for name, value in self.as_json().items() if name not in ours}
         for name in ("in_flight", "replan", "tensor"):
@@ -309,10 +288,7 @@ def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
 def resolve(
     config: DsConfig, spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
 ) -> ResolvedDsConfig:
-    """Resolve every "auto" of a checked DeepSpeed JSON for this spec and world size; ``stages`` overrides the JSON.
-
-    Raises DsConfigError if keys are of no use in this layout, LayoutError if processes or batch can't be divided.
-    """
+    """Resolve a JSON for a spec, a world size and given ``stages``; raises DsConfigError or LayoutError."""
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     values = {key: value for key, (value, _) in _decided_by_spec(config, spec).items()}

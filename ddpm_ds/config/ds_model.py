@@ -84,7 +84,7 @@ class Fp16(Section):
 class Bf16(Section):
     """bfloat16 with fp32 master weights."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, only_with("fp16.enabled=false")] = False
     """Use bf16; without ZeRO by DeepSpeed's BF16_Optimizer."""
     check_grad_overflow: bool = True
     """Skip a step whose gradients are not finite."""
@@ -143,7 +143,7 @@ class OptimizerParams(Section):
     """true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO. AdamW8bit ignores it."""
     fused: Annotated[bool | None, PYTORCHS] = None
     """PyTorch's variant. AdamW8bit ignores it."""
-    foreach: Annotated[bool | None, PYTORCHS] = None
+    foreach: Annotated[bool | None, PYTORCHS, only_with("fused=null|false")] = None
     """PyTorch's variant. AdamW8bit ignores it."""
 
 
@@ -152,6 +152,7 @@ class Optimizer(Section):
 
     type: Annotated[
         Literal["AdamW", "Adam", "AdamW8bit"],
+        needs("AdamW8bit", "zero_optimization.offload_optimizer.device=none"),
         BeforeValidator(lambda kind: _SPELLINGS.get(kind.lower(), kind) if isinstance(kind, str) else kind),
         _why("the spec's optimizer section describes AdamW"),
     ] = None  # type: ignore[assignment] # a missing type is found beside the other keys
@@ -173,8 +174,7 @@ class SchedulerParams(Section):
 
 
 class Scheduler(Section):
-    """Warm-up of the learning rate, required with the spec's `optimizer.warmup_images`. If that is 0, or the spec's
-    `optimizer.decay` decides the learning rate, the block is dropped."""
+    """Warm-up, needed and only read with `optimizer.warmup_images` and without `optimizer.decay`."""
 
     type: Annotated[Literal["WarmupLR"], _why("for a decay use the spec's optimizer.decay")] = None  # type: ignore[assignment] # likewise
     """Required in this block."""
@@ -191,12 +191,13 @@ def _block_of_auto(value: object) -> object:
 class TensorGroups(Section):
     """Groups of neighbouring ranks that compute layers together, each with a part of the weights (docs/tensor.md)."""
 
-    size: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = 1
+    size: Annotated[
+        Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto, needs("auto", "levels=all|auto", "layers=[]")
+    ] = 1
     """Number of ranks of a group; 1 splits nothing. "auto" leaves the whole block to the planner."""
     levels: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] | Literal["all", "auto"] = "all"
-    """Levels of the U-Net whose layers are split: 0 is full size, and the middle belongs to the last. "auto" leaves to
-    the planner how many, from level 0 on."""
-    layers: tuple[str, ...] = ()
+    """Levels of the U-Net that are split, 0 at full size; the middle is of the last. "auto": the planner's."""
+    layers: Annotated[tuple[str, ...], only_with("levels=all")] = ()
     """Names of the layers that are split instead, or patterns of names (docs/design.md), such as "up.0.*"."""
 
 
@@ -204,8 +205,7 @@ class Pipeline(Section):
     """How the U-Net is cut and in which order the stages work; DeepSpeed never uses the first two keys."""
 
     stages: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = "auto"
-    """Number of stages, unless `-p` is given; "auto" is the number that a list in `partition` implies, else the
-    planner's choice (docs/planner.md)."""
+    """Number of stages, unless `-p` is given; "auto" follows from a list in `partition`, or is the planner's."""
     partition: CutMethod | Cuts | Auto = "auto"
     """Measure by which the cuts balance ranks ("measured" times each layer at the start, "uniform" counts layers), or a
     list of the first layers of stage 1, 2, ... (a fold has two stages for each of `stages`). "auto" is "flops"."""
@@ -214,14 +214,12 @@ class Pipeline(Section):
     stay there; or an order computed for the run on such stages, with separate weight gradients. "auto" is "planned", or
     "1f1b" on one stage and where a list in `partition` has one cut fewer than `stages`."""
     in_flight: Annotated[Batch | Auto, PLANNED] = "auto"
-    """This project's key: maximum micro-batches that a rank keeps, from their first forward to their last weight
-    gradients; a single stage computes those of this many together. "auto" is 2 for each stage, 3 under ZeRO-2 with
-    replicas, 1 if memory is short or on a single stage."""
+    """This project's key: maximum micro-batches that a rank keeps until their last weight gradients; one stage computes
+    those of this many together. "auto" is 2 for each stage, 3 under ZeRO-2 with replicas, 1 if memory is short."""
     replan: Annotated[bool, PLANNED] = False
     """This project's key: compute the order anew from the times of the traced steps. Numbers change by rounding."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
-    """This project's key: whether hosts share the stages of a pipeline, or have whole pipelines. "auto" is the axis
-    with fewer bytes per step for the busiest host (docs/planner.md)."""
+    """This project's key: whether hosts share stages or have whole pipelines; "auto": what sends less."""
     tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (
         TensorGroups()
     )
@@ -291,8 +289,7 @@ class DsConfig(Section):
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which gradients are reduced."""
     wall_clock_breakdown: bool = False
-    """Time of each pipeline instruction, every steps_per_print steps, in DeepSpeed's log (`--verbose`). It waits for
-    the device at each."""
+    """Time of each instruction, every steps_per_print steps, in the log (`--verbose`); waits for the device."""
     flops_profiler: FlopsProfiler = FlopsProfiler()
     steps_per_print: Steps | Auto | None = None
     """Steps between lines in DeepSpeed's log (`--verbose`); null prints none. "auto", the default with
@@ -379,7 +376,7 @@ _ON = (
     "ignore_unused_parameters load_from_fp32_weights pipe_partitioned zero_force_ds_cpu_optimizer"
 )
 USUAL = {"gradient_predivide_factor": 1, "last_batch_iteration": -1} | dict.fromkeys(_ON.split(), True)
-"""The only value of those that are not off, DeepSpeed's default, by name."""
+"""The only value of refused keys that are not off, DeepSpeed's default, by name."""
 RENAMED: dict[str, tuple[str, object]] = {
     "bfloat16": ("bf16.enabled", True),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", "cpu"),
@@ -403,7 +400,7 @@ SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.spli
 """Names that people type, in any block, for a key."""
 
 
-def effective(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+def effective(values: Mapping[str, object], within: str = "") -> dict[str, Any]:
     """Return a JSON, or the block ``within`` it, without refused keys that change nothing."""
     kept = {}
     for name, value in values.items():
@@ -458,9 +455,9 @@ def _unknown(key: str, value: object, values: Mapping[str, object]) -> str | Non
         return f"{key} is unknown: a dot is no block; write {nested(key, value)}"
     if reason := REFUSED.get(key) or REFUSED.get(name):
         new, on = RENAMED.get(key, ("", None))
-        instead, held = "remove it", value.get("enabled") if isinstance(value, dict) else value
+        instead, given = "remove it", value.get("enabled") if isinstance(value, dict) else value
         if new and given_at(values, new) is None:
-            instead = f"write {nested(new, 0 if is_off(held) else held if on is None else on)} instead"
+            instead = f"write {nested(new, 0 if is_off(given) else given if on is None else on)} instead"
         return f"{key} = {shown(value)} is refused: {reason}; {instead}"
     return None
 

@@ -1,7 +1,6 @@
 """The run spec: data, U-Net and training, as frozen pydantic models read from YAML.
 
-Sections that one room obeys are in that room: :mod:`ddpm_ds.data.spec`, :mod:`ddpm_ds.unet.spec`,
-:mod:`ddpm_ds.diffusion.spec`. How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpeed JSON
+How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpeed JSON
 (:mod:`ddpm_ds.config.ds_config`); no value is in both. The docstring of a field is its documentation in
 ``docs/spec.md`` and in the JSON schema that editors read.
 """
@@ -61,8 +60,7 @@ class TrainSpec(Section):
     label_drop: Annotated[Fraction, only_with("unet.classes")] = 0.0
     """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
     initial_weights: FilePath | None = None
-    """Safetensors file of initial weights, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null means random
-    weights."""
+    """Safetensors file of initial weights, from `ddpm-ds import` or `checkpoint consolidate`; null: random weights."""
 
 
 class EmaSpec(Section):
@@ -73,8 +71,7 @@ class EmaSpec(Section):
     rampup_fraction: Fraction = 0.05
     """Limit of the half-life as a share of the images seen, so that early weights are forgotten; 0 means no limit."""
     on_host: bool = False
-    """Keep the averages in host memory and update them there, each step, while the device computes the next. With
-    offload they are there in any case."""
+    """Keep the averages in host memory, as with offload, and update them there while the device computes."""
 
 
 class CheckpointSpec(Section):
@@ -112,8 +109,7 @@ class SamplesSpec(Section):
     count: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Images in a picture."""
     prompts: Annotated[tuple[Prompt, ...], Field(max_length=1000), only_with("data.text")] = ()
-    """Prompts that the images take in turn, in a run with text; [] takes the captions of held-out images or, without
-    any, of the first."""
+    """Prompts that images take in turn; [] takes the captions of held-out images or, without any, of the first."""
 
 
 HELD_OUT_QUANTILES = tuple(range(10, 100, 10))

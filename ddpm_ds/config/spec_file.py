@@ -56,9 +56,7 @@ class _Loader(yaml.SafeLoader):
         self._depth, self._nodes = 0, 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read a node within limits of depth and number. Tags are refused, since a value's form decides its type, and
-        aliases, since a short text of them may have any number of values.
-        """
+        """Read a node within limits; no tag, since a value's form is its type, and no alias, which may repeat much."""
         event = self.peek_event()
         if self._depth == DEEPEST:
             raise _fault(f"lists or blocks are more than {DEEPEST} levels deep", event)

@@ -73,10 +73,7 @@ class ContinuousSchedule:
 
 
 def _rising(spec: DiffusionSpec) -> Tensor:
-    """Return betas that rise on a line, or whose roots do.
-
-    Sources: DDPM (Ho et al. 2020), section 4; for the roots the code of Rombach et al. 2022.
-    """
+    """Return betas that rise on a line (Ho et al. 2020, section 4), or whose roots do (code of Rombach et al. 2022)."""
     import torch
 
     for key in ("beta_start", "beta_end"):
@@ -167,8 +164,7 @@ class Target:
     to_x0: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
     """Function of prediction and x_t (N, C, H, W) and the noise level that returns the clean image, (N, C, H, W)."""
     error: Callable[[Tensor], Tensor]
-    """Function of the signal-to-noise ratio that returns this prediction's squared error divided by the clean image's,
-    in the ratio's shape."""
+    """Function of the signal-to-noise ratio that returns this prediction's squared error over the clean image's."""
     diffusers: str | None
     """Name as a `prediction_type` of diffusers; None is not exported."""
 
@@ -226,8 +222,7 @@ class Steps:
     """Steps of a kind of sampler."""
 
     coefficients: Callable[[SamplerSpec, Sequence[float]], list[Coefficients]]
-    """Function of the spec and alpha_bar at the visited timesteps that returns the coefficients of all steps but the
-    last."""
+    """Function of the spec and the visited alpha_bars that returns the coefficients of all steps but the last."""
     leaves_out_zero: bool = False
     """Whether leading and linspace spacing compute one step more and leave out timestep 0."""
 
@@ -247,10 +242,7 @@ def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
 
 
 def ddim(here: float, there: float, *, eta: float) -> Coefficients:
-    """Return the DDIM step from alpha_bar `here` to `there`; eps follows from x_t and the clipped x0.
-
-    Source: DDIM (Song et al. 2021), eq. 12 and 16.
-    """
+    """Return the DDIM step from alpha_bar `here` to `there`. Source: DDIM (Song et al. 2021), eq. 12 and 16."""
     variance = eta**2 * _posterior_variance(here, there)
     eps = math.sqrt(max(0.0, 1.0 - there - variance))
     x_t = eps / math.sqrt(1.0 - here)  # eps = (x_t - sqrt(here) x0) / sqrt(1 - here)

@@ -253,9 +253,7 @@ class Conditions:
         return Condition(channels, tuple(others))
 
     def shown(self, condition: Condition, scale: Scale) -> Tensor | None:
-        """Return the channels of conditions that a picture shows, (N, c, H, W) float32 in their stored units; None if
-        they have none of their own. ``scale`` is the images' scale.
-        """
+        """Return a condition's own channels, (N, c, H, W) in stored units, or None; ``scale`` is the images'."""
         if self.spec.kind is None:
             return None
         count = {"stored": self.spec.channels, "grey": 1}.get(self.spec.kind, self._shape[0])
@@ -285,9 +283,7 @@ class Conditions:
         return F.interpolate(images, size, mode=mode, align_corners=False, antialias=smaller)
 
     def _hole(self, drawn: Tensor) -> Tensor:
-        """Return 1 in a rectangle of each image, (N, 1, H, W) bool, from uniform draws (N, 4): its height and width,
-        then its place, uniform over all places.
-        """
+        """Return 1 in a rectangle of each image, (N, 1, H, W) bool: its sides and place from uniform draws (N, 4)."""
         low, high = self.spec.cut
         inside = []
         for axis, pixels in enumerate(self._shape[1:]):
@@ -299,9 +295,7 @@ class Conditions:
 
 
 def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
-    """Return masks, (C,) bool, of the channels of an image and of its stored condition that change sign in a mirrored
-    image; None if there are none.
-    """
+    """Return masks, (C,) bool, of the channels of image and stored condition whose sign a mirror changes, or None."""
     condition = data.condition or ConditionSpec()
     found = []
     for first, count, names in (
@@ -317,9 +311,7 @@ def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, 
 
 
 def _normalised(constants: npt.NDArray[np.float32], normalise: Normalise) -> Tensor:
-    """Return constants (C, H, W) normalised like a stored condition, by the statistics over their own pixels; a channel
-    that has one value becomes 0.
-    """
+    """Return constants (C, H, W) normalised by the statistics of their own pixels; a channel of one value becomes 0."""
     values = torch.from_numpy(np.array(constants)).double()
     if normalise is None:
         return values.float()
@@ -407,9 +399,7 @@ class Prompts:
         return len(self._encoded.tokens)
 
     def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return the U-Net's inputs for the images ``index`` (N,) with their prompts, and those that guidance leads
-        away from, each beside the other ``condition``.
-        """
+        """Return the inputs of images ``index`` (N,) with their prompts, and the ones that guidance leads away from."""
         mine = index % len(self)
         return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
 

@@ -66,17 +66,12 @@ class Visit(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Noise over signal, at most MOST_SIGMA, also without either; rounded to 12 digits, so that a level written as
-        80 is exactly 80.
-        """
+        """Noise over signal, at most MOST_SIGMA; rounded to 12 digits, so that 80 is exactly 80."""
         return min(MOST_SIGMA, float(f"{float(self.level.noise / self.level.signal):.12g}"))
 
 
 class Timesteps:
-    """Noise levels of T timesteps, as in DDPM; the only state is float32 tables on `device`.
-
-    Raises SpecError: the schedule is impossible.
-    """
+    """Noise levels of T timesteps, in float32 tables on `device`; raises SpecError for an impossible schedule."""
 
     dtype = torch.int64
     """Type of t."""
@@ -91,10 +86,7 @@ class Timesteps:
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
     def draw(self, draws: Draws) -> Tensor:
-        """Return the t at which each image is trained, (N,), from draws of Stream.TIMESTEP.
-
-        Source: DDPM, algorithm 1. Our t is the paper's t - 1.
-        """
+        """Return the t, the paper's t - 1, at which each image is trained, (N,). Source: DDPM, algorithm 1."""
         return draws.integers(Stream.TIMESTEP, self._spec.timesteps)
 
     def level(self, t: Tensor) -> NoiseLevel:
@@ -176,20 +168,14 @@ class Noiseless:
 
 
 def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timesteps | Continuous | Noiseless:
-    """Return the noise levels of a process, with their tables on `device`.
-
-    Raises SpecError: the schedule is impossible.
-    """
+    """Return the noise levels of a process; raises SpecError for an impossible schedule."""
     if not OBJECTIVES[spec.objective].diffuses:
         return Noiseless()
     return Continuous(spec) if isinstance(NOISE[spec.schedule], ContinuousSchedule) else Timesteps(spec, device)
 
 
 def check_guidance(sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
-    """Check that some steps of a sampler are in its interval of guidance.
-
-    Raises SpecError: none is, or the schedule is impossible.
-    """
+    """Check that some steps of a sampler are in its interval of guidance; raises SpecError."""
     if sampler.guidance == 1.0 or sampler.guidance_between == ALL_SIGMAS:
         return
     sigmas = [visit.sigma for visit in levels_of(diffusion).visits(sampler)]

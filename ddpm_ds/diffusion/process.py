@@ -61,9 +61,7 @@ class Diffusion:
         return Draws(self.seed, index, {**words, **more_words}, {**normals, **more_normals})
 
     def moves(self, draws: Draws, stored: tuple[int, ...], size: tuple[int, int] | None, flips: bool) -> Moves:
-        """Return how images of a `stored` size (height, width) are changed in training: cropped to `size`, each at a
-        random place, and half of them mirrored if `flips`.
-        """
+        """Return the crop to `size` of images of a `stored` size, at random places, and the mirrors of half of them."""
         place = None
         if size is not None and stored != size:  # uniform over all places
             rows, columns = (before - cropped + 1 for before, cropped in zip(stored, size, strict=True))
@@ -112,9 +110,7 @@ class Diffusion:
         return torch.add(eps, more, alpha=gamma)
 
     def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar: the mean over images of weight times distance, in which the errors of each
-        channel are multiplied by its weight.
-        """
+        """Return the loss, a float32 scalar: the mean over images of weight times distance; channels have weights."""
         errors = self.errors(prediction, x0, eps, t)
         if self._channel_weights is not None:
             errors = errors * self._channel_weights
@@ -321,9 +317,7 @@ class Drawing:
         self._taken += 1
 
     def images(self) -> Tensor:
-        """Return the finished images, (N, C, H, W) float32 on the U-Net's scale;
-        :func:`ddpm_ds.data.latents.to_pixels` converts them to pixels.
-        """
+        """Return the finished images, (N, C, H, W) float32 on the U-Net's scale."""
         assert self._taken == self.calls, f"{self.calls - self._taken} of {self.calls} predictions are still to take"
         return self._x
 

@@ -10,47 +10,36 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.schema import types
 from ddpm_ds.schema.choices import OBJECTIVES, SAMPLERS, SCHEDULES
 from ddpm_ds.schema.section import Format, Section, needs, only_with, refuse, unused
-from ddpm_ds.schema.types import (
-    ALL_SIGMAS,
-    OF_NOISE,
-    OF_TIMESTEPS,
-    Factor,
-    Fraction,
-    Rho,
-    Sigma,
-    Sigmas,
-    Timesteps,
-    listed,
-    one_of,
-    those,
-)
 
 LEAST_SIGNAL = 1e-30
 """Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
-_NOT_EPS = those("objective", OBJECTIVES, lambda one: one.diffuses and one is not OBJECTIVES["eps"])
+_NOT_EPS = types.those("objective", OBJECTIVES, lambda one: one.diffuses and one is not OBJECTIVES["eps"])
 
 
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
 
-    schedule: Annotated[str, one_of(SCHEDULES), listed("Noise schedule", SCHEDULES), only_with(OF_NOISE)] = "linear"
-    timesteps: Timesteps = 1000
+    schedule: Annotated[
+        str, types.one_of(SCHEDULES), types.listed("Noise schedule", SCHEDULES), only_with(types.OF_NOISE)
+    ] = "linear"
+    timesteps: types.Timesteps = 1000
     """Number of timesteps T; edm and flow have none."""
     beta_start: Annotated[float, Field(ge=1e-15, le=1.0)] = 1e-4
     """First beta of linear and scaled_linear; for the latter the default is 0.00085."""
-    beta_end: Factor = 0.02
+    beta_end: types.Factor = 0.02
     """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
-    zero_terminal_snr: Annotated[bool, only_with(OF_TIMESTEPS, _NOT_EPS)] = False
+    zero_terminal_snr: Annotated[bool, only_with(types.OF_TIMESTEPS, _NOT_EPS)] = False
     """Rescale the betas so that the last timestep is pure noise (Lin et al.), where eps can't be learned."""
     objective: Annotated[
         str,
-        one_of(OBJECTIVES),
-        listed("What the U-Net predicts", OBJECTIVES),
+        types.one_of(OBJECTIVES),
+        types.listed("What the U-Net predicts", OBJECTIVES),
         needs("regression", "data.condition"),
     ] = "eps"
-    sigma_data: Sigma = 0.5
+    sigma_data: types.Sigma = 0.5
     """Standard deviation that edm assumes for images in [-1, 1]."""
     noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
     """Mean of log(sigma) for edm, or of the logit of time for flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
@@ -58,28 +47,27 @@ class DiffusionSpec(Section):
     """Standard deviation of log(sigma) or the logit of time; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
-    huber_delta: Factor = 0.1
+    huber_delta: types.Factor = 0.1
     """Error at which the Huber loss turns from squared to linear."""
     channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
-    """Factor of each channel's errors in the loss, which are not divided by the sum of the factors; [] weighs all
-    alike."""
-    weighting: Annotated[Literal["uniform", "min_snr", "sigmoid", "p2"], only_with(OF_TIMESTEPS, OF_NOISE)] = "uniform"
+    """Factor of each channel's errors in the loss, not divided by their sum; [] weighs all alike."""
+    weighting: Annotated[
+        Literal["uniform", "min_snr", "sigmoid", "p2"], only_with(types.OF_TIMESTEPS, types.OF_NOISE)
+    ] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
     For edm "uniform" is the paper's weighting."""
-    min_snr_gamma: Factor = 5.0
+    min_snr_gamma: types.Factor = 5.0
     """Gamma of min-SNR weighting."""
     sigmoid_bias: Annotated[float, Field(ge=-20.0, le=20.0)] = 0.0
     """Bias of sigmoid weighting: the log(SNR) below which weights no longer rise; -1 to -3 for large images."""
-    p2_k: Factor = 1.0
+    p2_k: types.Factor = 1.0
     """k of P2 weighting."""
     p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
     """Gamma of P2 weighting; 0 means no weighting."""
-    input_perturbation: Annotated[Fraction, only_with(OF_NOISE)] = 0.0
-    """Extra noise in the U-Net's input, which is not part of the target, as a share of the noise in x_t (Ning et al.:
-    0.1)."""
-    noise_offset: Annotated[Fraction, only_with(OF_NOISE)] = 0.0
-    """Standard deviation of a number that is added to all the noise of an image's channel, in the target as well, so
-    that brightness is learned (0.05 to 0.1, as `--noise_offset` of diffusers' scripts)."""
+    input_perturbation: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
+    """Extra noise in the U-Net's input, not in the target, as a share of the noise in x_t (Ning et al.: 0.1)."""
+    noise_offset: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
+    """Deviation of a number added to the noise of each channel (0.05 to 0.1, as diffusers' `--noise_offset`)."""
 
     @model_validator(mode="after")
     def _usual_betas(self) -> Self:
@@ -121,18 +109,18 @@ class SamplerSpec(Section):
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined] # pydantic: read in a spec without __init__
 
-    kind: Annotated[str, one_of(SAMPLERS), listed("Sampler", SAMPLERS)] = "dpm_solver"
-    steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None
+    kind: Annotated[str, types.one_of(SAMPLERS), types.listed("Sampler", SAMPLERS)] = "dpm_solver"
+    steps: Annotated[types.Timesteps | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Which timesteps are visited (diffusers' names): trailing starts at the last one, as training does."""
-    sigma_max: Sigma = 80.0
+    sigma_max: types.Sigma = 80.0
     """Noise level at which sampling begins under edm."""
-    sigma_min: Sigma = 0.002
+    sigma_min: types.Sigma = 0.002
     """Noise level at which the last step begins under edm."""
-    rho: Rho = 7.0
+    rho: types.Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
     eta: Annotated[
-        float, Field(ge=0.0, le=1.0), only_with(those("kind", SAMPLERS, lambda kind: "eta" in kind.options))
+        float, Field(ge=0.0, le=1.0), only_with(types.those("kind", SAMPLERS, lambda kind: "eta" in kind.options))
     ] = 0.0
     """Noise that ddim adds: 0 means none, 1 as much as ddpm."""
     variance: Literal["small", "large"] = "large"
@@ -143,7 +131,7 @@ class SamplerSpec(Section):
     """Quantile of an image's magnitudes by which dynamic clipping divides it."""
     guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
     """Classifier-free guidance of a class-conditional U-Net: 1 means none, 0 ignores the class."""
-    guidance_between: Sigmas = ALL_SIGMAS
+    guidance_between: types.Sigmas = types.ALL_SIGMAS
     """Interval of noise levels, as noise over signal (EDM's sigma), without its lower end, in which images are guided
     (Kynkäänniemi et al.); elsewhere guidance is 1. Pure noise, where flow begins, counts as 1e6."""
 
@@ -155,7 +143,7 @@ class SamplerSpec(Section):
     def guides_at(self, sigma: float) -> bool:
         """Return whether an evaluation at this noise over signal is guided; never if guidance is 1."""
         low, high = self.guidance_between
-        everywhere = self.guidance_between == ALL_SIGMAS  # also at noise 0
+        everywhere = self.guidance_between == types.ALL_SIGMAS  # also at noise 0
         return self.guidance != 1.0 and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
@@ -170,9 +158,7 @@ class SamplerSpec(Section):
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
-        """Return the most evaluations of the U-Net per image: classifier-free guidance doubles those in its interval,
-        which may leave out some.
-        """
+        """Return the most evaluations of the U-Net per image, which guidance doubles in its interval."""
         steps = self.steps_of(diffusion)
         return 2 * steps if self.guides else steps
 

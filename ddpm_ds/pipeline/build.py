@@ -116,10 +116,7 @@ def build_engine(
 
 @contextlib.contextmanager
 def quiet_deepspeed(verbose: bool) -> Iterator[None]:
-    """Discard DeepSpeed's prints and log only its errors inside this context; afterwards log its warnings.
-
-    With ``verbose`` nothing is discarded.
-    """
+    """Discard DeepSpeed's prints, log only its errors here and its warnings afterwards, unless ``verbose``."""
     logger = logging.getLogger("DeepSpeed")
     if verbose:
         logger.setLevel(logging.INFO)

@@ -326,11 +326,7 @@ def _crossing_elements(layers: tuple[Layer, ...]) -> list[int]:
 
 
 def _check_condition(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
-    """Refuse a cut that a condition would cross.
-
-    Raises:
-        LayoutError: the cut is before the first convolution, which reads the condition.
-    """
+    """Refuse a cut that a condition would cross; raises LayoutError."""
     if bounds[1] < (first := first_cut(layers)):
         raise LayoutError(
             f"pipeline.partition cuts before layer {bounds[1]}, {layers[bounds[1]].name}, and data.condition is never "
@@ -446,10 +442,7 @@ def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedul
 
 
 def relayed_elements(layers: Sequence[Layer], stages: int) -> int:
-    """Return the elements per image that a line of ``stages`` stages, cut by flops, sends in each direction.
-
-    It relays every skip, and the encoded text of a U-Net that reads it.
-    """
+    """Return the elements per image that a line of stages, cut by flops, sends each way: skips and encoded text."""
     cuts = partition(layers, stages, "flops")[1:-1]
     return sum(sent_elements(layers, cut) + context_elements(layers, (cut, len(layers))) for cut in cuts)
 

@@ -60,10 +60,7 @@ def topology(across: AcrossHosts, stages: int, replicas: int, tensor: int = 1) -
 
 
 def tensor_group(grid: PipelineParallelGrid) -> TensorGroup:
-    """Return this rank's tensor group.
-
-    Assumes that a grid's group of the axis ``model`` is used by nothing else in DeepSpeed's engine and optimizers.
-    """
+    """Return this rank's tensor group; assumes that DeepSpeed does not use a grid's group of the axis ``model``."""
     if grid.model_parallel_size == 1:
         return ALONE
     return TensorGroup(grid.get_slice_parallel_rank(), grid.model_parallel_size, grid.slice_proc_group)
@@ -190,10 +187,7 @@ def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:
 
 
 def reduce_accumulated(engine: pipe_engine.PipelineEngine) -> None:
-    """Average the flat gradient of DeepSpeed's optimizer for bf16 over the replicas.
-
-    Assumes that ``_exec_reduce_grads`` reduces it once a step.
-    """
+    """Average bf16's flat gradient over replicas; assumes that ``_exec_reduce_grads`` does, once a step."""
     engine._exec_reduce_grads()
 
 
@@ -288,10 +282,7 @@ def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
 
 
 def checks_gradients(engine: DeepSpeedEngine) -> bool:
-    """Return whether a step is skipped if its gradients are not finite.
-
-    Assumes that only the optimizers for bf16 may leave gradients unchecked, by ``check_grad_overflow``.
-    """
+    """Return whether a bad step is skipped; assumes that only bf16's optimizers may not, by ``check_grad_overflow``."""
     return not engine.bfloat16_enabled() or bool(getattr(engine.optimizer, "check_grad_overflow", True))
 
 
@@ -345,10 +336,7 @@ class OwnedPiece:
 
 
 def masters(engine: DeepSpeedEngine) -> list[Tensor]:
-    """Return the fp32 tensors that the optimizer steps on this rank.
-
-    Assumes that every wrapper leaves them in the parameter groups of ``basic_optimizer``.
-    """
+    """Return the fp32 tensors that are stepped; assumes them in the parameter groups of ``basic_optimizer``."""
     return [master for group in engine.basic_optimizer.param_groups for master in group["params"]]
 
 
@@ -378,10 +366,7 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
 
 
 def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield the parameters of an unfused fp16 optimizer, each with its fp32 master; nothing for other optimizers.
-
-    Assumes that it keeps ``fp32_groups`` in the order of ``fp16_groups``.
-    """
+    """Yield an unfused optimizer's parameters with their masters; assumes that both groups have one order."""
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         for narrow, wide in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             yield from zip(narrow, wide, strict=True)
@@ -394,10 +379,7 @@ def is_partitioned(engine: DeepSpeedEngine) -> bool:
 
 @torch.no_grad()
 def refresh_weights(engine: DeepSpeedEngine) -> None:
-    """Cast the fp32 masters into the weights that the layers use; a collective over the replicas under ZeRO.
-
-    Assumes that ZeRO and BF16 optimizers call ``update_lp_params`` after their step.
-    """
+    """Cast masters into weights; assumes that ZeRO, here a collective, calls ``update_lp_params`` after a step."""
     if isinstance(engine.optimizer, ZeROOptimizer):
         engine.optimizer.update_lp_params()
     for parameter, master in _unfused_masters(engine.optimizer):

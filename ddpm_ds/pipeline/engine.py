@@ -14,12 +14,13 @@ A program (:mod:`ddpm_ds.pipeline.schedule`) lists the instructions of a rank in
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -29,14 +30,10 @@ from ddpm_ds.pipeline.graph import Pace, StepGraph
 from ddpm_ds.pipeline.messages import (
     Channel,
     Edge,
-    Flight,
     Kind,
-    Passage,
     StageChannels,
     Start,
-    as_leaves,
     at_once,
-    edge,
     open_p2p_groups,
     runs_behind,
 )
@@ -61,14 +58,10 @@ class Objective(Protocol):
     """Training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
 
     def context(self, micro_batch: Any) -> Tensor | None:
-        """Return the encoded text of a micro-batch from the loader, (N, tokens, channels), on the engine's device; None
-        if the U-Net reads none. Called on each rank whose layers read it.
-        """
+        """Return a micro-batch's encoded text (N, tokens, channels), for ranks whose layers read it, or None."""
 
     def prepare(self, micro_batch: Any) -> Any:
-        """Return a micro-batch from the loader, prepared for the two methods below, on the engine's device. Called on
-        the ranks of the first and the last stage.
-        """
+        """Return a loaded micro-batch prepared for the methods below, on the device of the first or last stage."""
 
     def inputs(self, prepared: Any) -> Carry:
         """Return the arguments of the first layer, with floating-point ones in fp32."""
@@ -90,16 +83,62 @@ class Averages(Protocol):
         """Run the host's work that a CUDA graph cannot hold, once the step is queued."""
 
 
+@dataclass
+class Passage:
+    """Pass of a micro-batch through one stage; fields are empty before their first use and after their last."""
+
+    leaves: Carry = ()
+    """Received tensors, which accumulate the gradients to send back."""
+    unsent: Carry = ()
+    """Output that is not sent yet."""
+    roots: tuple[GradientEdge | None, ...] = ()
+    """Graph edges of the sent tensors, or of the loss."""
+
+
+@dataclass
+class Flight:
+    """Micro-batch on its way through this rank. The fold has two stages on each rank, so every skip is made and used
+    on one rank::
+
+        rank 0        stage 0 ── (h, emb) ─▶ rank 1 ─▶ ... rank P - 1        phase 0, down the U-Net
+                        │ emb, skips                          │ turn
+                        ▼                                     ▼
+        rank 0        stage 2P - 1 ◀── h ── rank 1 ◀─ ... rank P - 1        phase 1, up it; loss on rank 0
+
+    The gradients of the kept embedding and skips are ready after phase 1's backward, which on every rank precedes phase
+    0's: phase 0 then walks its graph once, with h, emb and the skips as roots.
+    """
+
+    images: Tensor
+    """Image index (N,)."""
+    passages: tuple[Passage, ...]
+    """Passages by phase."""
+    prepared: Any = None
+    """Loaded micro-batch, until this rank's last forward."""
+    context: Tensor | None = None
+    """Encoded text (N, tokens, channels) in the arithmetic's dtype, until this rank's last backward; None has none."""
+    kept: Carry = ()
+    """Tensors that phase 0 passes to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
+    kept_roots: tuple[GradientEdge | None, ...] = ()
+    """Graph edges of ``kept`` in phase 0's graph."""
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Return the graph edge of a tensor, which is enough for a backward; None without a graph."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _as_leaves(tensors: Carry) -> Carry:
+    """Return tensors detached from their graphs, as leaves that accumulate gradients."""
+    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
+
+
 CAUTIOUS_STEPS = 2
-"""Number of steps until kernels are loaded and the allocator has reached its peak. Skipped steps don't count, since the
-optimizer allocates its moments in the first step that it takes."""
+"""Steps taken until kernels are loaded and the allocator is at its peak, which it reaches after the first one."""
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """Pipeline engine that runs a program for each rank on the stages of a U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
-
-    Built by :func:`ddpm_ds.pipeline.build.build_engine`, which sets ``objective``.
-    """
+    """Pipeline engine that runs a program for each rank on the stages of a U-Net; made by ``build.build_engine``."""
 
     data_iterator: Any
     objective: Objective
@@ -112,11 +151,9 @@ class UnetPipelineEngine(PipelineEngine):
     schedule: Schedule = "1f1b"
     """The JSON's schedule; set by :func:`build_engine`."""
     rate: Callable[[int, int], float] | None = None
-    """Function of the images before a step and the images in it that returns the learning rate; None leaves it to
-    DeepSpeed's scheduler."""
+    """Function of the images before a step and in it that returns the learning rate; None: DeepSpeed's scheduler."""
     size_of: Callable[[int], int] = staticmethod(lambda index: 0)
-    """Function of an image index that returns the index in ``module.sized_layers`` of the image's size; all images of a
-    micro-batch have one, on all replicas."""
+    """Function of an image index to the number of its size in ``module.sized_layers``, one for each micro-batch."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -240,10 +277,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Send messages of steps inside this context from host to host, so that an observer may wait for the device.
-
-        All ranks of a pipeline enter and leave this before the same steps.
-        """
+        """Send messages by the hosts, on all ranks alike, so that an observer may wait for the device."""
         self._watchers += 1
         try:
             yield
@@ -251,10 +285,7 @@ class UnetPipelineEngine(PipelineEngine):
             self._watchers -= 1
 
     def send_next_step_through_host(self) -> None:
-        """Send the messages of the next step from host to host, because its use of memory will change.
-
-        All ranks of a pipeline call this before the same step.
-        """
+        """Send the next step's messages by the hosts, on all ranks alike, because its use of memory will change."""
         self._cautious_steps = max(self._cautious_steps, 1)
 
     def warm_up(self, images: int, *, gradients: bool, sizes: Collection[int] | None = None) -> bool:
@@ -288,11 +319,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
-        """Let passes inside this context be forwards on this many images of ``sizes``, without dropout, between two
-        steps.
-
-        Yields whether their messages go from host to host, as at the first time.
-        """
+        """Run forwards alone, without dropout; yield whether their messages go by the hosts, as at the first time."""
         self.graph.drop()
         self.module.eval()
         try:
@@ -370,9 +397,7 @@ class UnetPipelineEngine(PipelineEngine):
             self.averages.begin_step(self.images_seen + batch_images, batch_images)
 
     def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor:
-        """Execute the instructions of this rank's step and return its mean loss, with messages on their way by the
-        hosts or not, each started by ``start``. Depends on nothing of the host that changes from one step to the next.
-        """
+        """Execute a step's instructions and return its mean loss; nothing of the host that changes by step is read."""
         self.loss_sum = torch.zeros((), device=self.device)
         self.gradients.clear()
         sizes = self.sizes_of_step()
@@ -399,10 +424,7 @@ class UnetPipelineEngine(PipelineEngine):
         return [self.size_of(first + number * turn) for number in range(self.micro_batches)]
 
     def is_unobserved(self) -> bool:
-        """Return whether the next step may be a graph; the same on all ranks.
-
-        It may not if an observer watches it, or its messages go by the hosts.
-        """
+        """Return whether the next step may be a graph, on all ranks alike: unwatched, and not sent by the hosts."""
         watched = self._watchers or self.execute != self._instructions or self.receive is not Channel.receive
         return not (watched or self._cautious_steps)
 
@@ -477,16 +499,16 @@ class UnetPipelineEngine(PipelineEngine):
         if ends and self.stage_id == self.loss_stage:
             loss = self.objective.loss(outputs, flight.prepared)
             self.loss_sum += loss.detach()
-            passage.roots = (edge(loss),)
+            passage.roots = (_edge(loss),)
         else:
             sent, kept = self.module.packed(phase, outputs)
-            passage.roots = tuple(map(edge, sent))
+            passage.roots = tuple(map(_edge, sent))
             if not ends:
-                flight.kept_roots, flight.kept = tuple(map(edge, kept)), as_leaves(kept)
+                flight.kept_roots, flight.kept = tuple(map(_edge, kept)), _as_leaves(kept)
             if channels.activations_out is not None:
                 passage.unsent = sent
             else:
-                flight.passages[phase + 1].leaves = as_leaves(sent)
+                flight.passages[phase + 1].leaves = _as_leaves(sent)
         if ends:
             flight.prepared = None
 

@@ -316,9 +316,7 @@ def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Paramete
 
 
 def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Give each slot the strides of its gradient, which may differ in dimensions of size 1: only tensors of the same
-    strides are handled in one launch.
-    """
+    """Give slots the strides of their gradients: only tensors of the same strides are handled in one launch."""
     for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
         if gradient.is_contiguous():
             slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())
@@ -340,9 +338,7 @@ def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
 
 
 class SeparateGradients(OwnStep):
-    """Gradients of an optimizer without flat tensors, DeepSpeed's for fp16 and the plain one for fp32, both without
-    ZeRO: each parameter keeps its own, and all are handled by foreach.
-    """
+    """Gradients of an optimizer without flat tensors, for fp16 or fp32 without ZeRO: each parameter keeps its own."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)

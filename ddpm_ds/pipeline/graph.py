@@ -65,9 +65,7 @@ class Steps(Protocol):
 
 
 class Pace:
-    """Limit on how far the host runs ahead of the device, :data:`STEPS_AHEAD`, so that a stop that was asked for and a
-    rank that hangs are seen in time.
-    """
+    """Limit on how far the host runs ahead of the device, so that a stop or a rank that hangs is seen in time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Messages between ranks: tensors between stages, by P2P groups, and values as JSON; and micro-batches under way.
+"""Messages between ranks: tensors between stages, by P2P groups, and values as JSON.
 
 The tensors that cross a cut are one contiguous message per micro-batch and direction::
 
@@ -25,18 +25,6 @@ Steps in which this may happen send their messages from host to host over gloo i
 Values are exchanged as JSON, since unpickling could run code from the sender. Every function that does it is collective
 and takes the type of the value, by which the receiver rebuilds and checks it: numbers, texts, tuples, lists, mappings,
 dataclasses and named tuples of these.
-
-A :class:`Flight` is the state of a micro-batch on a rank between instructions. The fold has two stages on each rank, so
-every skip is made and used on one rank::
-
-    rank 0        stage 0 ── (h, emb) ─▶ rank 1 ─▶ ... rank P - 1        phase 0, down the U-Net
-                    │ emb, skips                          │ turn
-                    ▼                                     ▼
-    rank 0        stage 2P - 1 ◀── h ── rank 1 ◀─ ... rank P - 1        phase 1, up it; loss on rank 0
-
-Phase 0 keeps the embedding and skips of a micro-batch and passes them to phase 1 as detached leaves. Their gradients
-are ready after phase 1's backward, which on every rank precedes phase 0's: phase 0 then walks its graph once, with h,
-emb and the skips as roots.
 """
 
 import itertools
@@ -52,9 +40,6 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-
-from ddpm_ds.unet.blocks import Carry
 
 Kind = Literal["activations", "gradients", "predictions"]
 Value = TypeVar("Value")
@@ -64,7 +49,10 @@ def all_gather_objects(value: Value, kind: object) -> list[Value]:
     """Return all ranks' values of type ``kind``, by rank; one rank waits for nothing."""
     if dist.get_world_size() == 1:
         return [value]
-    own = _of_one_length(_packed(value, kind))
+    own = _packed(value, kind)
+    longest = _length(own)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    own = torch.nn.functional.pad(own, (0, int(longest) - len(own)), value=ord(" "))  # which JSON allows at its end
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(messages, own)
     return [_unpacked(message, kind) for message in messages]
@@ -72,10 +60,8 @@ def all_gather_objects(value: Value, kind: object) -> list[Value]:
 
 def gather_objects(value: Value, kind: object) -> list[Value] | None:
     """Return all ranks' values of type ``kind``, by rank, on rank 0; None on the others."""
-    own = _of_one_length(_packed(value, kind))
-    messages = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(own, messages, dst=0)
-    return None if messages is None else [_unpacked(message, kind) for message in messages]
+    found = all_gather_objects(value, kind)
+    return found if dist.get_rank() == 0 else None
 
 
 def broadcast_object(value: object, kind: object) -> Any:
@@ -98,59 +84,12 @@ def _unpacked(message: Tensor, kind: Any) -> Any:
     return TypeAdapter(kind).validate_python(json.loads(message.cpu().numpy().tobytes()))
 
 
-def _of_one_length(message: Tensor) -> Tensor:
-    """Pad a message with spaces, which JSON allows, to the length of the longest of all ranks."""
-    longest = _length(message)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return torch.nn.functional.pad(message, (0, int(longest) - len(message)), value=ord(" "))
-
-
 def _length(message: Tensor) -> Tensor:
     return torch.tensor([len(message)], dtype=torch.int64, device=message.device)
 
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-@dataclass
-class Passage:
-    """Pass of a micro-batch through one stage; fields are empty before their first use and after their last."""
-
-    leaves: Carry = ()
-    """Received tensors, which accumulate the gradients to send back."""
-    unsent: Carry = ()
-    """Output that is not sent yet."""
-    roots: tuple[GradientEdge | None, ...] = ()
-    """Graph edges of the sent tensors, or of the loss."""
-
-
-@dataclass
-class Flight:
-    """Micro-batch on its way through this rank."""
-
-    images: Tensor
-    """Image index (N,)."""
-    passages: tuple[Passage, ...]
-    """Passages by phase."""
-    prepared: Any = None
-    """Loaded micro-batch, until this rank's last forward."""
-    context: Tensor | None = None
-    """Encoded text (N, tokens, channels) in the arithmetic's dtype, until this rank's last backward; None has none."""
-    kept: Carry = ()
-    """Tensors that phase 0 passes to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
-    kept_roots: tuple[GradientEdge | None, ...] = ()
-    """Graph edges of ``kept`` in phase 0's graph."""
-
-
-def edge(tensor: Tensor) -> GradientEdge | None:
-    """Return the graph edge of a tensor, which is enough for a backward; None without a graph."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def as_leaves(tensors: Carry) -> Carry:
-    """Return tensors detached from their graphs, as leaves that accumulate gradients."""
-    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
 
 class Edge(NamedTuple):
@@ -344,9 +283,7 @@ def as_in_memory(tensor: Tensor) -> Tensor:
 
 
 MOST_BLOCKS = 8
-"""Maximum thread blocks of NCCL's kernel for a message, each of which occupies a multiprocessor while it waits
-(docs/gpu.md).
-"""
+"""Thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -367,10 +304,7 @@ class StageChannels:
         start: Start = at_once,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Begin forward passes of ``micro_batches`` micro-batches, and with ``gradients`` also backward passes.
-
-        Either all ranks send ``by_host`` or none. ``sizes`` has the number of each micro-batch's size of images.
-        """
+        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the size of each micro-batch's images."""
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
                 channel.begin(by_host=by_host, start=start, sizes=sizes)

@@ -201,10 +201,7 @@ def warm_up(
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Reset the peak memory counts of a CUDA device; a CPU process's can't be reset.
-
-    Call it after cuDNN has tried its algorithms, for which it takes all free memory and returns it.
-    """
+    """Reset a CUDA device's peak memory, after cuDNN's trials of algorithms, which take all that is free."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -149,9 +149,7 @@ class OwnStep:
         return (norm.add(self.scale, alpha=1e-6) / most).clamp_(min=self.scale).reciprocal_()
 
     def _take(self, gradients: Sequence[Tensor] = (), factor: Tensor | None = None) -> None:
-        """Step the optimizer, with the learning rate on the device if it can take that; with these gradients, one for
-        each of its tensors, and the factor on them, if it :attr:`_widens` gradients.
-        """
+        """Step the optimizer; one that :attr:`_widens` gradients takes these, and the factor on them."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:

@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DsConfig
-from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
-from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Schedule
+from ddpm_ds.pipeline.cuts import segments, sent_elements
+from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.shards import agreed_elements, sums_of
 
@@ -38,9 +37,7 @@ class Edges(Counter[tuple[Hashable, Hashable]]):
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of ``stages`` pipeline ranks x ``replicas`` x ``tensor``, the ranks of a tensor group, which are neighbours
-    and have the same stage of the same replica; and the host of each global rank.
-    """
+    """Grid of pipeline ranks x replicas x neighbouring ranks of a tensor group, and each global rank's host."""
 
     stages: int
     replicas: int
@@ -84,10 +81,7 @@ class Grid:
 
     @cached_property
     def rings(self) -> tuple[Edges, ...]:
-        """Return the rings through the replicas of each rank of the pipeline, which collectives use.
-
-        Gloo takes them in the order of ranks, NCCL through each host once.
-        """
+        """Return the rings through replicas, which gloo takes in the order of ranks, NCCL through each host once."""
         return tuple(_ring_edges(self._members(stage)) for stage in range(self.stages))
 
     @cached_property
@@ -120,10 +114,9 @@ class Sharing:
     """Bytes of an element while it is reduced."""
     weight_bytes: int
     """Bytes of a gathered element; 0 if every replica steps all weights itself."""
-    replicas: int = 1
 
 
-def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int, replicas: int = 1) -> Sharing:
+def sharing(config: DsConfig, layout: Layout) -> Sharing:
     """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
     Without ZeRO gradients are all-reduced once, as by DeepSpeed's optimizer for bf16, which ZeRO-1 has that adds bf16
@@ -131,31 +124,15 @@ def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int, replicas: 
     ``use_multi_rank_bucket_allreduce`` is off; under ZeRO-1 gradients are scattered. ZeRO gathers the weights
     that each replica has stepped, as the optimizer for bf16 does without it.
     """
-    zero, precision = config.zero_optimization, config.precision
-    to_owner = zero_stage == 1 or not zero.use_multi_rank_bucket_allreduce
-    everywhere = zero_stage == 0 or (zero_stage == 1 and precision == "bf16" and config.adds_in_fp32)
+    zero, precision, stage = config.zero_optimization, config.precision, layout.zero_stage
+    to_owner = stage == 1 or not zero.use_multi_rank_bucket_allreduce
+    everywhere = stage == 0 or (stage == 1 and precision == "bf16" and config.adds_in_fp32)
     return Sharing(
-        reductions=micro_batches if zero_stage == 2 else 1,
+        reductions=layout.micro_batches if stage == 2 else 1,
         passes=1 if not everywhere and to_owner and zero.reduce_scatter else 2,
         gradient_bytes=ELEMENT_BYTES[config.communication_data_type or precision],
-        weight_bytes=ELEMENT_BYTES[precision] if zero_stage or precision == "bf16" else 0,
-        replicas=replicas,
+        weight_bytes=ELEMENT_BYTES[precision] if stage or precision == "bf16" else 0,
     )
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """Settings that decide the bytes that a tensor group sends."""
-
-    size: int = 1
-    element_bytes: int = 4
-    """Bytes of an element in the layers' arithmetic, in which activations are summed."""
-    interval: int = 0
-    """Number of layers per activation checkpoint; 0 recomputes nothing."""
-    reentrant: bool = False
-    """Whether checkpoints are reentrant."""
-    gives_gradients: bool = False
-    """Whether the first rank gives the others the gradients that all have computed, as on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -172,104 +149,64 @@ class Exchange:
     """Bytes over each edge of the ring through a rank's tensor group: sums of activations and of gradients."""
 
 
-def exchange(
-    layers: Sequence[Layer],
-    bounds: Sequence[int],
-    schedule: Schedule,
-    *,
-    images: int,
-    precision: Literal["fp32", "fp16", "bf16"],
-    shared: Sharing,
-    reductions: Sequence[Sequence[float]] | None = None,
-    grouping: Grouping = Grouping(),
-) -> Exchange:
-    """Return the bytes sent by a step of ``images`` images for each replica.
-
-    ``reductions`` says by rank and phase how often ZeRO-2 reduces weight gradients, if they have passes of their
-    own; all other gradients are reduced after each micro-batch.
-    """
-    ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
-    width, ring = images * ELEMENT_BYTES[precision], (shared.replicas - 1) / shared.replicas
-
-    messages = []
-    for rank in range(ranks - 1):
-        (_, down), *up = segments(bounds, schedule, rank)
-        cuts = [(down, 0), *((start, 1) for start, _ in up)]
-        messages.append(width * sum(sent_elements(layers, *cut, schedule) for cut in cuts))
-    parameters = [
-        sum(layer.parameters for start, stop in segments(bounds, schedule, rank) for layer in layers[start:stop])
-        for rank in range(ranks)
-    ]
-    reduced: list[float] = [shared.reductions * count for count in parameters]
-    if reductions is not None and shared.reductions > 1:
-        reduced = [
-            sum(
-                count * layer.weights + shared.reductions * (layer.parameters - layer.weights)
-                for count, (start, stop) in zip(counts, segments(bounds, schedule, rank), strict=True)
-                for layer in layers[start:stop]
-            )
-            for rank, counts in enumerate(reductions)
-        ]
-    gradient = shared.passes * shared.gradient_bytes * ring
-    owned = 1 / shared.replicas if shared.weight_bytes else 1.0
-    return Exchange(
-        messages=tuple(messages),
-        gradients=tuple(gradient * count for count in reduced),
-        weights=tuple(shared.weight_bytes * ring * count for count in parameters),
-        sums=tuple(
-            sum(
-                _group_bytes(layers[start:stop], grouping, images, owned * shared.gradient_bytes)
-                for start, stop in segments(bounds, schedule, rank)
-            )
-            for rank in range(ranks)
-        ),
-    )
-
-
-def _group_bytes(own: Sequence[Layer], grouping: Grouping, images: float, gradient_bytes: float) -> float:
-    """Return the bytes of a step of a stage with these layers over each edge of the ring through its tensor group."""
-    size, passes = grouping.size, sums_of(own, grouping.interval, reentrant=grouping.reentrant)
-    elements = images * sum(one.elements for one in passes)
-    agreed = agreed_elements(own, given=grouping.gives_gradients)
-    return (2 * elements * grouping.element_bytes + agreed * gradient_bytes) * (size - 1) / size
-
-
 def run_exchange(
     ds: ResolvedDsConfig,
     layers: Sequence[Layer],
     bounds: Sequence[int],
     reductions: Sequence[Sequence[float]] | None = None,
     *,
+    images: int | None = None,
     arithmetic_bytes: int | None = None,
     gives_gradients: bool = True,
 ) -> Exchange:
-    """Return the bytes sent by a step of a run; ``reductions`` as in :func:`exchange`, and ``layers`` split.
+    """Return the bytes sent by a step of a run with these ``layers``, split as its tensor groups do.
 
-    ``arithmetic_bytes`` and ``gives_gradients`` are those of :class:`Grouping`, by default a GPU's.
+    ``reductions`` says by rank and phase how often ZeRO-2 reduces weight gradients, if they have passes of their
+    own; all other gradients are reduced after each micro-batch. While it is unknown, a weight-gradient pass is assumed
+    to take half of the micro-batches in flight.
 
-    While the reductions are unknown, a weight-gradient pass is assumed to take half of the micro-batches in flight.
+    ``images`` are those of a replica in images of the full size, by default as many as its batch has. Activations are
+    summed in ``arithmetic_bytes`` for an element, by default the precision's; ``gives_gradients`` says whether a tensor
+    group's first rank gives the others the gradients that all have computed, as on GPUs.
     """
-    layout = ds.layout
+    config, layout, shared = ds.config, ds.layout, sharing(ds.config, ds.layout)
     if reductions is None and layout.schedule == "planned":
         passes = math.ceil(layout.micro_batches / max(1, layout.most_kept // 2))
         reductions = [[passes, passes]] * layout.stages
-    return exchange(
-        layers,
-        bounds,
-        layout.schedule,
-        images=layout.batch_images // layout.replicas,
-        precision=ds.precision,
-        shared=sharing(
-            ds.config, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches, replicas=layout.replicas
-        ),
-        reductions=reductions,
-        grouping=Grouping(
-            layout.tensor.size,
-            arithmetic_bytes or ELEMENT_BYTES[ds.precision],
-            0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval,
-            ds.config.pipeline.use_reentrant,
-            gives_gradients,
-        ),
+    if images is None:
+        images = layout.batch_images // layout.replicas
+    width, ring = images * ELEMENT_BYTES[ds.precision], (layout.replicas - 1) / layout.replicas
+    group, summed_bytes = layout.tensor.size, arithmetic_bytes or ELEMENT_BYTES[ds.precision]
+    interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
+    gradient_bytes = shared.gradient_bytes / (layout.replicas if shared.weight_bytes else 1)  # of the own partition
+
+    def summed(own: Sequence[Layer]) -> float:
+        """Bytes of a stage over each edge of the ring through its tensor group."""
+        passes = sums_of(own, interval, reentrant=config.pipeline.use_reentrant)
+        elements = images * sum(one.elements for one in passes)
+        agreed = agreed_elements(own, given=gives_gradients)
+        return (2 * elements * summed_bytes + agreed * gradient_bytes) * (group - 1) / group
+
+    messages, parameters, reduced, sums = [], list[int](), list[float](), list[float]()
+    for rank in range(layout.stages):
+        ends = segments(bounds, layout.schedule, rank)
+        stages = [layers[start:stop] for start, stop in ends]
+        parameters.append(sum(layer.parameters for own in stages for layer in own))
+        reduced.append(shared.reductions * parameters[-1])
+        if reductions is not None and shared.reductions > 1:
+            weights = [sum(layer.weights for layer in own) for own in stages]
+            fewer = (shared.reductions - count for count in reductions[rank])
+            reduced[-1] -= sum(less * own for less, own in zip(fewer, weights, strict=True))
+        sums.append(sum(map(summed, stages)))
+        if rank < layout.stages - 1:
+            cuts = [(ends[0][1], 0), *((start, 1) for start, _ in ends[1:])]
+            messages.append(width * sum(sent_elements(layers, *cut, layout.schedule) for cut in cuts))
+    gradient = shared.passes * shared.gradient_bytes * ring
+    return Exchange(
+        messages=tuple(messages),
+        gradients=tuple(gradient * count for count in reduced),
+        weights=tuple(shared.weight_bytes * ring * count for count in parameters),
+        sums=tuple(sums),
     )
 
 

@@ -50,8 +50,7 @@ class Instruction(NamedTuple):
     name: Name
     phase: int = 0
     micro_batches: tuple[int, ...] = ()
-    """Numbers of the micro-batches within the step: one, several for WeightGradients, or none for ReduceGrads and
-    OptimizerStep."""
+    """Numbers of its micro-batches within the step: one, several for WeightGradients, or none at the step's end."""
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.micro_batches))
@@ -86,10 +85,7 @@ def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[i
 
 
 def most_in_flight(programs: Sequence[Program]) -> int:
-    """Return the maximum number of sent but not yet received messages per channel that ranks need to proceed.
-
-    A message is received before the pass that needs it, so no more are in flight than a rank holds micro-batches.
-    """
+    """Return the most unreceived messages per channel that ranks need: as many as micro-batches kept, and one."""
     most = 0
     for own in programs:
         begun: Counter[int] = Counter()
@@ -175,10 +171,7 @@ def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> Pr
 
 
 def zero_bubble_v(micro_batches: int, ranks: int, rank: int) -> Program:
-    """Return a rank's program by ZB-V (Qi et al. 2024, arXiv:2405.15362): on a fold, every backward split in two.
-
-    It leaves no bubble if forwards, input gradients and weight gradients of all stages take equally long.
-    """
+    """Return a rank's program by ZB-V (Qi et al. 2024, arXiv:2405.15362): on a fold, every backward split in two."""
     names: dict[str, Name] = {"f": "ForwardPass", "i": "InputGradients", "w": "WeightGradients"}
     inside, count = ranks - rank, max(2 * ranks - 1, micro_batches)
     begin = ["f0"] * (2 * inside - 1) + ["f1", "f0"] * rank + ["f1", "i1", "w1"] * inside
@@ -205,9 +198,7 @@ def accumulated(micro_batches: int, together: int) -> Program:
 
 
 def written(programs: Sequence[Program]) -> str:
-    """Format each rank's passes as a line: f forward, b backward, i input gradients, w weight gradients, capitals for
-    phase 1, each followed by its micro-batches.
-    """
+    """Format each rank's passes as a line: f, b, i (inputs), w (weights), capitals for phase 1; micro-batches."""
     letters = dict(zip(PASSES, "fbiw", strict=True))
 
     def words(own: Program) -> str:

@@ -9,8 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
-from ddpm_ds.pipeline.placement import Grid, Grouping, Sharing, Traffic, exchange, sharing, traffic
+from ddpm_ds.pipeline.placement import Grid, Traffic, run_exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.planning.inputs import PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import Link, Links, PhaseCosts, RankCosts
@@ -85,7 +86,7 @@ def planned_costs(
     ``with_sums`` adds those of tensor groups.
     """
     job = job.of(layout)
-    sends, replicas = shared(job, layout), layout.replicas
+    sends, replicas = sharing(job.config, layout), layout.replicas
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
 
@@ -244,12 +245,6 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
     return count * math.ceil(math.log2(ranks)) * machine.sum_seconds + size * (ranks - 1) / ranks / bandwidth
 
 
-def shared(job: Workload, layout: Layout) -> Sharing:
-    """Return how the replicas of a layout share gradients and weights."""
-    stage, count = layout.zero_stage, layout.micro_batches
-    return sharing(job.config, zero_stage=stage, micro_batches=count, replicas=layout.replicas)
-
-
 def step_traffic(
     job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
@@ -259,14 +254,13 @@ def step_traffic(
         many = max(number for own in programs for one in own for number in one.micro_batches) + 1
         counts = weight_passes(programs, layout.schedule)
         reductions = [[count * layout.micro_batches / many for count in own] for own in counts]
-    sent = exchange(
+    sent = run_exchange(
+        ResolvedDsConfig(layout, job.config),
         job.of(layout).layers,
         bounds,
-        layout.schedule,
+        reductions,
         images=round(layout.micro_batches * layout.micro_batch_images * job.mean_pixels),
-        precision=job.precision,
-        shared=shared(job, layout),
-        reductions=reductions,
-        grouping=Grouping(layout.tensor.size, job.arithmetic_bytes, layout.interval, gives_gradients=not job.on_cpu),
+        arithmetic_bytes=job.arithmetic_bytes,
+        gives_gradients=not job.on_cpu,
     )
     return traffic(grid(machine, layout), sent)

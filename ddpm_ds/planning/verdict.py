@@ -30,8 +30,9 @@ from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.units import counted, gib
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
+from ddpm_ds.pipeline.placement import sharing
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import links, shared, update_bytes
+from ddpm_ds.planning.costs import links, update_bytes
 from ddpm_ds.planning.decisions import candidates, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.finished_run import FinishedRun, facts_of, machine_json
 from ddpm_ds.planning.inputs import USABLE_MEMORY
@@ -291,7 +292,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     """
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
-    owned = sum(layer.parameters for layer in facts.own_layers) / (now.replicas if shared(job, now).weight_bytes else 1)
+    owners = now.replicas if sharing(job.config, now).weight_bytes else 1
+    owned = sum(layer.parameters for layer in facts.own_layers) / owners
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
     bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
     peak = peak_bytes(job, now, facts.bounds)

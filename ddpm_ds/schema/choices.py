@@ -63,8 +63,7 @@ class ObjectiveChoice(Choice):
     """What the U-Net predicts."""
 
     diffuses: bool = True
-    """Whether images are noised. Without noise x_t and t are 0, and the U-Net, evaluated once, predicts the image from
-    its condition."""
+    """Whether images are noised. Else x_t and t are 0, and one evaluation predicts the image from its condition."""
 
 
 @dataclass(frozen=True)

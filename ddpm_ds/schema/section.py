@@ -1,9 +1,7 @@
-"""Models of the two configuration files: their base class, messages and reference; checks of arguments by the same
-models. Does not import torch.
+"""Models of the two configuration files, trees of :class:`Section`, and checks of arguments. Does not import torch.
 
-The run spec and the DeepSpeed JSON are trees of :class:`Section`, frozen pydantic models in which an unknown key is an
-error. A field's docstring is its documentation; everything else about it is read from its JSON schema, in which
-``reason`` may say why other values are refused.
+A field's docstring is its documentation; everything else about it is read from its JSON schema, in which ``reason`` may
+say why other values are refused.
 """
 
 import builtins
@@ -153,8 +151,7 @@ class Format(Generic[S]):
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Names that people type, in any section, for a dotted key, which may be followed by its unit."""
     unknown: Callable[[str, object, Mapping[str, object]], str | None] = lambda key, value, values: None
-    """Function that returns the message about an unknown dotted key, given its value and the whole file; None if it has
-    none, so that the key is compared with others."""
+    """Function of an unknown key, its value and the file that returns a message, or None for the usual one."""
     name: str = ""
     """Name of the section that is read alone; "" for a whole file."""
     section: str = "a section"
@@ -433,10 +430,7 @@ def expected(schema: JsonSchemaValue) -> str:
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` with its arguments checked by their annotations, and converted, before it runs.
-
-    It raises SpecError, one line that names the argument, its value and its type.
-    """
+    """Return ``function`` with arguments converted and checked by its annotations; a fault is one SpecError line."""
     signature = inspect.signature(function)
 
     @functools.cache  # made at the first call, since it takes milliseconds

@@ -16,34 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ddpm_ds.unet.layers import (
-    SIZES,
-    AttentionLayer,
-    BlockLayer,
-    DownsampleLayer,
-    EmbedLayer,
-    InputLayer,
-    Layer,
-    OutputLayer,
-    TransformerBlockLayer,
-    TransformerInputLayer,
-    TransformerOutputLayer,
-    UpsampleLayer,
-)
-from ddpm_ds.unet.operations import (
-    Convolution,
-    EmbeddingProjection,
-    GroupNorm,
-    KeyedDropout,
-    LabelEmbedding,
-    LayerNorm,
-    Linear,
-    VectorEmbedding,
-    arithmetic_dtype,
-    draw_masks,
-    norm_silu,
-    project,
-)
+from ddpm_ds.unet import layers as kinds
+from ddpm_ds.unet import operations as ops
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
@@ -51,7 +25,7 @@ Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
 
-def pack(carry: Carry, last: Layer) -> Carry:
+def pack(carry: Carry, last: kinds.Layer) -> Carry:
     """Return the tensors to send after layer ``last``, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
     The output of a layer that pushes is h and the newest skip, which is left out: it and its gradient are sent once.
@@ -59,7 +33,7 @@ def pack(carry: Carry, last: Layer) -> Carry:
     return carry[:-1] if last.pushes else carry
 
 
-def unpack(tensors: Carry, last: Layer) -> Carry:
+def unpack(tensors: Carry, last: kinds.Layer) -> Carry:
     """Restore the carry from received tensors; the inverse of :func:`pack`."""
     return (*tensors, tensors[0]) if last.pushes else tensors
 
@@ -71,17 +45,16 @@ class CarryLayer(nn.Module):
     subclass is the module of one ``kind`` of layers.
     """
 
-    of_kind: ClassVar[dict[type[Layer], Callable[..., CarryLayer]]] = {}
+    of_kind: ClassVar[dict[type[kinds.Layer], Callable[..., CarryLayer]]] = {}
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
-    """Methods that ``torch.compile`` may compile, arithmetic without the sums of a tensor group, each with its
-    convolutions and linear layers; () means all of the layer."""
+    """Methods that ``torch.compile`` may compile, each with its convolutions and linear layers; () means all."""
     summed_pieces: Mapping[str, tuple[str, ...]]
     """The same of a split layer, whose ranks sum the output of each piece."""
 
-    def __init_subclass__(cls, kind: type[Layer]) -> None:
+    def __init_subclass__(cls, kind: type[kinds.Layer]) -> None:
         cls.of_kind[kind] = cls
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: kinds.Layer) -> None:
         super().__init__()
         self.layer = layer
         self.tensor = ALONE
@@ -104,7 +77,7 @@ class CarryLayer(nn.Module):
         stored = h.dtype
         if self.layer.skip_channels:
             h = torch.cat((h, skips.pop()), dim=1)
-        dtype = arithmetic_dtype(h.device.type, stored)
+        dtype = ops.arithmetic_dtype(h.device.type, stored)
         others = (skips.pop().to(dtype),) if self.layer.closes else (given or self.given)(emb)
         if self.layer.opens:
             skips.append(h)
@@ -148,7 +121,7 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
     return F.pad(torch.cat(waves, dim=1), (0, channels % 2))  # (N, channels)
 
 
-class Embed(CarryLayer, kind=EmbedLayer):
+class Embed(CarryLayer, kind=kinds.EmbedLayer):
     """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
     x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others differ in kind:
@@ -158,19 +131,19 @@ class Embed(CarryLayer, kind=EmbedLayer):
     of its image, (N, pooled_channels + 6), and may not be left out.
     """
 
-    layer: EmbedLayer
+    layer: kinds.EmbedLayer
 
-    def __init__(self, layer: EmbedLayer) -> None:
+    def __init__(self, layer: kinds.EmbedLayer) -> None:
         super().__init__(layer)
         sinusoid, embedding = layer.sinusoid_channels, layer.embedding_channels
-        self.linear1, self.linear2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
-        self.label_embedding = None if layer.classes is None else LabelEmbedding(layer.classes, embedding)
-        self.condition_embedding = VectorEmbedding(layer.numbers, embedding) if layer.numbers else None
+        self.linear1, self.linear2 = ops.Linear(sinusoid, embedding), ops.Linear(embedding, embedding)
+        self.label_embedding = None if layer.classes is None else ops.LabelEmbedding(layer.classes, embedding)
+        self.condition_embedding = ops.VectorEmbedding(layer.numbers, embedding) if layer.numbers else None
         self.level1 = self.level2 = self.text1 = self.text2 = None
         if layer.condition_level:
-            self.level1, self.level2 = Linear(sinusoid, embedding), Linear(embedding, embedding)
+            self.level1, self.level2 = ops.Linear(sinusoid, embedding), ops.Linear(embedding, embedding)
         if layer.pooled_channels:
-            self.text1, self.text2 = Linear(layer.text_channels, embedding), Linear(embedding, embedding)
+            self.text1, self.text2 = ops.Linear(layer.text_channels, embedding), ops.Linear(embedding, embedding)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Carry:  # type: ignore[override]
         x_t, t, *rest = inputs
@@ -184,7 +157,7 @@ class Embed(CarryLayer, kind=EmbedLayer):
             label = torch.full_like(t, self.layer.classes, dtype=torch.int64)
         if self.layer.condition_level and level is None:
             level = torch.zeros_like(t)
-        dtype = arithmetic_dtype(x_t.device.type, x_t.dtype)
+        dtype = ops.arithmetic_dtype(x_t.device.type, x_t.dtype)
         return x_t, self.compute(t, label, level, vector, dtype).to(x_t.dtype)
 
     def compute(
@@ -199,7 +172,7 @@ class Embed(CarryLayer, kind=EmbedLayer):
         if self.condition_embedding is not None and vector is not None:
             emb = emb + self.condition_embedding(vector.to(dtype))
         if self.text1 is not None and self.text2 is not None and vector is not None:
-            pooled, sizes = vector.split([self.layer.pooled_channels, SIZES], dim=1)
+            pooled, sizes = vector.split([self.layer.pooled_channels, kinds.SIZES], dim=1)
             waves = self._waves(sizes.flatten(), dtype, self.layer.size_channels).unflatten(0, sizes.shape).flatten(1)
             emb = emb + self.text2(F.silu(self.text1(torch.cat((pooled.to(dtype), waves), dim=1))))
         return emb
@@ -209,29 +182,29 @@ class Embed(CarryLayer, kind=EmbedLayer):
         return sinusoid(t, channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
 
 
-class Input(CarryLayer, kind=InputLayer):
+class Input(CarryLayer, kind=kinds.InputLayer):
     """First convolution."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: kinds.Layer) -> None:
         super().__init__(layer)
-        self.conv = Convolution(layer.in_channels, layer.out_channels)
+        self.conv = ops.Convolution(layer.in_channels, layer.out_channels)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(h)
 
 
-class ResidualBlock(CarryLayer, kind=BlockLayer):
+class ResidualBlock(CarryLayer, kind=kinds.BlockLayer):
     """Residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
 
-    def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
+    def __init__(self, layer: kinds.BlockLayer, index: int, seed: int) -> None:
         super().__init__(layer)
-        self.norm1 = GroupNorm(layer.groups, layer.width, layer.epsilon)
-        self.conv1 = Convolution(layer.width, layer.out_channels)
-        self.time_projection = EmbeddingProjection(layer.embedding_channels, layer.time_channels)
-        self.norm2 = GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
-        self.dropout = KeyedDropout(layer.dropout, seed, index, layer.output_shape)
-        self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
-        self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
+        self.norm1 = ops.GroupNorm(layer.groups, layer.width, layer.epsilon)
+        self.conv1 = ops.Convolution(layer.width, layer.out_channels)
+        self.time_projection = ops.EmbeddingProjection(layer.embedding_channels, layer.time_channels)
+        self.norm2 = ops.GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
+        self.dropout = ops.KeyedDropout(layer.dropout, seed, index, layer.output_shape)
+        self.conv2 = ops.Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
+        self.shortcut = ops.Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
         self.summed_pieces = {"part": ("conv1", "conv2", "shortcut")}
 
@@ -252,12 +225,12 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
 
     def branch(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         """Return the residual (N, C, H, W), added to h or its shortcut; of a split block this rank's part."""
-        branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
+        branch = self.conv1(ops.norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
             scale, shift = time.chunk(2, dim=1)
-            branch = norm_silu(self.norm2, branch, scale=scale, shift=shift)
+            branch = ops.norm_silu(self.norm2, branch, scale=scale, shift=shift)
         else:
-            branch = norm_silu(self.norm2, branch, add=time)
+            branch = ops.norm_silu(self.norm2, branch, add=time)
         return self.conv2(self.dropout(branch, keep))  # (N, C, H, W)
 
     def part(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
@@ -271,20 +244,17 @@ class ResidualBlock(CarryLayer, kind=BlockLayer):
 
 def block_inputs(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
-    emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
+    emb, times = emb.to(ops.arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
         together = [block for block in blocks if block.tensor is tensor]
-        projected = project([block.time_projection for block in together], tensor.enter(emb))
+        projected = ops.project([block.time_projection for block in together], tensor.enter(emb))
         times.update(zip(together, projected, strict=True))
-    masks = draw_masks([block.dropout for block in blocks])
+    masks = ops.draw_masks([block.dropout for block in blocks])
     return [(times[block], mask) for block, mask in zip(blocks, masks, strict=True)]
 
 
 def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
-    """Run layers in order, from a carry or the first layer's inputs to a carry or the prediction.
-
-    The first residual block makes the inputs of all of them, which takes the host fewer launches.
-    """
+    """Run layers in order; the first residual block makes the inputs of all of them, which takes fewer launches."""
     blocks = [layer for layer in layers if isinstance(layer, ResidualBlock)]
     made: list[tuple[Tensor, Tensor | None]] = []
 
@@ -298,16 +268,16 @@ def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     return carry
 
 
-class Attention(CarryLayer, kind=AttentionLayer):
+class Attention(CarryLayer, kind=kinds.AttentionLayer):
     """Self-attention over the pixels, added to h."""
 
-    def __init__(self, layer: AttentionLayer) -> None:
+    def __init__(self, layer: kinds.AttentionLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
         self.head_channels = layer.in_channels // layer.heads
-        self.norm = GroupNorm(layer.groups, width, layer.epsilon)
-        self.qkv = Linear(width, 3 * width, parts=3)
-        self.projection = Linear(width, width, starts_at_zero=True)
+        self.norm = ops.GroupNorm(layer.groups, width, layer.epsilon)
+        self.qkv = ops.Linear(width, 3 * width, parts=3)
+        self.projection = ops.Linear(width, width, starts_at_zero=True)
         self.summed_pieces = {"mixed": ("qkv", "projection")}
 
     def compute(self, h: Tensor) -> Tensor:
@@ -318,40 +288,40 @@ class Attention(CarryLayer, kind=AttentionLayer):
         return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
 
 
-class TransformerInput(CarryLayer, kind=TransformerInputLayer):
+class TransformerInput(CarryLayer, kind=kinds.TransformerInputLayer):
     """Entry to transformer blocks: normalises h and projects it."""
 
-    def __init__(self, layer: TransformerInputLayer) -> None:
+    def __init__(self, layer: kinds.TransformerInputLayer) -> None:
         super().__init__(layer)
-        self.norm = GroupNorm(layer.groups, layer.in_channels, 1e-6)
-        self.projection = Linear(layer.in_channels, layer.in_channels)
+        self.norm = ops.GroupNorm(layer.groups, layer.in_channels, 1e-6)
+        self.projection = ops.Linear(layer.in_channels, layer.in_channels)
 
     def compute(self, h: Tensor) -> Tensor:
         return as_image(self.projection(as_pixels(self.norm(h))), h)
 
 
-class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
+class TransformerBlock(CarryLayer, kind=kinds.TransformerBlockLayer):
     """Self-attention over the pixels, cross-attention to the context and a gated network (GEGLU, Shazeer 2020), each
     normalised first and added. Source: Vaswani et al. 2017; Rombach et al. 2022, appendix E.2.1.
 
     :func:`set_context` sets ``context``, (N, tokens, channels), before each pass.
     """
 
-    def __init__(self, layer: TransformerBlockLayer) -> None:
+    def __init__(self, layer: kinds.TransformerBlockLayer) -> None:
         super().__init__(layer)
         width = layer.in_channels
         self.head_channels = layer.in_channels // layer.heads
         self.context: Tensor | None = None
-        self.norm1 = LayerNorm(width)
-        self.qkv = Linear(width, 3 * width, parts=3, bias=False)
-        self.projection1 = Linear(width, width)
-        self.norm2 = LayerNorm(width)
-        self.q = Linear(width, width, bias=False)
-        self.kv = Linear(layer.context_channels, 2 * width, parts=2, bias=False)
-        self.projection2 = Linear(width, width)
-        self.norm3 = LayerNorm(width)
-        self.gated = Linear(width, 8 * width, parts=2)
-        self.projection3 = Linear(4 * width, width)
+        self.norm1 = ops.LayerNorm(width)
+        self.qkv = ops.Linear(width, 3 * width, parts=3, bias=False)
+        self.projection1 = ops.Linear(width, width)
+        self.norm2 = ops.LayerNorm(width)
+        self.q = ops.Linear(width, width, bias=False)
+        self.kv = ops.Linear(layer.context_channels, 2 * width, parts=2, bias=False)
+        self.projection2 = ops.Linear(width, width)
+        self.norm3 = ops.LayerNorm(width)
+        self.gated = ops.Linear(width, 8 * width, parts=2)
+        self.projection3 = ops.Linear(4 * width, width)
         self.summed_pieces = {
             "mixed": ("qkv", "projection1"),
             "read": ("q", "kv", "projection2"),
@@ -361,7 +331,7 @@ class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         if self.context is None:
             raise RuntimeError("cross-attention needs the encoded text: call set_context before the forward")
-        return (self.context.to(arithmetic_dtype(emb.device.type, emb.dtype)),)
+        return (self.context.to(ops.arithmetic_dtype(emb.device.type, emb.dtype)),)
 
     def compute(self, h: Tensor, context: Tensor) -> Tensor:
         pixels = as_pixels(h)
@@ -384,12 +354,12 @@ class TransformerBlock(CarryLayer, kind=TransformerBlockLayer):
         return self.projection3(values * F.gelu(gate))
 
 
-class TransformerOutput(CarryLayer, kind=TransformerOutputLayer):
+class TransformerOutput(CarryLayer, kind=kinds.TransformerOutputLayer):
     """Exit of transformer blocks: projects h and adds the residual."""
 
-    def __init__(self, layer: TransformerOutputLayer) -> None:
+    def __init__(self, layer: kinds.TransformerOutputLayer) -> None:
         super().__init__(layer)
-        self.projection = Linear(layer.in_channels, layer.in_channels, starts_at_zero=True)
+        self.projection = ops.Linear(layer.in_channels, layer.in_channels, starts_at_zero=True)
 
     def compute(self, h: Tensor, residual: Tensor) -> Tensor:
         return residual + as_image(self.projection(as_pixels(h)), h)
@@ -422,36 +392,36 @@ def transformer_blocks(modules: Iterable[nn.Module]) -> list[TransformerBlock]:
     return [module for module in modules if isinstance(module, TransformerBlock)]
 
 
-class Downsample(CarryLayer, kind=DownsampleLayer):
+class Downsample(CarryLayer, kind=kinds.DownsampleLayer):
     """Convolution of stride 2, which halves the image."""
 
-    def __init__(self, layer: DownsampleLayer) -> None:
+    def __init__(self, layer: kinds.DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
-        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2)
+        self.conv = ops.Convolution(layer.in_channels, layer.out_channels, stride=2)
         self.conv.padding = int(not layer.asymmetric)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
-class Upsample(Input, kind=UpsampleLayer):
+class Upsample(Input, kind=kinds.UpsampleLayer):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
 
 
-class Output(CarryLayer, kind=OutputLayer):
+class Output(CarryLayer, kind=kinds.OutputLayer):
     """Last layer: the carry ``(h, emb)`` to the prediction (N, C, H, W), a tensor."""
 
-    def __init__(self, layer: OutputLayer) -> None:
+    def __init__(self, layer: kinds.OutputLayer) -> None:
         super().__init__(layer)
-        self.norm = GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
-        self.conv = Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)
+        self.norm = ops.GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
+        self.conv = ops.Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)
 
     def forward(self, carry: Carry) -> Tensor:  # type: ignore[override]
         return super().forward(carry)[0]
 
     def compute(self, h: Tensor) -> Tensor:
-        return self.conv(norm_silu(self.norm, h))
+        return self.conv(ops.norm_silu(self.norm, h))

@@ -95,10 +95,7 @@ def write_keep_masks(
     WORDS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """Write a block of a mask of an image.
-
-    Hashes are uint32, which wraps and whose shifts fill with zeros; addresses are int64, for more than 2^31 elements.
-    """
+    """Write a block of an image's mask. Hashes are uint32, which wraps; addresses are int64, for 2^31 elements."""
     image = tl.cast(tl.program_id(0) // blocks, tl.int64)
     row = rows + 5 * tl.load(mask_of_block + tl.program_id(0) % blocks)
     threshold = tl.load(row + 1)

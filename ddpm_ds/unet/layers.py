@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
 PASSES_PER_STEP = 3
-"""Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
-not counted as work."""
+"""Cost of a training step in forward passes: the backward costs two. Recomputation is not counted as work."""
 SIZES = 6
 """Numbers that go with pooled text, in pixels: the original's height and width; the crop's top, left, height, width."""
 
@@ -50,8 +49,7 @@ class Parameter:
     shape: tuple[int, ...]
     spread: Spread = "whole"
     uses: int = 0
-    """Number of products with it per image; 0 for all but weights of convolutions and linear layers, whose gradients
-    may be deferred."""
+    """Products with it per image; 0 but for weights of convolutions and linear layers, which may be deferred."""
 
     def own_shape(self, ranks: int) -> tuple[int, ...]:
         """Return the shape of the part that one of so many ranks has."""
@@ -120,8 +118,7 @@ class Layer:
 
     @property
     def summed_elements(self) -> tuple[int, int]:
-        """Elements that a tensor group sums for a split layer: of its output in each forward, and of its input's
-        gradient. The embedding's gradient is summed once a walk (:func:`ddpm_ds.unet.blocks.walk`)."""
+        """Elements that a tensor group sums for a split layer: its output forwards, its input's gradient backwards."""
         return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
 
     @property
@@ -170,17 +167,13 @@ class Layer:
 
     @property
     def activation_elements(self) -> int:
-        """Elements, of the arithmetic's dtype, that autograd keeps for the backward, without checkpointing. An input
-        counts in the layer that reads it, so the sum over layers counts each tensor once."""
+        """Elements kept for the backward, without checkpointing; an input counts in the layer that reads it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Embedding of the U-Net's inputs: ``(x_t, t[, label][, level][, vector])`` to a carry whose h is x_t.
-
-    ``in_channels`` are those of x_t and of the condition that is concatenated to it.
-    """
+    """Embedding of ``(x_t, t[, label][, level][, vector])``, with the condition in x_t, to a carry whose h is x_t."""
 
     sinusoid_channels: int
     sine_first: bool
@@ -441,11 +434,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
 
 
 def layer_options(unet: UnetSpec, interface: Interface) -> Iterator[_Described]:
-    """Yield kind, name and options of each layer of a U-Net; a width or size that is not there is that before it.
-
-    Widths and sizes are those of DDPM (Ho et al. 2020, appendix B): an encoder level has `blocks_per_level` blocks, a
-    decoder level one more, each of which pops a skip.
-    """
+    """Yield kind, name and options of each layer, as in DDPM (Ho et al. 2020, appendix B); widths left out stay."""
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     sizes = [(interface.size[0] >> level, interface.size[1] >> level) for level in range(len(widths))]
     attended, text = unet.attended_levels(interface.size), unet.text

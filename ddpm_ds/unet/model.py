@@ -1,6 +1,4 @@
-"""Modules for the list of layers, the plain U-Net that walks it in one process, ``torch.compile`` of the layers, and
-the choice of kernels for normalisations and dropouts, ours or PyTorch's.
-"""
+"""Modules of the list of layers, the plain U-Net, ``torch.compile`` of the layers, and the choice of kernels."""
 
 import os
 import shutil
@@ -42,10 +40,7 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
 
 
 class UNet(nn.Module):
-    """U-Net in one process, the reference that every pipeline must equal.
-
-    The names in ``self.layers``, such as ``4.conv1.weight``, are the parameters' names in every layout.
-    """
+    """U-Net in one process, which every pipeline must equal; ``layers`` has the parameters' names of every layout."""
 
     def __init__(self, layers: Sequence[Layer], seed: int) -> None:
         super().__init__()
@@ -82,8 +77,7 @@ def _compiler(variable: str, *programs: str) -> bool:
 
 
 CODES_PER_LAYER = 5
-"""Maximum compiled versions of a layer: with and without gradients, each for micro-batches of training and of sampling,
-and with deferred weight gradients, for training alone."""
+"""Maximum compiled versions of a layer: with and without gradients, in training and sampling, and deferred."""
 
 
 def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:

@@ -24,16 +24,14 @@ WIDENED_ON_CPU = (
     if torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     else (torch.float16, torch.bfloat16)
 )
-"""Data types that are stored in 16 bits but computed in fp32, since CPUs without 16-bit arithmetic run 16-bit
-convolutions 30 to 70 times slower than fp32 ones."""
+"""Types stored in 16 bits but computed in fp32: without 16-bit arithmetic convolutions take 30 to 70 times as long."""
 BY_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"
 """Whether the weight gradient of a channels-last 3x3 convolution is computed by nine matrix products of the output's
 gradient and the shifted input. With AVX2 but not AVX-512, oneDNN takes up to twice as long (docs/performance.md)."""
 FEWEST_CHANNELS = 16  # at which a matrix product is faster
 
 Kernels = Literal["fused", "masks", "reference"]
-"""Implementation of the normalisations, with SiLU and embedding, and of dropout masks: our kernels, our kernels for the
-masks alone, or PyTorch's operations."""
+"""Kernels of normalisations with SiLU and embedding, and of masks: ours, ours for masks alone, or PyTorch's."""
 
 
 def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
@@ -349,10 +347,7 @@ def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw the weights of `module` as DDPM does, in the order of its submodules.
-
-    Variance scaling (fan_avg, uniform, scale 1); biases and the last layer of a residual branch are zero.
-    """
+    """Draw weights as DDPM does: variance scaling (fan_avg, uniform); biases and ends of residual branches are zero."""
     for part in module.modules():
         if isinstance(part, Convolution | Linear | LabelEmbedding | VectorEmbedding):
             part.draw(generator)

@@ -66,11 +66,7 @@ def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
-    """Check that a layout, of the DeepSpeed JSON at ``path``, splits some of these layers if it asks for it.
-
-    Raises:
-        DsConfigError: a pattern matches no layer, or no layer can be split into so many parts.
-    """
+    """Check that a layout, of the JSON at ``path``, splits some of these layers if it asks to; raises DsConfigError."""
     tensor = layout.tensor
     if tensor.size == 1:
         return
@@ -137,9 +133,6 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
-    """Return the elements of gradients in all passes of a step around the ring of a tensor group.
-
-    Partial ones are summed, in two passes; on GPUs whole ones are ``given`` by the first rank, in one.
-    """
+    """Return the elements of a ring's gradients: partial ones summed in two passes, whole ones ``given`` in one."""
     alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike

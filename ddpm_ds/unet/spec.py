@@ -7,23 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ddpm_ds.schema import types
 from ddpm_ds.schema.section import Section, no_switch, only_with, refuse
-from ddpm_ds.schema.types import (
-    MOST_CHANNELS,
-    MOST_LAYERS,
-    MOST_LEVELS,
-    ONE_SIZE,
-    Blocks,
-    Channels,
-    Classes,
-    Depth,
-    Fraction,
-    Heads,
-    Pixels,
-    Small,
-    Width,
-    written,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +33,22 @@ class Interface:
 
 
 class CrossAttentionSpec(Section):
-    """Text in the U-Net: transformer blocks after its residual blocks, in which pixels attend to each other and to the
-    tokens of a caption.
-    """
+    """Text in the U-Net: transformer blocks, in which pixels attend to each other and to the tokens of a caption."""
 
-    context_channels: Width
+    context_channels: types.Width
     """Width of the encoded tokens: 768 for SD 1.5, 1024 for SD 2, 2048 for SDXL (diffusers: `cross_attention_dim`)."""
     tokens: Annotated[int, Field(ge=1, le=4096)] = 77
     """Tokens of a caption, padding included."""
-    blocks: Annotated[tuple[Depth, ...], Field(min_length=1)]
-    """Transformer blocks after each residual block, by level; 0 has none (`transformer_layers_per_block` in
-    diffusers)."""
+    blocks: Annotated[tuple[types.Depth, ...], Field(min_length=1)]
+    """Transformer blocks after each residual block, by level (diffusers: `transformer_layers_per_block`)."""
     middle_blocks: Annotated[int, Field(ge=1, le=64)] = 1
     """Transformer blocks between the two middle blocks, if `unet.middle_attention` is true."""
-    heads: Annotated[tuple[Heads, ...], Field(min_length=1)]
-    """Heads of each attention, by level; the middle has those of the last level (diffusers calls this number
-    `attention_head_dim`)."""
+    heads: Annotated[tuple[types.Heads, ...], Field(min_length=1)]
+    """Heads of each attention, by level; the middle has the last level's (diffusers: `attention_head_dim`)."""
     linear_projection: bool = False
-    """Whether weights before and after the blocks are those of linear layers in diffusers, instead of those of 1x1
-    convolutions, which compute the same (`use_linear_projection`)."""
-    pooled_channels: Width | None = None
-    """Width of the pooled text that is embedded beside the image's sizes: 1280 for SDXL; null embeds neither
-    (diffusers: `addition_embed_type: text_time`)."""
+    """Whether diffusers has linear layers, not equal 1x1 convolutions, around the blocks (`use_linear_projection`)."""
+    pooled_channels: types.Width | None = None
+    """Width of pooled text, embedded with sizes: 1280 for SDXL; null: neither (`addition_embed_type: text_time`)."""
     size_channels: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] = 256
     """Width of the sinusoidal embedding of each of the six sizes (diffusers: `addition_time_embed_dim`)."""
     upcast_attention: bool = False
@@ -79,38 +58,36 @@ class CrossAttentionSpec(Section):
 class UnetSpec(Section):
     """U-Net of DDPM/ADM residual blocks: an encoder, a middle and a decoder."""
 
-    channels: Channels
+    channels: types.Channels
     """Base width, which `multipliers` multiply."""
-    multipliers: Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
+    multipliers: Annotated[tuple[types.Channels, ...], Field(min_length=1, max_length=types.MOST_LEVELS)]
     """Width of each level as a multiple of `channels`; every level after the first halves the image."""
-    blocks_per_level: Blocks = 2
+    blocks_per_level: types.Blocks = 2
     """Residual blocks per encoder level; a decoder level has one more."""
     attention_resolutions: Annotated[
-        tuple[Pixels, ...], Field(max_length=MOST_LEVELS), only_with("text=null", ONE_SIZE)
+        tuple[types.Pixels, ...], Field(max_length=types.MOST_LEVELS), only_with("text=null", types.ONE_SIZE)
     ] = ()
     """Sizes of square images (pixels) at which every residual block is followed by self-attention."""
     attention_levels: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...],
-        Field(max_length=MOST_LEVELS),
+        Field(max_length=types.MOST_LEVELS),
         only_with("text=null", "attention_resolutions=[]"),
     ] = ()
-    """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
-    `attention_resolutions`."""
+    """The same by level, 0 for full size, for images of any shape."""
     middle_attention: bool = True
     """Attention between the two middle blocks."""
-    head_channels: Annotated[Channels | None, only_with("text=null")] = None
+    head_channels: Annotated[types.Channels | None, only_with("text=null")] = None
     """Channels per attention head; null means one head of full width."""
-    norm_groups: Channels = 32
+    norm_groups: types.Channels = 32
     """Groups of every group normalisation."""
-    norm_epsilon: Small = 1e-6
+    norm_epsilon: types.Small = 1e-6
     """Epsilon of every group normalisation."""
-    dropout: Annotated[Fraction, only_with(ONE_SIZE)] = 0.0
+    dropout: Annotated[types.Fraction, only_with(types.ONE_SIZE)] = 0.0
     """Dropout before the second convolution of each residual block."""
-    embedding_channels: Channels | None = None
+    embedding_channels: types.Channels | None = None
     """Width of the time embedding; null means 4 x the first level's width."""
     time_conditioning: Literal["add", "scale_shift"] = "add"
-    """How a block uses the time embedding: added after the first convolution (DDPM), or as scale and shift of the
-    second normalisation (ADM)."""
+    """How a block uses the time embedding: added (DDPM), or as scale and shift of the second normalisation (ADM)."""
     sinusoid_order: Literal["sin_cos", "cos_sin"] = "sin_cos"
     """Order of the halves of the sinusoidal embedding (diffusers: `flip_sin_to_cos` true is cos_sin)."""
     sinusoid_shift: Annotated[Literal[0, 1], BeforeValidator(no_switch)] = 1
@@ -119,7 +96,7 @@ class UnetSpec(Section):
     """Zero padding of the strided convolution: on all sides (diffusers: 1), or right and bottom only as in DDPM (0)."""
     text: Annotated[CrossAttentionSpec | None, only_with("data.text")] = None
     """Cross-attention to a caption; null has none."""
-    classes: Classes | None = None
+    classes: types.Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
 
     def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
@@ -146,10 +123,10 @@ def check_extent(unet: UnetSpec) -> None:
     width = unet.channels * widest
     refuse(
         {
-            f"unet.blocks_per_level = {blocks} makes {layers:,} layers on {levels} levels, and {MOST_LAYERS} are the "
-            "most; use fewer blocks": layers > MOST_LAYERS,
-            f"unet.channels = {unet.channels} times {widest} of unet.multipliers is {width:,}, and {MOST_CHANNELS:,} "
-            "channels are the most; use fewer": width > MOST_CHANNELS,
+            f"unet.blocks_per_level = {blocks} makes {layers:,} layers on {levels} levels, and {types.MOST_LAYERS} are "
+            "the most; use fewer blocks": layers > types.MOST_LAYERS,
+            f"unet.channels = {unet.channels} times {widest} of unet.multipliers is {width:,}, and "
+            f"{types.MOST_CHANNELS:,} channels are the most; use fewer": width > types.MOST_CHANNELS,
         }
     )
 
@@ -160,15 +137,15 @@ def check_levels(unet: UnetSpec, size: tuple[int, int]) -> None:
     step = 2 ** (levels - 1)
     below = (max(step, size[0] // step * step), max(step, size[1] // step * step))
     above = (-(-size[0] // step) * step, -(-size[1] // step) * step)
-    near = " or ".join(map(written, dict.fromkeys((below, above))))
+    near = " or ".join(map(types.written, dict.fromkeys((below, above))))
     refuse(
         {
-            f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
+            f"data.image_size = {types.written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
             f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels": any(
                 side % step for side in size
             ),
             f"unet.attention_resolutions = {list(unet.attention_resolutions)} are sides of squares, and "
-            f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}": (
+            f"data.image_size is {types.written(size)}; use unet.attention_levels, 0 to {levels - 1}": (
                 unet.attention_resolutions and size[0] != size[1]
             ),
         }
@@ -202,9 +179,7 @@ def check_widths(unet: UnetSpec, size: tuple[int, int]) -> None:
 
 
 def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
-    """Check the cross-attention by level, and that pooled text is the only vector: the data's has ``numbers``; raises
-    ValueError with one line.
-    """
+    """Check the blocks and heads by level, and that pooled text is the only vector; raises ValueError with one line."""
     if unet.text is None:
         return
     text, levels = unet.text, len(unet.multipliers)

@@ -26,18 +26,14 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 class TensorGroup:
     """This process's place in a group of ranks that compute layers together; by default it is alone.
 
-    ``group`` is a process group of its own, over which nothing but sums of activations and of gradients goes, in the
-    order of the layers, the same on all of its ranks. Without one nothing is summed: a rank's own part alone is timed.
+    Only sums go over ``group``, in the order of the layers, alike on all ranks; without one a rank's own part is timed.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
     def enter(self, x: Tensor, parts: Sequence[Weighted] = ()) -> Tensor:
-        """Return x, whose gradient becomes the sum of those of all ranks.
-
-        Meanwhile the backward computes the weight gradients of the ``parts`` to which x comes, unless they wait.
-        """
+        """Return x, whose gradient is summed over ranks, while the backward computes weight gradients of ``parts``."""
         if self.size == 1:
             return x
         queue = parts[0].queue if parts else None
@@ -63,9 +59,7 @@ class TensorGroup:
         return counted, *([one for one, spread in spreads if spread == wanted] for wanted in ("partial", "whole"))
 
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
-        """Sum ``partial`` gradients, of which each rank has a part, and on GPUs, whose kernels may round differently,
-        give all ranks the first one's ``alike`` gradients. All are dense and changed in place.
-        """
+        """Sum dense ``partial`` gradients in place; on GPUs, which may round differently, copy rank 0's ``alike``."""
         if self.size == 1:
             return
         if partial:

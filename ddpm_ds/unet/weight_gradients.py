@@ -31,11 +31,7 @@ class Waiting(NamedTuple):
 
 
 class WaitingGradients:
-    """Queue of deferred weight gradients of some layers.
-
-    Args:
-        split: phases and micro-batches whose weight gradients are deferred; all others are computed in the backward.
-    """
+    """Queue of weight gradients, deferred in the phases and micro-batches of ``split``; others are in the backward."""
 
     def __init__(self, split: Collection[tuple[int, int]]) -> None:
         self._split = split
@@ -74,9 +70,7 @@ class WaitingGradients:
     def compute(
         self, layers: Iterable[Weighted], numbers: Sequence[int], give: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """Compute the weight gradients of some layers for several micro-batches at once, and ``give`` each weight its
-        sum, which is computed in the arithmetic's dtype, in its own. Layers of one product are computed with its first.
-        """
+        """Give each weight its gradient over some micro-batches; layers of one product come with its first."""
         for layer in layers:
             waiting = [self._queued[number].pop(layer) for number in numbers]
             together = waiting[0].layers

@@ -20,7 +20,7 @@ from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.ds_model import SYNONYMS as JSON_SYNONYMS
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SYNONYMS, load_spec
-from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError, SpecError
+from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, SpecError
 from tests.ds_json import laid_out
 from tests.evaluate.planted import UNLABELLED, plant
 
@@ -77,8 +77,6 @@ def follow(config: dict[str, Any], overrides: list[str], message: str, last: boo
         block[name] = json.loads(said[1])
     elif "remove it" in message:
         del block[name]
-    elif "switch one off" in message:
-        config["bf16"]["enabled"] = False
     else:
         choice = re.search(r"should be (?:an? (?:even )?(?:whole )?number from )?(\S+)", message)
         assert choice is not None, f"no advice: {message}"
@@ -101,8 +99,6 @@ AUTO_BATCH = {
 }
 FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 CPU = {"device": "cpu", "pin_memory": True}
-ADAM = {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
 USUAL: dict[str, dict[str, Any]] = {
     "a template for ZeRO-2 whose values a trainer fills": {
         "fp16": {"enabled": "auto", **FP16},
@@ -111,35 +107,6 @@ USUAL: dict[str, dict[str, Any]] = {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
         "zero_optimization": zero2(offload_optimizer=CPU, reduce_scatter=True),
         **AUTO_BATCH,
-    },
-    "a template for ZeRO-3": {
-        "bf16": {"enabled": True},
-        "optimizer": AUTO_OPTIMIZER,
-        "zero_optimization": zero2(
-            stage=3,
-            offload_param=CPU,
-            sub_group_size=1e9,
-            reduce_bucket_size=0,
-            stage3_prefetch_bucket_size="auto",
-            stage3_param_persistence_threshold="auto",
-            stage3_max_live_parameters=1e9,
-            stage3_max_reuse_distance=1e9,
-            stage3_gather_16bit_weights_on_model_save=True,
-        ),
-        **AUTO_BATCH,
-    },
-    "numbers of another run": {
-        "train_batch_size": 128,
-        "optimizer": ADAM,
-        "scheduler": WARMUP,
-        "fp16": {"enabled": True, **FP16},
-        "zero_optimization": {"stage": 1},
-    },
-    "a decay of another run": {
-        "train_batch_size": 32,
-        "optimizer": ADAM,
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 5000}},
-        "prescale_gradients": True,
     },
     "a start from log, which has an old name for bf16": {
         "optimizer": {"type": "adamw"},
@@ -153,13 +120,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 0, "overlap_comm": True, "reduce_bucket_size": 5e8},
         "max_grad_norm": 0.5,
     },
-    "another library's pipeline": {
-        "pipeline": {"pipeline_parallel_size": 1, "schedule": "1F1B", "partition_method": "uniform", "chunks": 2},
-        "optimizer": {"type": "AdamW"},
-        "train_batch_size": "auto",
-    },
     "nothing but precision": {"fp16": {"enabled": True}, "zero_optimisation": {"stage": 2}},
-    "no types": {"optimizer": {"params": {}}, "scheduler": {"params": {}}},
     "both precisions": {**OPTIMIZER, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
 }
 
@@ -183,30 +144,20 @@ OFF_OR_ON: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"zero_optimization.offload_optimizer": {"device": "cpu"}},
     ),
     ({"zero_optimization.offload_optimizer": None}, {"zero_optimization.offload_optimizer": None}),
-    ({"zero_optimization.offload_optimizer": False}, {"zero_optimization.offload_optimizer": None}),
     (
         {"zero_optimization.offload_optimizer.device": None, "zero_optimization.stage": 1},
         {"zero_optimization.offload_optimizer": {"device": "none"}},
     ),
     ({"zero_optimization.stage": False}, {"zero_optimization.stage": 0}),
-    ({"zero_optimization.stage": "1"}, {"zero_optimization.stage": 1}),
     ({"zero_optimization.stage": 3}, {"zero_optimization.stage": 2}),
     ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
-    ({"bfloat16": True}, {"bf16": {"enabled": True}}),
-    ({"fp16": False}, {"fp16": None}),
     ({"fp16": None}, {"fp16": None}),
-    ({"fp16.enabled": 0}, {"fp16.enabled": False}),
     ({"fp16.enabled": "False"}, {"fp16.enabled": False}),
     ({"fp16.enabled": "true", "zero_optimization.stage": 1}, {"fp16.enabled": True}),
     ({"compile": {"enabled": False}}, {"compile": False}),
-    ({"compile": None}, {"compile": False}),
     ({"optimizer.params.max_grad_norm": 0}, {"gradient_clipping": 0}),
-    ({"optimizer.params.max_grad_norm": None}, {"gradient_clipping": 0}),
     ({"optimizer.params.max_grad_norm": 2.5}, {"gradient_clipping": 2.5}),
     ({"optimizer.params.max_grad_norm": 2.5, "gradient_clipping": 1.0}, {"gradient_clipping": 1.0}),
-    ({"gradient_clipping": None}, {"gradient_clipping": 0}),
-    ({"gradient_clipping": False}, {"gradient_clipping": 0}),
-    ({"pipeline.activation_checkpoint_interval": False}, {"pipeline.activation_checkpoint_interval": 0}),
     ({"allgather_size": 1e6, "zero_optimization.stage": 2}, {"zero_optimization.allgather_bucket_size": 1e6}),
     ({"tensorboard": {"enabled": True}}, {"tensorboard": None}),
     ({"optimizer.params.torch_adam": False, "optimizer.params.fused": False}, {"optimizer.params.fused": None}),
@@ -353,67 +304,19 @@ def test_advice_about_a_spec_leads_to_one_that_loads(wrong: list[str], advice: l
     load_spec(DEFAULT_SPEC, [*wrong, *advice])
 
 
-@pytest.mark.parametrize(
-    ("config", "overrides", "processes"),
-    [
-        ({"train_batch_size": 64}, [], 3),
-        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, [], 1),
-        ({"train_micro_batch_size_per_gpu": 5}, [], 1),
-        ({}, ["train.accumulation=4"], 32),
-        ({"pipeline": {"schedule": "folded", "stages": 1}}, [], 1),
-    ],
-)
-def test_advice_about_a_layout_leads_to_one_that_resolves(
-    config: dict[str, Any], overrides: list[str], processes: int
-) -> None:
-    config = {**copy.deepcopy(OPTIMIZER), **copy.deepcopy(config)}
-    with pytest.raises(LayoutError) as caught:
-        laid_out(config, load_spec(DEFAULT_SPEC, overrides), world_size=processes, stages=1, path=PATH)
-    typed = [shlex.split(item)[0].rstrip(",;") for item in re.findall(r"--set (\S+)", str(caught.value))]
-    for item in typed:
-        if item.startswith(JSON_PREFIX):
-            key, _, value = item.removeprefix(JSON_PREFIX).partition("=")
-            set_key(config, key, value, item)
-    spec = load_spec(DEFAULT_SPEC, [*overrides, *(item for item in typed if not item.startswith(JSON_PREFIX))])
-    laid_out(config, spec, world_size=processes, stages=1, path=PATH)
-
-
 JSON = {**OPTIMIZER, "train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 1}
-TYPED = [
-    ("prepare", "--spec digits"),
-    ("plan --spec digits --processes 1", "--deepspeed_config zero2_fp16"),
-    ("train --dry-run", "--deepspeed_config zero2_fp16"),
-    ("train --dry-run --deepspeed_config json --processes 2 -p 1", "--set ds.train_micro_batch_size_per_gpu=auto"),
-    ("train --dry-run --deepspeed_config zero0_fp32 --processes 3 -p 1", "--set train.batch_images="),
-    ("train --dry-run --deepspeed_config zero0_fp32 --processes 2 --set ds.pipeline.tensor.size=3", "--set ds."),
-    ("plan --spec digits --deepspeed_config zero0_fp32 --processes 3 --nodes 2", "--processes 4"),
-    ("plan --spec digits --deepspeed_config zero0_fp32 --processes 2 --device-memory 1MiB", "--device-memory "),
-    ("plan --spec digits --deepspeed_config zero0_fp32 --processes 67", "--set train.batch_images="),
-]
-
-
-@pytest.mark.parametrize(("command", "advice"), TYPED, ids=[command for command, _ in TYPED])
-def test_options_in_a_refusal_are_typed_and_the_command_ends_well(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, advice: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    (tmp_path / "json").write_text(json.dumps(JSON))
-    assert main(shlex.split(command)) == 2
-    said = re.sub(r"devices of (\S+) or", r"--device-memory \1 or", capsys.readouterr().err.strip())
-    advised = re.split(r"; (?:use|type|.*(?=--device-memory))", said, maxsplit=1)[1]
-    ways = [found for way in re.split(r",? or ", advised) if (found := re.findall(r"--[\w-]+ [^\s,;]+", way))]
-    assert ways[0][0].startswith(advice), said
-    for way in ways:
-        assert main([*shlex.split(command), *(word for one in way for word in one.split(" "))]) == 0, way
-
-
 PICTURES = "prepare --spec digits --set data.source=folder --set data.channels=3 "
 NUMBERS = "prepare --spec digits --set data.source=hdf5 --set data.path=f.h5 "
 FIELDS = f"{NUMBERS} --set data.values=float32 --set sampler.clip=none --set data.variables=[t] "
 DRY = "train --dry-run --deepspeed_config zero0_fp32 --processes 2 "
 DRAW = "sample run --count 1 --steps 2 --device cpu --overwrite --out new.npz "
 LEADS_ON = [
+    ("prepare", ""),
+    ("plan --spec digits --processes 1", ""),
+    ("train --dry-run", ""),
+    ("train --dry-run --deepspeed_config json --processes 2 -p 1", ""),
+    ("train --dry-run --deepspeed_config zero0_fp32 --processes 3 -p 1", ""),
+    ("train --dry-run --deepspeed_config zero0_fp32 --processes 2 --set ds.pipeline.tensor.size=3", ""),
     (PICTURES, ""),
     ("prepare --spec digits --set data.store_root=f.h5", ""),
     (NUMBERS, "--set data.values=float32"),
@@ -469,6 +372,7 @@ def test_each_way_out_of_a_refusal_leads_on(
     for manifest in (tmp_path / "damaged").rglob("manifest.json"):
         manifest.write_text("{")
     (tmp_path / "old.npz").touch()
+    (tmp_path / "json").write_text(json.dumps(JSON))
     assert main(shlex.split(command)) == 2
     said = capsys.readouterr().err.strip()
     ways = ways_out(command, said)

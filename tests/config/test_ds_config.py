@@ -187,13 +187,6 @@ def test_a_decay_of_the_spec_drops_a_warm_up_that_agrees_with_it() -> None:
         assert "scheduler" not in filled(agreeing, "optimizer.decay=cosine").config.given
 
 
-def test_a_learning_rate_has_one_range_in_spec_and_json() -> None:
-    most = config(optimizer__params__lr=1e6)
-    assert filled(most, "optimizer.learning_rate=1e6").config.optimizer.params.lr == 1e6
-    message = refusal(config(optimizer__params__lr=1e6 + 1))
-    assert 'optimizer.params.lr = 1000001 should be a number > 0 and <= 1,000,000 or "auto"' in message
-
-
 def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
     assert "steps_per_print" not in filled(config()).config.given
     assert filled(config(wall_clock_breakdown=True)).config.steps_per_print == 50
@@ -253,19 +246,6 @@ def test_offloaded_optimizers_are_pytorchs_fused_adam() -> None:
     assert filled(found.as_json()).as_json() == found.as_json()
 
 
-def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> None:
-    counts = {
-        "pipeline__partition": [2.0, 9.0, 12.0],
-        "pipeline__in_flight": 2.0,
-        "zero_optimization__reduce_bucket_size": 5e8,
-    }
-    resolved = filled(config(**counts, pipeline__activation_checkpoint_interval=2.0), world_size=2, stages=2)
-    bucket = resolved.config.zero_optimization.reduce_bucket_size
-    numbers = [*resolved.partition, resolved.layout.in_flight, resolved.layout.checkpoint_interval, bucket]
-    assert numbers == [2, 9, 12, 2, 2, 500_000_000] and all(type(number) is int for number in numbers)
-    assert type(resolved.config.gradient_clipping) is float, "what is no count stays as it is written"
-
-
 def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
     resolved = filled(config(pipeline__schedule="folded", pipeline__partition=[2, 9, 12]), world_size=4)
     assert (resolved.layout.schedule, resolved.layout.stages, resolved.layout.replicas) == ("folded", 2, 2)
@@ -280,6 +260,7 @@ def test_the_command_line_wins_over_the_json() -> None:
     ("changes", "processes", "stages", "words"),
     [
         ({}, 4, 3, ["-p 3", "4 processes", "use 1 or 2 or 4 stages"]),
+        ({"pipeline__tensor": {"size": 2}}, 6, 2, ["-p 2", "6 processes in tensor groups of 2; use 1 or 3 stages"]),
         ({"pipeline__partition": [2, 5]}, 4, 2, ["-p 2 needs 1 or 3 cuts"]),
         ({"pipeline__schedule": "1f1b", "pipeline__partition": [2, 5, 9]}, 4, 2, ["-p 2 needs 1 cuts"]),
         ({}, 3, 1, ["train.batch_images = 64", "3 replicas", "batch_images=66"]),
@@ -388,8 +369,6 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zero_optimisation": {}}, "zero_optimisation is unknown; did you mean zero_optimization?"),
-        ({"lr": 1e-3}, "lr is unknown; did you mean optimizer.params.lr?"),
         (
             {"zero_optimization__stage": 3},
             "zero_optimization.stage = 3 should be 0 or 1 or 2; ZeRO-3 would gather a stage's weights anew for every "
@@ -402,15 +381,10 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
             {"pipeline__partition": [3, 3]},
             "pipeline.partition = [3, 3] should rise from cut to cut, such as [3, 7]",
         ),
-        ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true; switch one off"),
         ({"optimizer": REMOVED}, "optimizer.type is missing"),
         (
             {"optimizer__type": "Muon"},
             'optimizer.type = "Muon" should be "AdamW" or "Adam" or "AdamW8bit"; the spec\'s optimizer section',
-        ),
-        (
-            {"optimizer__type": "AdamW8bit", "zero_optimization__offload_optimizer": {"device": "cpu"}},
-            "optimizer.type = AdamW8bit steps on the device; write AdamW, or remove zero_optimization.offload_",
         ),
         (
             {"zero_optimization__offload_optimizer": {"device": "cpu"}, "optimizer__params__fused": False},
@@ -428,10 +402,6 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         (
             {"zero_optimization__offload_optimizer": {"pin_memory": True}},
             "zero_optimization.offload_optimizer.device is missing, so that nothing is offloaded",
-        ),
-        (
-            {"optimizer__params__foreach": True, "optimizer__params__fused": True},
-            "optimizer.params.fused and foreach are both true; keep one",
         ),
         (
             {"zero_optimization": {"stage": 0}},

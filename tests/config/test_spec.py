@@ -61,7 +61,6 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             ["data.path or data.name is missing", "--set data.path=PATH or --set data.name=OWNER/NAME"],
         ),
         ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
-        ({"data__crop_from": (8, 6)}, ["data.crop_from = [8,6]", "data.image_size = 8", "8 or more", "null"]),
         (
             {"data__image_size": (8, 16)},
             ["unet.attention_resolutions = [4] are sides of squares", "[8,16]", "attention_levels, 0 to 1"],
@@ -72,7 +71,6 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ),
         ({"diffusion__beta_end": 1e-5}, ["diffusion.beta_start = 0.0001", "beta_end = 1e-05"]),
         ({"diffusion__beta_end": 1.5}, ["beta_end = 1.5", "below 1"]),
-        ({"diffusion__beta_end": 0.95}, ["diffusion.timesteps = 1000", "beta_end = 0.95", "fewer timesteps"]),
         ({"diffusion__timesteps": 100_000}, ["diffusion.timesteps = 100000", "less than 1e-30 of the image"]),
         ({"diffusion__beta_start": 1e-17}, ["should be greater than or equal to 0.000000000000001"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import ResolvedDsConfig, leaves_layout_open, leaves_stages_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.errors import UserError
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.schema.layout import TensorSplit
-from ddpm_ds.unet.shards import whole_layers
 from tests.ds_json import config_of, laid_out
 from tests.launching import drafted, write_json
 
@@ -54,27 +52,6 @@ def test_tensor_groups_are_part_of_the_layout_and_hidden_from_deepspeed(tensor: 
     assert again.layout == found.layout and ("tensor" in found.as_json()["pipeline"]) is (split.size > 1)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "world_size", "stages", "said"),
-    [
-        (
-            {"size": 3},
-            4,
-            None,
-            "pipeline.tensor.size = 3 does not divide 4 processes; use --set ds.pipeline.tensor.size=2",
-        ),
-        ({"size": 8}, 4, None, "does not divide 4 processes; use --set ds.pipeline.tensor.size=4"),
-        ({"size": 2}, 4, 4, "-p 4 makes 4 stages, which don't divide 4 processes in tensor groups of 2; use 1 or 2 st"),
-        ({"size": 2}, 6, 2, "-p 2 makes 2 stages, which don't divide 6 processes in tensor groups of 2; use 1 or 3 st"),
-    ],
-)
-def test_tensor_groups_that_do_not_divide_the_processes_are_refused(
-    tensor: Any, world_size: int, stages: int | None, said: str
-) -> None:
-    with pytest.raises(LayoutError, match=re.escape(said)):
-        with_tensor(tensor, world_size, stages)
-
-
 def test_stages_of_one_tensor_group_need_no_answer() -> None:
     assert with_tensor({"size": 4}, 4, None).layout.stages == 1
     assert not leaves_stages_open(config_of(pipeline={"tensor": {"size": 4}}), 4)
@@ -90,45 +67,8 @@ def test_the_planner_is_asked_for_groups_only_where_they_are_auto(tensor: dict[s
     assert not leaves_layout_open(config_of(pipeline={"tensor": tensor}), 1, None)
 
 
-def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    file = write_json(tmp_path / "ds.json", json_of({"size": 2, "levels": "auto"}))
-    plan = drafted(DEFAULT_SPEC, [], file, world_size=4, stages=2)
-    assert plan.chosen is not None and plan.chosen.tensor == plan.ds.layout.tensor
-    levels = plan.ds.layout.tensor.levels
-    assert levels in ((0,), (0, 1)) and plan.ds.as_json()["pipeline"]["tensor"]["levels"] == list(levels)
-    assert any(layer.shards == 2 for layer in plan.layers)
-    (line,) = (line for line in describe_plan(plan, tmp_path).splitlines() if line.startswith("groups       on cpu"))
-    assert " split, 8 micro-batches of 8, " in line and line.endswith("; pipeline.tensor chooses otherwise")
-
-
-@pytest.mark.parametrize(
-    ("tensor", "said"),
-    [
-        (2, "pipeline.tensor = 2 should be a block with size, levels, layers"),
-        (None, "pipeline.tensor = null should be a block with size, levels, layers; remove it"),
-        ({"size": 0}, 'pipeline.tensor.size = 0 should be a whole number from 1 to 65,536 or "auto"'),
-        ({"levels": [-1]}, "pipeline.tensor.levels = [-1] should be a list, each a whole number from 0 to 256"),
-        ({"layers": "up.*"}, 'pipeline.tensor.layers = "up.*" should be a list, each text'),
-        ({"siz": 2}, "pipeline.tensor.siz is unknown; did you mean pipeline.tensor.size?"),
-    ],
-)
-def test_a_wrong_value_of_a_key_is_one_line(tensor: Any, said: str) -> None:
-    with pytest.raises(DsConfigError) as found:
-        with_tensor(tensor)
-    (line,) = str(found.value).splitlines()
-    assert said in line
-
-
 def planned(file: Path, overrides: list[str], stages: int | None) -> RunDraft:
     return drafted(DEFAULT_SPEC, overrides, file, world_size=4, stages=stages)
-
-
-OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +88,6 @@ OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cp
             1,
             "pipeline.tensor.levels = [7] names level 7, but the U-Net has",
         ),
-        ({"size": 2, "levels": [0], "layers": ["up.*"]}, {}, 1, "both name layers to split"),
-        ({"size": "auto", "levels": [0]}, {}, 1, 'needs a size, since "auto" leaves the whole block to the planner'),
-        ({"size": "auto", "layers": ["up.0.*"]}, {}, 1, 'pipeline.tensor.layers = ["up.0.*"] needs a size'),
         ({"size": 2, "layers": ["up.0.blok.1"]}, {}, 1, "no layer of the U-Net is named up.0.blok.1"),
         ({"size": 2, "layers": ["up.0.*", "up.9.*"]}, {}, 1, "no layer of the U-Net is named up.9.*"),
         ({"size": 2, "layers": ["*attention*"]}, {}, 1, "splits no layer: 1 head can't be shared by 2 ranks"),
@@ -170,19 +107,3 @@ def test_advice_about_tensor_groups_is_right_when_it_is_typed(
     assert typed
     for item in typed:
         planned(file, shlex.split(item), stages or 1)
-
-
-def test_layers_that_do_not_divide_stay_whole_and_bring_no_error(tmp_path: Path) -> None:
-    found = planned(write_json(tmp_path / "ds.json", json_of({"size": 4})), [], 1)
-    split = {layer.name for layer in found.layers if layer.shards > 1}
-    assert split == {layer.name for layer in found.layers if ".block." in layer.name}, "attention has one head"
-    heads = ["unet.head_channels=16"]
-    found = planned(write_json(tmp_path / "ds.json", json_of({"size": 4, "levels": [1]})), heads, 1)
-    assert {layer.name for layer in found.layers if layer.shards > 1} == {
-        layer.name for layer in found.layers if re.match(r"(down\.1|middle|up\.1)\.(block|attention)", layer.name)
-    }
-    assert (
-        found.parameters
-        == sum(layer.parameters for layer in whole_layers(found.layers))
-        > sum(layer.parameters for layer in found.layers)
-    )

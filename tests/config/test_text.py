@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddpm_ds.config.spec import RunSpec
 from tests.launching import tiny_spec
-
-
-def captioned(data: dict[str, Any], **text: Any) -> RunSpec:
-    """A spec of captions."""
-    read = {"context_channels": 8, "blocks": [0, 1], "heads": [1, 1], **text}
-    files = {"source": "folder", "path": Path("pictures"), "text": {"encoders": "encoders"}}
-    return tiny_spec(data=files | data, unet={"attention_resolutions": [], "text": read})
 
 
 @pytest.mark.parametrize("key", ["multipliers", "attention_levels", "attention_resolutions", "blocks", "heads"])

@@ -101,18 +101,6 @@ def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
 # Labels and guidance
 
 
-@pytest.mark.parametrize(
-    ("guidance", "expected"), [(1.0, [3, 4]), (0.0, [10, 10]), (3.0, [3, 4, 10, 10]), (0.5, [3, 4, 10, 10])]
-)
-def test_guidance_asks_with_and_without_labels_only_where_it_needs_both(guidance: float, expected: list[int]) -> None:
-    sampler = sampler_of(guidance=guidance)
-    drawing = drawing_of(sampler, torch.arange(2), labels=torch.tensor([3, 4]))
-    x_t, t, labels = drawing.inputs()
-    assert x_t.dtype == torch.float32 and labels.tolist() == expected and len(x_t) == len(t) == len(expected)
-    assert torch.equal(x_t[:2], x_t[-2:])
-    assert [len(part) for part in drawing_of(sampler, torch.arange(2)).inputs()] == [2, 2]
-
-
 def sigmas_of(process: str, steps: int) -> list[float]:
     """Noise over signal at each visit, from the papers: DDPM, eq. 4, and Karras et al. 2022, eq. 5."""
     if process == "ddpm":

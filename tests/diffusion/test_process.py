@@ -14,8 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from ddpm_ds.diffusion.levels import alpha_bars
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler, mean_error
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.ground import keyed
-from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.schema.choices import SAMPLERS
 
 
@@ -79,22 +77,6 @@ def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike(sto
     assert not torch.equal(prepared(process(seed=1), pixels, index, False, (8, 8)), x0)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
-def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) -> None:
-    diffusion = process(objective="v", loss=loss)
-    pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
-    index = torch.arange(4)
-    x0 = prepared(diffusion, pixels, index, True, (8, 8))
-    t, eps = drawn(diffusion, index, x0.shape)
-    x_t = diffusion.noised(x0, t, eps)
-    prediction = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
-    (gradient,) = torch.autograd.grad(diffusion.loss(prediction, x0, eps, t), prediction)
-    for tensor in (x0, eps, x_t, gradient):
-        assert tensor.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(eps.flatten(1), keyed.normal(0, Stream.NOISE, index, channels * 64))
-
-
 def test_loss_reads_its_tensors_as_they_lie() -> None:
     """Neither the loss nor its backward changes a layout: what would is a copy of a whole tensor."""
     diffusion = process(objective="v", weighting="min_snr")
@@ -122,13 +104,6 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
         ]
         for one, many in zip(whole, zip(*parts, strict=True), strict=True):
             assert torch.equal(one, torch.cat(many))
-
-
-@pytest.mark.parametrize("timesteps", [1, 10, 1000])
-def test_timesteps_cover_all_levels(timesteps: int) -> None:
-    t, eps = drawn(process(timesteps=timesteps), torch.arange(20_000), (20_000, 1, 1, 1))
-    assert t.dtype == torch.int64 and eps.dtype == torch.float32
-    assert torch.equal(t.unique(), torch.arange(timesteps))
 
 
 def test_noise_levels_are_as_exact_as_float32_allows() -> None:
@@ -242,22 +217,6 @@ def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_ove
     torch.testing.assert_close(torch.stack([diffusion.loss(*part) for part in parts]).mean(), loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_loss_and_its_gradient_are_taken_in_fp32_from_any_prediction(dtype: torch.dtype) -> None:
-    diffusion = process(objective="v")
-    x0, eps, t = noisy(diffusion, 4)
-    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
-    loss = diffusion.loss(prediction, x0, eps, t)
-    exact = prediction.detach().float().requires_grad_()
-    exact_loss = diffusion.loss(exact, x0, eps, t)
-    assert loss.dtype == torch.float32 and loss.shape == () and torch.equal(loss, exact_loss)
-    scale = 2.0**10
-    (gradient,) = torch.autograd.grad(loss * scale, prediction)
-    (exact_gradient,) = torch.autograd.grad(exact_loss * scale, exact)
-    assert torch.equal(gradient, exact_gradient.to(dtype))
-    assert gradient.abs().max() > 0
-
-
 def test_labels_are_dropped_at_their_share_and_by_image() -> None:
     diffusion = process()
     index = torch.arange(20_000)
@@ -273,33 +232,3 @@ def test_labels_are_dropped_at_their_share_and_by_image() -> None:
     assert torch.equal(dropped[~gone], labels[~gone])
     assert torch.equal(dropped[7:9], kept(slice(7, 9), 0.1))
     assert torch.equal(kept(slice(None), 0.0), labels)
-
-
-def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
-    x0 = prepared(diffusion, pixels, index, True, (6, 6))
-    t, eps = drawn(diffusion, index, x0.shape)
-    labels = diffusion.drop_labels(index % 10, diffusion.draws(index, (1, 1, 1, 1)), 0.1, none_label=10)
-    x_t = diffusion.noised(x0, t, diffusion.perturbed(eps, index))
-    prediction = x_t.half() + labels[:, None, None, None]
-    return diffusion.loss(prediction, x0, eps, t)
-
-
-@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
-def test_no_part_of_a_step_reads_back_from_the_device(objective: str) -> None:
-    # A tensor on the meta device has no values: anything that waits for one raises.
-    pixels, index = images(4)
-    loss = whole_step(process("meta", objective=objective, input_perturbation=0.1), pixels.to("meta"), index.to("meta"))
-    assert loss.shape == () and loss.device.type == "meta"
-
-
-@pytest.mark.gpu
-def test_a_step_on_cuda_neither_synchronises_nor_differs() -> None:
-    pixels, index = images(4)
-    on_cpu = whole_step(process(), pixels, index)
-    diffusion, pixels, index = process("cuda"), pixels.cuda(), index.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        on_cuda = whole_step(diffusion, pixels, index)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-4, atol=0.0)

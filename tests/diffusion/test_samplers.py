@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.diffusion.choices import TARGETS, timestep_schedules
-from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, visited
-from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars
+from ddpm_ds.diffusion.spec import DiffusionSpec
 from tests.diffusion.sampling import SPACINGS, best_prediction, sample, sampler_of
 
 KINDS = ("ddpm", "ddim", "dpm_solver")
@@ -42,16 +42,6 @@ def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor,
         return best_prediction(diffusion.objective, x_t.double(), NoiseLevel(levels.signal[t], levels.noise[t]), mu, s)
 
     return denoise
-
-
-@pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_timesteps_fall_strictly_for_every_number_of_steps(kind: Any, spacing: Any) -> None:
-    for total in (*range(1, 41), 100):
-        for steps in range(1, total + 1):
-            t = visited(SamplerSpec(kind=kind, spacing=spacing, steps=steps), DiffusionSpec(timesteps=total))
-            assert len(t) == steps and sorted(set(t), reverse=True) == list(t) and t[-1] >= 0 and t[0] < total
-            assert spacing == "leading" or t[0] == total - 1
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ddpm", 1000), ("ddim", 50), ("dpm_solver", 20)])

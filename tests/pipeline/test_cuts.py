@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ddpm_ds.ground.errors import LayoutError
@@ -29,7 +27,7 @@ from ddpm_ds.pipeline.cuts import (
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.layers import Layer, has_residual, unet_layers
 from ddpm_ds.unet.model import UNet
-from ddpm_ds.unet.spec import Interface, UnetSpec
+from ddpm_ds.unet.spec import Interface
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.unet.variants import randomise
 
@@ -129,37 +127,6 @@ def test_every_mirrored_cut_computes_what_the_list_does(ranks: int, layers: tupl
             assert torch.equal(walk_folded(layers, unet.layers, bounds, images(layers)), expected)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    levels=st.integers(1, 3),
-    blocks=st.integers(1, 3),
-    attention=st.lists(st.sampled_from([8, 4, 2]), unique=True),
-    middle=st.booleans(),
-    channels=st.sampled_from([4, 8]),
-    ranks=st.integers(1, 4),
-)
-def test_plan_cut_walk_of_random_unets(
-    levels: int, blocks: int, attention: list[int], middle: bool, channels: int, ranks: int
-) -> None:
-    spec = UnetSpec(
-        channels=channels,
-        multipliers=(1, 2, 2)[:levels],
-        blocks_per_level=blocks,
-        attention_resolutions=tuple(size for size in attention if 8 >> levels < size),
-        middle_attention=middle,
-        norm_groups=2,
-    )
-    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
-    try:
-        bounds = partition(layers, ranks, "flops", "folded")
-    except LayoutError:
-        assert ranks > 1 and not all_folds(layers, ranks)
-        return
-    unet = UNet(layers, 0).eval()
-    with torch.no_grad():
-        assert torch.equal(walk_folded(layers, unet.layers, bounds, images(layers)), unet(*images(layers)))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "folded"])
 @pytest.mark.parametrize("seed", range(40))
 def test_the_heaviest_rank_is_the_lightest_possible_in_its_room_and_then_the_least_crosses(
@@ -215,19 +182,6 @@ def test_neighbours_of_cuts_are_all_with_one_cut_or_pair_moved_by_two_layers_at_
     for bounds in random.Random(0).sample(known, min(len(known), 5)):
         found = list(neighbouring(LAYERS, bounds, schedule))
         assert sorted(found) == sorted(other for other in known if near(bounds, other))
-
-
-@pytest.mark.parametrize("method", ["flops", "parameters", "uniform"])
-@pytest.mark.parametrize("stages", [1, 2, 4, len(LAYERS)])
-def test_stages_cover_all_layers_once(method: str, stages: int) -> None:
-    rows = describe(LAYERS, partition(LAYERS, stages, method))  # type: ignore[arg-type]
-    assert sum(row.layers for row in rows) == len(LAYERS) and all(row.layers for row in rows)
-    assert sum(row.parameters for row in rows) == sum(layer.parameters for layer in LAYERS)
-    assert rows[-1].sent_elements == 0 and all(row.sent_elements for row in rows[:-1])
-
-
-def test_given_cuts_are_taken_as_they_are() -> None:
-    assert partition(LAYERS, 3, [4, 9]) == (0, 4, 9, len(LAYERS))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "folded"])

@@ -8,25 +8,20 @@ from __future__ import annotations
 import hashlib
 import unittest.mock
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
-from rivals.measure import SentBytes
-from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
-from ddpm_ds.pipeline.schedule import accumulated, program
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases
 from tests.pipeline.test_synchronisation import Poisoned
 
-STEPS = 2
 SPEC = tiny_spec(unet={"multipliers": [1], "attention_resolutions": []})
 
 
@@ -75,27 +70,6 @@ def test_a_step_in_host_memory_has_the_bits_of_one_on_the_device(tmp_path: Path)
     (reports,) = run_cases(1, Path(__file__), cases, tmp_path)
     for (resident, offloaded), skipped in zip(reports, (0, 1, 0), strict=True):
         assert resident == offloaded and len({digest for *_, digest in resident}) == len(resident) - skipped
-
-
-@pytest.mark.launch
-def test_weights_are_views_of_one_flat_tensor_without_gaps_and_stay_so(tmp_path: Path) -> None:
-    cases = [["flattened", zero, precision] for zero, precision in ((1, "fp32"), (2, "bf16"), (0, "bf16"))]
-    for before, after, expected in run_cases(1, Path(__file__), cases, tmp_path)[0]:
-        assert before == after == expected
-
-
-@pytest.mark.launch
-def test_replicas_send_the_gradient_of_a_weight_once_for_each_weight_gradient_pass(tmp_path: Path) -> None:
-    """Under ZeRO-2, whose gradients in 16 bits go around a ring of two, so that each rank sends two bytes of each."""
-    for elements, (in_whole_backwards, *sent) in found(tmp_path, "sends", processes=2):
-        saved = [in_whole_backwards - bytes_sent for bytes_sent in sent]
-        assert saved == [2 * elements * (MICRO_BATCHES - MICRO_BATCHES // together) for together in TOGETHER]
-
-
-@pytest.mark.launch
-def test_a_weight_gradient_pass_holds_no_more_gradients_than_a_bucket_and_one(tmp_path: Path) -> None:
-    ((most, largest, everything),) = found(tmp_path, "holds")
-    assert largest <= most <= 2 * largest < everything / 2
 
 
 # -------------------------------------------------------------------------------- the ranks
@@ -162,59 +136,6 @@ def froze() -> tuple[str, list[int]]:
     with pytest.raises(RuntimeError) as error:
         engine.train_batch(micro_batches(engine, global_batch(SPEC, 1)))
     return str(error.value), list(frozen.shape)
-
-
-def flattened(zero: int, precision: Precision) -> list[list[list[int]]]:
-    """Address and place of each parameter, before and after a step, and where they are one after the other."""
-    engine = Case(1, 1, zero, precision, 0, micro_batches=1).engine(SPEC)
-
-    def places() -> list[list[int]]:
-        return [[one.untyped_storage().data_ptr(), one.storage_offset()] for one in engine.module.parameters()]
-
-    before = places()
-    engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
-    lengths = [parameter.numel() for parameter in engine.module.parameters()]
-    return [before, places(), [[before[0][0], first] for first in accumulate(lengths[:-1], initial=0)]]
-
-
-MICRO_BATCHES, TOGETHER = 4, (1, 2, 4)
-"""Micro-batches of a step, and of a weight-gradient pass."""
-
-
-def sends() -> tuple[int, list[int]]:
-    """Elements of the weights whose gradients can wait, those of convolutions and linear layers; and the bytes of
-    collectives in a step of whole backwards, and in steps with weight-gradient passes."""
-    engine = Case(1, 2, 2, "bf16", 0, micro_batches=MICRO_BATCHES, fused=True).engine(SPEC)
-    found = []
-    for own in (program("1f1b", MICRO_BATCHES, 1, 0), *(accumulated(MICRO_BATCHES, together) for together in TOGETHER)):
-        engine.follow([own])
-        with SentBytes() as sent:
-            engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
-        found.append(round(sent.collective_bytes))
-    weights = [weight for name, weight in engine.module.named_parameters() if "embedding.weight" not in name]
-    engine.destroy()
-    return sum(weight.numel() for weight in weights if weight.ndim > 1), found
-
-
-def holds() -> tuple[int, int, int]:
-    """Most elements of gradients in a weight-gradient pass before they are added, with buckets of the largest gradient;
-    elements of that one, and of all whose gradients wait."""
-    case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
-    zero = case.resolved(SPEC.train.batch_images).config.given["zero_optimization"]
-    engine = case.engine(SPEC, zero_optimization={**zero, "reduce_bucket_size": 1})
-    engine.follow([accumulated(1, 1)])
-    give, held = engine.gradients.give, []
-
-    def measured(weight: torch.nn.Parameter, gradient: Tensor) -> None:
-        waiting = [one.grad.numel() for one in engine.module.parameters() if one.grad is not None]
-        held.append(sum(waiting) + gradient.numel())
-        give(weight, gradient)
-
-    weights = engine.wanted_gradients(0, "weights")
-    with unittest.mock.patch.object(engine.gradients, "give", measured):
-        engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
-    engine.destroy()
-    return max(held), max(weight.numel() for weight in weights), sum(weight.numel() for weight in weights)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +13,7 @@ from deepspeed.runtime.fp16 import loss_scaler
 
 from ddpm_ds.pipeline.deepspeed_insides import SCALER_FIELDS, ScaleSettings
 from ddpm_ds.pipeline.graph import Pace
-from ddpm_ds.pipeline.own_step import LossScale, OwnStep
+from ddpm_ds.pipeline.own_step import LossScale
 
 STEPS = 60
 SETTINGS = list(itertools.product((1, 2, 5), (1, 2, 3), (False, True)))
@@ -60,36 +59,6 @@ def test_it_moves_as_deepspeeds_also_after_either_was_restored_from_the_other(
             fresh.overflows_at_floor.fill_(run)
             vars(other).update(state)
             own, theirs = fresh, other
-
-
-@pytest.mark.parametrize("checks", [True, False])
-def test_a_step_that_is_withheld_changes_nothing_and_the_next_one_is_taken(checks: bool) -> None:
-    """Also where DeepSpeed steps whatever the gradients are."""
-    weight = torch.nn.Parameter(torch.ones(3))
-    adam = torch.optim.AdamW([weight], lr=0.1, fused=True)
-    engine: Any = SimpleNamespace(
-        basic_optimizer=adam,
-        optimizer=SimpleNamespace(check_grad_overflow=checks),
-        device=torch.device("cpu"),
-        fp16_enabled=lambda: False,
-        bfloat16_enabled=lambda: True,
-        gradient_clipping=lambda: 1.0,
-    )
-    own = OwnStep(engine)
-
-    def step() -> list[Any]:
-        weight.grad = torch.full((3,), 0.5)
-        own.begin_step()
-        with torch.no_grad(), own._unless_invalid(torch.tensor(0.5)) as takes:
-            assert takes
-            own._take()
-        return [weight.detach().clone(), *(value.clone() for value in adam.state[weight].values())]
-
-    before = step()
-    with own.withheld():
-        assert all(map(torch.equal, before, step())) and not own.was_applied()
-    assert own.skipped_steps() == 0
-    assert not any(map(torch.equal, before, step())) and own.was_applied()
 
 
 def test_the_host_waits_for_a_device_that_is_two_steps_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,14 +17,13 @@ from ddpm_ds.pipeline.placement import (
     Grid,
     Sharing,
     across_hosts,
-    exchange,
     launched_hosts,
     run_exchange,
     sharing,
     traffic,
 )
 from ddpm_ds.pipeline.schedule import program
-from ddpm_ds.schema.layout import Schedule
+from ddpm_ds.schema.layout import Layout, Schedule
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.spec import Interface
 from tests.ds_json import config_of, laid_out
@@ -76,7 +74,12 @@ def every_collective(grid: Grid, schedule: Schedule, bounds: tuple[int, ...], sh
                 yield "weights" if gathers else "gradients", rank, following, width * parameters / grid.replicas
 
 
-SHARINGS = [Sharing(1, 2, 4, 0), Sharing(8, 2, 2, 4), Sharing(8, 1, 4, 4)]
+ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    ZERO2 | {"communication_data_type": "fp16"},
+    {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}},
+]
 CASES = [
     (2, 2, (2, 2)),
     (2, 2, (3, 1)),
@@ -100,10 +103,11 @@ def test_the_bytes_that_cross_hosts_are_those_of_every_message(
         return
     bounds = partition(LAYERS, stages, "flops", schedule)
     grid = Grid(stages, replicas, across, hosts_of(*counts))
-    shared = replace(SHARINGS[(stages + replicas) % len(SHARINGS)], replicas=replicas)
     micro_batches, micro = 2 * stages, 3
-    sent = exchange(LAYERS, bounds, schedule, images=micro * micro_batches, precision="fp32", shared=shared)
-    found = traffic(grid, sent)
+    config = config_of(**CONFIGS[(stages + replicas) % len(CONFIGS)])
+    layout = Layout(stages, replicas, schedule, micro, micro_batches, 0, config.zero_optimization.stage, False)
+    shared = sharing(config, layout)
+    found = traffic(grid, run_exchange(ResolvedDsConfig(layout, config), LAYERS, bounds))
     crossing: dict[str, float] = defaultdict(float)
     by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
     messages = [
@@ -126,24 +130,17 @@ def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_a
     """Two replicas of eight micro-batches: half of 4 bytes each goes around the ring, twice."""
     bounds = partition(LAYERS, 2, "flops", "planned")
 
-    def gradients(shared: Sharing, reductions: list[list[float]] | None = None) -> tuple[float, ...]:
-        how: dict[str, Any] = {"images": 8, "precision": "fp32", "shared": shared, "reductions": reductions}
-        return exchange(LAYERS, bounds, "planned", **how).gradients
+    def gradients(stage: int, reductions: list[list[float]]) -> tuple[float, ...]:
+        config = config_of(zero_optimization={"stage": stage, "reduce_scatter": False})
+        layout = Layout(2, 2, "planned", 1, 8, 0, stage, False)
+        return run_exchange(ResolvedDsConfig(layout, config), LAYERS, bounds, reductions).gradients
 
-    each, once = Sharing(8, 2, 4, 4, replicas=2), Sharing(1, 2, 4, 4, replicas=2)
     (down, up), _ = ([LAYERS[start:stop] for start, stop in segments(bounds, "planned", rank)] for rank in range(2))
     weights = sum(3 * layer.weights for layer in down) + sum(1.5 * layer.weights for layer in up)
     vectors = sum(layer.parameters - layer.weights for layer in (*down, *up))
-    assert gradients(each, [[3, 1.5], [8, 8]]) == (4 * weights + 4 * 8 * vectors, gradients(each)[1])
-    assert gradients(once, [[3, 1.5], [8, 8]]) == gradients(once)
-
-
-def test_the_axis_across_hosts_is_the_one_that_is_split() -> None:
-    hosts = hosts_of(4, 4)
-    by_stages, by_replicas = (Grid(2, 4, across, hosts) for across in ACROSS_HOSTS)
-    assert [by_stages.hosts_of(stage) for stage in range(2)] == [["a"] * 4, ["b"] * 4]
-    assert [by_replicas.hosts_of(stage) for stage in range(2)] == [["a", "a", "b", "b"]] * 2
-    assert all(edges.crossing == 0 for edges in (*by_stages.rings, *by_replicas.boundaries))
+    each = gradients(2, [[8, 8], [8, 8]])
+    assert gradients(2, [[3, 1.5], [8, 8]]) == (4 * weights + 4 * 8 * vectors, each[1])
+    assert gradients(1, [[3, 1.5], [8, 8]]) == tuple(count / 8 for count in each)
 
 
 # -------------------------------------------------------------------------------- the axis across hosts
@@ -159,10 +156,10 @@ def test_auto_is_what_leaves_less_to_the_busiest_host() -> None:
     """ZeRO-2 reduces gradients after every micro-batch; a large batch is many activations and one reduction."""
     hosts = hosts_of(2, 2)
     for ds, expected in (
-        (resolved(2, zero_optimization={"stage": 2}), "stages"),
+        (resolved(2, **ZERO2), "stages"),
         (resolved(2, batch_images=256), "replicas"),
         (resolved(2, batch_images=256, pipeline={"across_hosts": "stages"}), "stages"),
-        (resolved(2, pipeline={"across_hosts": "replicas"}, zero_optimization={"stage": 2}), "replicas"),
+        (resolved(2, pipeline={"across_hosts": "replicas"}, **ZERO2), "replicas"),
     ):
         bounds = partition(LAYERS, 2, "flops")
         sent = run_exchange(ds, LAYERS, bounds)
@@ -199,7 +196,8 @@ def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:
 )
 def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage: int, expected: Sharing) -> None:
     blocks = {} if precision == "fp32" else {precision: {"enabled": True}}
-    assert sharing(config_of(**config, **blocks), zero_stage=zero_stage, micro_batches=8) == expected
+    layout = Layout(1, 2, "1f1b", 1, 8, 0, zero_stage, False)
+    assert sharing(config_of(**config, **blocks), layout) == expected
 
 
 # -------------------------------------------------------------------------------- before the ranks have met

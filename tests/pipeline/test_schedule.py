@@ -52,26 +52,6 @@ def test_the_grid_of_passes(schedule: Schedule, ranks: int, micro_batches: int) 
     assert grid == GRIDS[schedule, ranks, micro_batches]
 
 
-def test_what_a_pass_has_made_is_sent_when_it_is_made_and_a_micro_batch_is_loaded_just_before_its_pass() -> None:
-    assert [(one.name, *one.micro_batches) for one in program("1f1b", 2, 2, 0)] == [
-        ("LoadMicroBatch", 0),
-        ("ForwardPass", 0),
-        ("SendActivation", 0),
-        ("LoadMicroBatch", 1),
-        ("ForwardPass", 1),
-        ("SendActivation", 1),
-        ("BackwardPass", 0),
-        ("BackwardPass", 1),
-        ("ReduceGrads",),
-        ("OptimizerStep",),
-    ]
-
-
-def test_fewer_micro_batches_than_the_fold_wants_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 \\* 2 micro-batches, got 3"):
-        program("folded", 3, 2, 0)
-
-
 @pytest.mark.parametrize(("schedule", "ranks", "micro_batches"), PLACES)
 def test_any_order_that_the_format_allows_passes_the_check_and_runs_to_its_end(
     schedule: Schedule, ranks: int, micro_batches: int

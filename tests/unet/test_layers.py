@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.schema.layout import TensorSplit
 from ddpm_ds.unet.blocks import transformer_blocks
-from ddpm_ds.unet.layers import BlockLayer, boundary_shapes, unet_layers
+from ddpm_ds.unet.layers import BlockLayer, unet_layers
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.spec import Interface, UnetSpec
@@ -43,20 +43,6 @@ def test_list_of_layers_is_encoder_middle_decoder() -> None:
         ("up.0.block.1", 8, 8, (8, 8, 8), False),
         ("out", 8, 0, (1, 8, 8), False),
     ]
-
-
-def test_boundary_lists_each_tensor_once() -> None:
-    spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, norm_groups=4)
-    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
-    cut = {layer.name: index for index, layer in enumerate(layers)}
-    full, half, deep, emb = (8, 8, 8), (8, 4, 4), (16, 4, 4), (32,)
-
-    assert boundary_shapes(layers, cut["conv_in"]) == ((1, 8, 8), emb)
-    assert boundary_shapes(layers, cut["down.0.block.0"]) == (full, emb)  # the one skip is h
-    assert boundary_shapes(layers, cut["down.1.block.0"]) == (half, emb, full, full)
-    assert boundary_shapes(layers, cut["middle.block.1"]) == (deep, emb, full, full, half, deep)
-    assert boundary_shapes(layers, cut["up.0.block.0"]) == ((16, 8, 8), emb, full, full)
-    assert boundary_shapes(layers, cut["out"]) == (full, emb)
 
 
 class CountedGroup(TensorGroup):

@@ -12,13 +12,11 @@ from torch import Tensor
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.operations import (
     Convolution,
-    EmbeddingProjection,
     KeyedDropout,
     _by_products,
     _Convolution3x3,
     arithmetic_dtype,
     draw_masks,
-    project,
     set_image_index,
     widening,
 )
@@ -92,22 +90,6 @@ def test_other_convolutions_are_left_to_pytorch(
     x = x.to(dtype)[:, :width].contiguous(memory_format=torch.contiguous_format if contiguous else torch.channels_last)
     weight = weight.detach().to(dtype)[:, :width].contiguous(memory_format=torch.channels_last).requires_grad_()
     assert not _by_products(x, weight, stride, padding)
-
-
-def test_projections_together_are_linear_layers_of_silu_and_so_are_their_gradients() -> None:
-    projections = [EmbeddingProjection(5, channels).double() for channels in (3, 4, 1)]
-    generator = torch.Generator().manual_seed(0)
-    leaves: list[Tensor] = [parameter for one in projections for parameter in one.parameters()]
-    with torch.no_grad():
-        for leaf in leaves:
-            leaf.normal_(generator=generator)
-    emb, dy = (torch.randn(2, size, generator=generator, dtype=torch.float64) for size in (5, 8))
-    leaves.append(emb.requires_grad_())
-    own = torch.cat(project(projections, emb), dim=1)
-    expected = torch.cat([F.linear(F.silu(emb), one.weight, one.bias) for one in projections], dim=1)
-    torch.testing.assert_close(own, expected)
-    for found, gradient in zip(*(torch.autograd.grad(y, leaves, dy) for y in (own, expected)), strict=True):
-        torch.testing.assert_close(found, gradient)
 
 
 def test_dropout_mask_is_keyed_by_image_layer_and_seed_and_off_in_eval() -> None:

@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from torch import Tensor
 
 from ddpm_ds.schema.layout import TensorSplit
 from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock
 from ddpm_ds.unet.shards import split_layers
-from ddpm_ds.unet.tensor_group import TensorGroup, part_of, shard_of
+from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
-from tests.unet.variants import accumulate, batch, layers_of, random_unet, split_layer
+from tests.unet.variants import batch, layers_of, random_unet, split_layer
 
 
 @pytest.fixture
@@ -61,35 +60,3 @@ def test_weight_gradients_are_computed_while_the_gradient_of_the_input_is_summed
     of_embedding = blocks  # each block was called alone, and projects the embedding itself
     assert Counter(joined.split()) == {"beside": pieces, "alone": of_embedding}
     assert all(part.weight.grad is not None for module in split for part in weighted_parts(module))
-
-
-def test_weight_gradients_that_have_a_pass_of_their_own_are_not_computed_beside_a_sum(events: list[str]) -> None:
-    waiting = WaitingGradients({(0, 0)})
-    waiting.begin(0, 0)
-    split, prediction = predict(waiting)
-    prediction.sum().backward()
-    parts = [part for module in split for part in weighted_parts(module)]
-    assert "weight gradients" not in events and all(part.weight.grad is None for part in parts)
-    waiting.compute(parts, [0], accumulate)
-    assert all(part.weight.grad is not None for part in parts)
-
-
-@pytest.mark.parametrize("name", ["heads", "scale_shift", "text", "text_time"])
-def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
-    layers = layers_of(name)
-    for layer, whole, *ranks in zip(layers, *(random_unet(layers).layers for _ in range(3)), strict=True):
-        if layer.units % 2:
-            continue
-        for rank, module in enumerate(ranks):
-            split_layer(module, TensorGroup(rank, 2))
-        for parameter, value in whole.named_parameters():
-            own = [module.get_parameter(parameter) for module in ranks]
-            shards = [shard_of(part) for part in own]
-            if shards[0] is None:
-                assert all(part.equal(value) for part in own) and parameter.startswith("norm")
-                continue
-            again = torch.empty_like(value).flatten().view(-1, 2, shards[0].run)
-            for part, shard in zip(own, shards, strict=True):
-                assert shard is not None and part.flatten().equal(part_of(value, shard))
-                again[:, shard.rank] = part.detach().view(-1, shard.run)
-            assert again.view_as(value).equal(value)
