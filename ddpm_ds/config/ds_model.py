@@ -262,9 +262,6 @@ class Pipeline(Section):
     their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of this many
     together. "auto" is two for each stage, three under ZeRO-2 with replicas, or one if memory is short; 1 on a single
     stage."""
-    replan: Annotated[bool, PLANNED] = False
-    """This project's key: recompute the order of a planned schedule from the times of the traced steps. Numbers change
-    by rounding, always at the same step."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
     """This project's key: whether several hosts share the stages of a pipeline, or have whole pipelines. "auto" is the
     axis with fewer bytes per step for the busiest host (docs/planner.md)."""

@@ -9,7 +9,7 @@ memory first, and simulates only promising layouts.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,13 +30,9 @@ from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.units import GIB, gib
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
-from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import SPLIT_COST, links
-from ddpm_ds.planning.finished_run import mean_ranks
 from ddpm_ds.planning.inputs import Workload, usable
 from ddpm_ds.planning.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
-from ddpm_ds.planning.simulate import PhaseCosts, order_of
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED
 from ddpm_ds.unet.shards import can_split, level_of
@@ -144,8 +140,6 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
     keys: dict[str, Any] = layout.keys | {
         "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
     }
-    if layout.schedule != "planned" and job.config.pipeline.replan:
-        keys["pipeline.replan"] = False  # only a planned schedule has it
     if layout.zero_stage == 0:
         keys["zero_optimization"] = {"stage": 0}
         if "fp16" in job.config.model_fields_set:  # only ZeRO's loss scaler has these
@@ -380,30 +374,6 @@ def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]
     if best is not None:
         predictor.improve(best)
     return predictor.bounds(best or among[-1])
-
-
-def planned_again(
-    predictor: Predictor, layout: Layout, bounds: tuple[int, ...], summary: Mapping[str, Any]
-) -> tuple[Program, ...]:
-    """Return the programs of a planned schedule by the seconds of a trace's summary.
-
-    Weight gradients in whole backwards, and the cost of a pass of them, are not measured: they have computed shares.
-    """
-
-    def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:
-        whole = expected.weight_seconds + expected.weight_pass_seconds
-        weights = found.weight_seconds or found.backward_seconds * whole / expected.backward_seconds
-        once = weights * expected.weight_pass_seconds / whole if whole else 0.0
-        split = SPLIT_COST * weights
-        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, split_seconds=split)
-
-    costs = [
-        replace(found, phases=tuple(map(divided, found.phases, own.phases)))
-        for found, own in zip(mean_ranks(summary), predictor.costs(layout, bounds), strict=True)
-    ]
-    made = order_of(layout, costs, links(predictor.machine, layout))
-    assert made is not None
-    return made
 
 
 def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: int) -> Layout:

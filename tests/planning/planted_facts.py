@@ -40,7 +40,6 @@ class Bench:
     """None makes the ranks' flops as equal as can be."""
     interval: int = 0
     in_flight: int | Literal["auto"] = "auto"
-    replan: bool = False
     accumulation: int | Literal["auto"] = "auto"
     """The spec's ``train.accumulation``."""
     warmup_images: int = 0
@@ -91,7 +90,6 @@ class Bench:
                 "stages": self.ranks,
                 "schedule": self.schedule,
                 "in_flight": self.in_flight,
-                "replan": self.replan,
                 "partition": list(self.cuts) if self.cuts else "measured",
                 "activation_checkpoint_interval": self.interval,
             },

@@ -44,7 +44,7 @@ FP16 = {"fp16": {"enabled": True, "hysteresis": 2, "consecutive_hysteresis": Tru
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, **ZERO_1}
 OFFLOAD = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000, "offload_optimizer": {"device": "cpu"}}}
 CUT = {
-    "pipeline": {"stages": 2, "partition": [5], "use_reentrant": True, "replan": True},
+    "pipeline": {"stages": 2, "partition": [5], "use_reentrant": True},
     "train_micro_batch_size_per_gpu": 1,
 }
 

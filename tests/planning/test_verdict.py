@@ -110,8 +110,8 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     [
         Bench(micro_batches=8, accumulation=8, warmup_images=320, replicas=2),
         Bench(schedule="folded", micro_batches=8, cuts=(2, 8, 15)),
-        Bench(schedule="planned", micro_batches=8, in_flight=3, replan=True),
-        Bench(ranks=1, micro_batches=8, in_flight=4, replan=True, replicas=2),
+        Bench(schedule="planned", micro_batches=8, in_flight=3),
+        Bench(ranks=1, micro_batches=8, in_flight=4, replicas=2),
     ],
 )
 def test_training_accepts_every_change_that_is_proposed(
