@@ -62,12 +62,9 @@ def test_in_one_process_a_wrong_row_is_refused_and_others_are_compared_to_the_pl
     for row in (plain, engine):
         assert len(row["round_step_seconds"]) == 2 and len(row["first_losses"]) == STEPS
         assert row["images_per_second"] == pytest.approx(IMAGES / row["step_seconds"]["median"])
-        assert row["name"] in done.stdout and row["peak_bytes"] is None
-        assert f"{row['host']['operators']:,}" in done.stdout and row["host"]["calls"] > row["host"]["launches"] > 0
-    assert plain["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+        assert row["name"] in done.stdout and row["host"]["calls"] > row["host"]["launches"] > 0
     assert f"{engine['ratio']['median']:.3f}" in done.stdout
     assert f"{IMAGES} images = 4 x 4 micro-batches" in done.stdout
-    assert report["command"].startswith("deepspeed --num_gpus 1 ")
     assert report["not_run"] == [{"row": "folded", "reason": "needs 2 stages"}]
 
 
@@ -76,8 +73,8 @@ def test_in_one_process_a_wrong_row_is_refused_and_others_are_compared_to_the_pl
 @pytest.mark.parametrize(
     ("processes", "config", "rows", "element_bytes", "rounding"),
     [
-        pytest.param(2, "zero2_fp16.json", [name for name in ROWS if name not in NAMED], 2, 1e-2, id="one replica"),
-        pytest.param(4, "zero1_fp32.json", ["plain", *REPLICATED], 4, 1e-5, id="two replicas"),
+        (2, "zero2_fp16.json", [name for name in ROWS if name not in NAMED], 2, 1e-2),
+        (4, "zero1_fp32.json", ["plain", *REPLICATED], 4, 1e-5),
     ],
 )
 def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
@@ -92,7 +89,6 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
     assert reference[-1] != reference[3]
     for name, row in found.items():
         assert row["first_losses"] == pytest.approx(reference, rel=rounding), name
-        assert row["name"] in done.stdout
     line, fold = (found[name]["rank_message_bytes"] for name in ("1f1b", "folded"))
     assert all(0 < folded < straight for folded, straight in zip(fold, line, strict=True))
     if "torch" in found:  # always in fp32
