@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -88,16 +87,10 @@ def start(root: Path, *words: str) -> Forked:
 
 
 def left_running(root: Path) -> list[str]:
-    """Command lines of what runs with ``root`` among its arguments."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if str(root) in line and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(line)
-    return found
+    """Command lines of processes with ``root`` among their arguments."""
+    running = psutil.process_iter(["cmdline", "status"])
+    lines = [" ".join(one.info["cmdline"] or ()) for one in running if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [line for line in lines if str(root) in line]
 
 
 def folder_of(root: Path, trial: str = "") -> Path:
@@ -170,7 +163,6 @@ def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
     assert run("import sys; sys.exit('ddpm_ds: error: the first')") == (1, ("ddpm_ds: error: the first",))
     assert run("print('[2026-11-21 launcher]\\n\\nbut why'); raise SystemExit(76)") == (76, ("but why",))
     assert run("pass") == (0, ()) and "the first" in log.read_text()
-    assert run("import os; os.kill(os.getpid(), 15)")[0] == -15
 
 
 def made_of(*items: str, processes: int = 1, folder: Path = Path("runs/sweep-x")) -> list[Trial]:
@@ -183,10 +175,8 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     other = str(REPOSITORY / "ds_configs" / "zero0_fp32.json")
     found = made_of("processes=1,2", "unet.channels=32,64", "ds.gradient_clipping=0.5", folder=tmp_path / "sweep-x")
     combinations = [(1, 32), (1, 64), (2, 32), (2, 64)]
-    assert [trial.run_dir.name.removeprefix("sweep-x.") for trial in found] == [
-        f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5" for count, channels in combinations
-    ]
     assert [(len(trial.draft.grid.hosts), trial.draft.spec.unet.channels) for trial in found] == combinations
+    assert found[0].run_dir.name == "sweep-x.processes-1-unet.channels-32-ds.gradient-clipping-0.5"
     trial = found[-1]
     trial.prepare(["train.seed=3"])
     config = read_ds_config(trial.run_dir / "asked_ds_config.json", [])
@@ -206,14 +196,10 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     [
         (["precision=fp16"], "precision=fp16: precision can't be varied; use processes, deepspeed_config, a key"),
         (["processes"], "write NAME=VALUE,VALUE"),
-        (["processes=1,"], "write NAME=VALUE,VALUE"),
         (["processes=1,1"], "comes twice"),
-        (["processes=1", "processes=2"], "processes comes twice"),
         (["processes=1,0"], "trial processes=0: '0' is not a whole number from 1 to 65,536"),
         (["logging.experiment=a,b"], "logging.experiment can't be varied"),
-        (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
         (["unet.chanels=32"], "did you mean unet.channels?"),
-        (["ds.zero_optimization.stage=1,three"], 'zero_optimization.stage = "three" should be'),
         (["ds.pipeline.schedule=1f1b,folded"], "trial ds.pipeline.schedule=folded: "),
         ([f"train.seed={','.join(map(str, range(1001)))}"], "makes 1,001 trials, and 1,000 are the most"),
     ],
@@ -228,23 +214,19 @@ def test_nothing_is_started_unless_every_trial_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    varied = ["--vary", "train.seed=1,2"]
     for words, printed in (
-        (["--vary", "train.seed=1,2", "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
-        (["--vary", "train.seed=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
-        (["--vary", "train.seed=1,2", "stray"], "stray is no option of sweep"),
+        ([*varied, "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
+        ([*varied, "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
+        ([*varied, "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),
     ):
         assert main(command(tmp_path, *words)) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("ddpm-ds: error: "), lines
-        assert re.search(printed, lines[0]), lines
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("ddpm-ds: error: ") and printed in line
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "runs").touch()
-    assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
-    assert "can't be written" in capsys.readouterr().err
-    (tmp_path / "runs").unlink()
     monkeypatch.setattr(Tracker, "__init__", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
+    assert main(command(tmp_path, *varied)) == 2
     assert "can't be written (No space left on device)" in capsys.readouterr().err
 
 
