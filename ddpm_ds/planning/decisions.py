@@ -31,7 +31,7 @@ from ddpm_ds.ground.units import GIB, gib
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
 from ddpm_ds.planning.inputs import Workload, usable
-from ddpm_ds.planning.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
+from ddpm_ds.planning.memory import ACTIVATION_SHARE, activation_bytes, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED
@@ -381,7 +381,7 @@ def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: i
     interval, in_flight = layout.checkpoint_interval, layout.in_flight
     if interval == "auto":
         fewest = replace(layout, checkpoint_interval=0, in_flight=layout.stages if in_flight == "auto" else in_flight)
-        interval = checkpoint_interval(job, fewest, bounds, memory_bytes)
+        interval = int(activation_bytes(job, fewest, bounds) > ACTIVATION_SHARE * memory_bytes)
     layout = replace(layout, checkpoint_interval=interval)
     if in_flight == "auto" and layout.schedule == "planned":
         fits = peak_bytes(job, layout, bounds) <= usable(memory_bytes, on_cpu=job.on_cpu)

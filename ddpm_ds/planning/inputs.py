@@ -13,7 +13,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.units import GIB
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import BUCKET_ELEMENTS, ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
+from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import split_layers
 
@@ -252,11 +252,6 @@ class Workload:
 
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
 
-    @property
-    def accumulated_bytes(self) -> int:
-        """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
-        return 4 if self.config.adds_in_fp32 else self.stored_bytes
-
     def takes_graphs(self, *, whole: bool) -> bool:
         """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
         asked, able = self.config.graphs, self.is_fused or self.is_8bit
@@ -286,12 +281,6 @@ class Workload:
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
         return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
-
-    @property
-    def bucket_elements(self) -> int:
-        """Number of gradient elements that ZeRO reduces at a time."""
-        given = self.config.zero_optimization.reduce_bucket_size
-        return BUCKET_ELEMENTS if given == "auto" else given
 
 
 def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from ddpm_ds.planning.costs import (
     planned_costs,
     step_traffic,
     sum_seconds,
-    summing_seconds,
 )
 from ddpm_ds.planning.inputs import Machine, Workload
 from ddpm_ds.planning.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
@@ -196,6 +195,8 @@ class Predictor:
         most = max(SIMULATED // layout.stages, 4 * layout.most_kept)
         step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
+        alone = planned_costs(self.job, self.machine, layout, bounds, self._layer_times(layout), with_sums=False)
+        summing = sum(rank.pass_seconds for rank in costs) - sum(rank.pass_seconds for rank in alone)
         # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
         return Prediction(
@@ -204,7 +205,7 @@ class Predictor:
             bubble=max(0.0, 1 - busy / step),
             pass_seconds=busy - update,
             update_seconds=update,
-            summing_seconds=summing_seconds(self.job, self.machine, layout, bounds),
+            summing_seconds=layout.micro_batches * summing / layout.stages,
             memory=pipeline_memory(self.job, layout, bounds),
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )

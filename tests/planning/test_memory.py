@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.planning.decisions import fitted
 from ddpm_ds.planning.inputs import Workload, rank_stages
 from ddpm_ds.planning.memory import (
     COLLECTIVE_BYTES,
@@ -16,7 +17,6 @@ from ddpm_ds.planning.memory import (
     EIGHT_BIT_INTERMEDIATES,
     Memory,
     activation_bytes,
-    checkpoint_interval,
     kept,
     moments,
     pipeline_memory,
@@ -129,7 +129,8 @@ def test_auto_recomputes_where_activations_take_more_than_half_of_the_memory() -
     job = small_job()
     bounds, needed = (0, len(job.layers)), 20 * whole(job)[1] * 4
     assert activation_bytes(job, ONE, bounds) == needed == memory(job).activations
-    assert [checkpoint_interval(job, ONE, bounds, size) for size in (2 * needed, 2 * needed - 2)] == [0, 1]
+    open_layout = replace(ONE, checkpoint_interval="auto")
+    assert [fitted(job, open_layout, bounds, size).interval for size in (2 * needed, 2 * needed - 2)] == [0, 1]
 
 
 def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
