@@ -78,29 +78,14 @@ class Plan:
 # ---------------------------------------------------------------- all layouts
 
 
-def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
-    """Yield the ways to split a job's layers among tensor groups inside of nodes."""
-    for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
-        yield from _first_levels(job, size)
-
-
-def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
-    """Return the splits from which the planner chooses: the JSON's own, if it leaves none open."""
-    given = tensor_split(job.config)
-    if not leaves_tensor_open(job.config):
-        return [given]
-    if given.size > 1:
-        return [*_first_levels(job, given.size)] or [given]
-    return [given, *tensor_splits(job, devices_per_node)]
-
-
-def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
-    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers split."""
+def tensor_splits(job: Workload, devices_per_node: int, size: int | None = None) -> Iterator[TensorSplit]:
+    """Yield the ways to split a job's layers among tensor groups inside of nodes, or in groups of a ``size``: level 0,
+    levels 0 and 1, and so on, each with more layers split.
+    """
     levels = len(job.spec.unet.multipliers)
-    divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
-    for count in range(1, levels + 1):
-        if count - 1 in divided:
-            yield TensorSplit(size, tuple(range(count)))
+    for members in divisors(devices_per_node, LARGEST_GROUP)[1:] if size is None else [size]:
+        divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, members)}
+        yield from (TensorSplit(members, tuple(range(level + 1))) for level in range(levels) if level in divided)
 
 
 def layouts(
@@ -236,10 +221,9 @@ def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[
             recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
         else:
             chosen.append(layout)
-    if all(refusals.values()):
-        for refusal in refusals.values():
-            if isinstance(refusal, DsConfigError):
-                raise refusal
+    wrong = [refusal for refusal in refusals.values() if isinstance(refusal, DsConfigError)]
+    if wrong and all(refusals.values()):
+        raise wrong[0]
     return chosen + [layout for _, layout in recomputing.values()]
 
 
@@ -341,7 +325,12 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
     open_stages = stages is None and leaves_stages_open(job.config, world_size)
     open_split = leaves_tensor_open(job.config)
     found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    for split in reversed(open_splits(job, math.gcd(*Counter(hosts).values()))):  # a refusal is of the smallest groups
+    splits = [given := tensor_split(job.config)]
+    if open_split and given.size > 1:
+        splits = [*tensor_splits(job, world_size, given.size)] or splits
+    elif open_split:
+        splits += tensor_splits(job, math.gcd(*Counter(hosts).values()))
+    for split in reversed(splits):  # a refusal is of the smallest groups
         for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
             config = with_split(job.config, split)
             try:

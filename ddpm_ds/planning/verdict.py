@@ -230,12 +230,10 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
     step = f"a {_seconds(facts.step_seconds)} step"
     lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {pauses.seconds:,.3g} s"
     losses, wires = min(facts.evaluation_seconds, pauses.sampling_seconds), ""
-    samples = pauses.sampling_seconds - losses
 
     def slowest(part: str, takes: str, times: int = 1) -> str:
-        """Return the rank that takes longest for a part of the step, and its seconds."""
-        seconds = [getattr(rank, part) for rank in ranks]
-        return f"rank {seconds.index(max(seconds))} {takes} {_seconds(times * max(seconds))} of {step}"
+        seconds = [times * getattr(rank, part) for rank in ranks]
+        return f"rank {seconds.index(max(seconds))} {takes} {_seconds(max(seconds))} of {step}"
 
     if now.stages > 1:
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
@@ -257,7 +255,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         "optimizer": f"{slowest('optimizer_seconds', 'takes')} of {counted(now.batch_images, 'image')} for the "
         "optimizer and the averaged weights, however few images",
         "checkpoint pauses": f"checkpoints took {pauses.checkpoint_seconds:,.3g} s {stopped}",
-        "sampling pauses": f"samples took {samples:,.3g} s, validation {losses:,.3g} s {stopped}",
+        "sampling pauses": f"samples took {pauses.sampling_seconds - losses:,.3g} s, validation {losses:,.3g} s "
+        f"{stopped}",
         "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
         f"time, {_seconds(facts.recomputation_seconds)} of {step}",
         "low utilisation": f"of the {_seconds(facts.mean('pass_seconds'))} of a rank for a micro-batch of "
@@ -333,10 +332,9 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
     """Return the fastest layouts near the run's, with as many stages or with others; a step took ``before`` seconds."""
     now = facts.layout
 
-    def respects(one: Layout) -> tuple[Any, ...]:
-        """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
-        place = one.stages, folds(one.schedule)
-        return place, one.micro_batch_images, one.checkpoint_interval, one.zero_stage
+    def respects(one: Layout) -> tuple[object, ...]:
+        """Return properties of which a change may alter one."""
+        return (one.stages, folds(one.schedule)), one.micro_batch_images, one.checkpoint_interval, one.zero_stage
 
     near = [
         one
@@ -373,11 +371,9 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
     with suppress(LayoutError):  # none fits
         (best,) = search(among, 1, [], grouped).best
-        change = _change(facts, among, best, before)
-        memory = (
-            f"{gib(best.peak.total)} a device, where the run would need {gib(needs)} of {gib(machine.usable_bytes)}"
-        )
-        yield replace(change, words=f"{change.words}, keeps all activations in {memory}")
+        change, memory = _change(facts, among, best, before), gib(best.peak.total)
+        without = f"where the run would need {gib(needs)} of {gib(machine.usable_bytes)}"
+        yield replace(change, words=f"{change.words}, keeps all activations in {memory} a device, {without}")
 
 
 def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: float) -> Change:
