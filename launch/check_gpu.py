@@ -62,7 +62,7 @@ class Finding:
 
 
 class CommandFailed(Exception):
-    """A command ended with a wrong exit code, or was killed; the end of its log follows."""
+    """Wrong exit code of a command, or its kill, and the end of its log."""
 
 
 def settings(**values: object) -> list[str]:
@@ -217,8 +217,7 @@ def markdown(about: Mapping[str, str], rows: Sequence[Finding]) -> str:
     for row in rows:
         cells = (" ".join(cell.split()).replace("|", "\\|") for cell in (row.name, row.measured, row.limit, row.result))
         lines.append(f"| {' | '.join(cells)} |")
-        if row.details:
-            logs += ["", f"## {row.name}", "", "````", row.details, "````"]
+        logs += ["", f"## {row.name}", "", "````", row.details, "````"] if row.details else []
     return "\n".join(lines + logs) + "\n"
 
 
