@@ -18,7 +18,7 @@ from mlflow.entities import Run
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
+from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.recorder import parameters
@@ -152,17 +152,6 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     tags = find_run(folder).tags
     assert (tags[PARENT_TAG], tags["sweep.values"]) == (parent.info.run_id, "optimizer.learning_rate=1e-3")
     assert open_run(folder).status == "FINISHED" and open_run(folder).metrics["step"] == list(range(2, 51, 2))
-
-
-def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "output.log"
-
-    def run(program: str) -> tuple[int, tuple[str, ...]]:
-        return run_command([sys.executable, "-c", program], log, [])
-
-    assert run("import sys; sys.exit('ddpm_ds: error: the first')") == (1, ("ddpm_ds: error: the first",))
-    assert run("print('[2026-11-21 launcher]\\n\\nbut why'); raise SystemExit(76)") == (76, ("but why",))
-    assert run("pass") == (0, ()) and "the first" in log.read_text()
 
 
 def made_of(*items: str, processes: int = 1, folder: Path = Path("runs/sweep-x")) -> list[Trial]:

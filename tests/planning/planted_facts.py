@@ -19,7 +19,6 @@ from ddpm_ds.planning.finished_run import FinishedRun, Overflows, RankFacts, mac
 from ddpm_ds.planning.inputs import Workload, machine_like, rank_stages
 from ddpm_ds.planning.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout, Schedule
-from ddpm_ds.unet.layers import Layer
 from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 
@@ -36,23 +35,18 @@ class Bench:
     ranks: int = 2
     replicas: int = 1
     micro_batches: int = 16
-    cuts: tuple[int, ...] | None = None
-    """None makes the ranks' flops as equal as can be."""
+    cuts: tuple[int, ...] | None = None  # None makes the ranks' flops as equal as can be
     interval: int = 0
     in_flight: int | Literal["auto"] = "auto"
-    accumulation: int | Literal["auto"] = "auto"
-    """The spec's ``train.accumulation``."""
+    accumulation: int | Literal["auto"] = "auto"  # of the spec
     warmup_images: int = 0
     workers: int = 0
     zero_stage: int = 0
-    start_seconds: float = 1e-6
-    """Seconds of a layer's forward before it computes."""
+    start_seconds: float = 1e-6  # of a layer's forward before it computes
     macs_per_second: float = 1e9
     bytes_per_second: float = float("inf")
-    read_seconds: float = 0.0
-    """To read an image, in the training process."""
-    update_seconds: float = 1e-9
-    """To step a parameter."""
+    read_seconds: float = 0.0  # to read an image, in the training process
+    update_seconds: float = 1e-9  # to step a parameter
 
     @cached_property
     def job(self) -> Workload:
@@ -63,10 +57,6 @@ class Bench:
         return Workload(spec, config_of(**found.as_json()), on_cpu=True)  # as a run records it
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        return self.job.layers
-
-    @property
     def images(self) -> int:
         """Images of a micro-batch."""
         return BATCH // self.replicas // self.micro_batches
@@ -74,8 +64,8 @@ class Bench:
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         if self.cuts is not None:
-            return partition(self.layers, self.ranks, self.cuts, self.schedule)
-        return weighted(self.layers, [layer.macs for layer in self.layers], self.ranks, self.schedule)
+            return partition(self.job.layers, self.ranks, self.cuts, self.schedule)
+        return weighted(self.job.layers, [layer.macs for layer in self.job.layers], self.ranks, self.schedule)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -98,9 +88,9 @@ class Bench:
     def rank(self, number: int) -> tuple[RankFacts, RankCosts]:
         """A rank's trace without its waiting, and its costs for the simulator."""
         phases = []
-        stages = rank_stages(self.layers, self.bounds, self.schedule)[number]
+        stages = rank_stages(self.job.layers, self.bounds, self.schedule)[number]
         for stage in stages:
-            own = self.layers[stage.start : stage.stop]
+            own = self.job.layers[stage.start : stage.stop]
             forwards = [self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own]
             forward = sum(forwards)
             weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
@@ -139,7 +129,7 @@ class Bench:
             pauses=Pauses(),
             evaluation_seconds=0.0,
             machine=machine_like("cpu", 2**33, half=False, devices=layout.world_size, nodes=1),
-            startup={type(layer).__name__: start for layer in self.layers},
+            startup={type(layer).__name__: start for layer in self.job.layers},
         )
         return replace(facts, **other)
 

@@ -62,11 +62,7 @@ def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
     for across in ACROSS_HOSTS:
         planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across_hosts=across), bounds, half)
         counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds, passes))
-        assert (planned.activations, planned.gradients, planned.weights) == (
-            counted.activations,
-            counted.gradients,
-            counted.weights,
-        )
+        assert replace(planned, sent={}) == replace(counted, sent={})
         assert list(planned.sent.values()) == list(counted.sent.values())
     here = step_traffic(job, small_machine(4), layout, bounds, half)
     assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts

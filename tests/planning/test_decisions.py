@@ -14,7 +14,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.ground.errors import DsConfigError, LayoutError
 from ddpm_ds.ground.units import gib
-from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
+from ddpm_ds.pipeline.cuts import neighbouring
 from ddpm_ds.planning import memory
 from ddpm_ds.planning import predictor as predict
 from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, ds_config, fitted, layouts, search, sort_out
@@ -126,17 +126,6 @@ def test_both_axes_are_simulated_and_the_better_one_is_named() -> None:
         other = f"with its {turned.layout.across_hosts} across them"
         assert f"1 has its {kept} across nodes: " in why(found) and other in why(found)
         assert ds_config(job, first.layout, apart.bounds(first.layout))["pipeline"]["across_hosts"] == kept
-
-
-def test_cuts_are_made_for_the_links_of_a_placement() -> None:
-    """Over a slow network fewer elements cross than inside of a node, where the ranks are evener."""
-    apart = small_predictor(4, nodes=2, link_bandwidth=1e12, network_bandwidth=1e5)
-    by_stages = Layout(2, 2, "1f1b", 1, 8, 0, 1, False, across_hosts="stages")
-    by_replicas = replace(by_stages, across_hosts="replicas")
-    (_, slow, _), (_, fast, _) = apart.bounds(by_stages), apart.bounds(by_replicas)
-    assert sent_elements(apart.job.layers, slow) < sent_elements(apart.job.layers, fast)
-    near = small_predictor(4, link_bandwidth=1e12)
-    assert apart.predict(by_stages).step_seconds > near.predict(by_stages).step_seconds
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "planned"])

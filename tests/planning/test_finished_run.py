@@ -34,10 +34,11 @@ def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
     for read, written in zip(found.ranks, facts.ranks, strict=True):
         assert replace(read, wait_seconds=0.0) == replace(written, wait_seconds=0.0)
         assert read.wait_seconds == pytest.approx(written.wait_seconds)
-    summary = json.loads((run_dir / "trace" / "summary.json").read_text())
+    file = run_dir / "trace" / "summary.json"
+    summary = json.loads(file.read_text())
     for number, own in enumerate(summary["ranks"]):  # the replicas of a rank are averaged
         own["optimizer_seconds"] = 1.0 + number
-    (run_dir / "trace" / "summary.json").write_text(json.dumps(summary))
+    file.write_text(json.dumps(summary))
     assert facts_of(run_dir).ranks[0].optimizer_seconds == (1.5 if facts.layout.replicas == 2 else 1.0)
 
 

@@ -142,19 +142,6 @@ def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
     assert memory(on_gpu).activations == 20 * elements * 2
 
 
-def test_the_first_of_two_stages_holds_two_micro_batches_and_the_second_what_it_received() -> None:
-    job = small_job()
-    layout, cut = Layout(2, 1, "1f1b", 3, 8, 0, 0, False), 5
-    bounds = (0, cut, len(job.layers))
-    kept_elements = [sum(one.activation_elements for one in part) for part in (job.layers[:cut], job.layers[cut:])]
-    received = rank_stages(job.layers, bounds, "1f1b")[1][0].received_elements
-    assert activation_bytes(job, layout, bounds) == 3 * 4 * max(2 * kept_elements[0], kept_elements[1])
-    assert [rank.activations for rank in pipeline_memory(job, layout, bounds)] == [
-        2 * 3 * kept_elements[0] * 4,
-        3 * (kept_elements[1] + received) * 4,
-    ]
-
-
 def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     """The tiny U-Net: the h that each layer after the first takes; its skips are among them."""
     layers = small_job().layers
@@ -169,18 +156,6 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     begins = {start - 1 for start in range(3, len(layers), 2)}
     pushed = {place for place, layer in enumerate(layers) if layer.pushes}
     assert two.beside == sum(sizes[place] for place in begins | pushed)
-
-
-def test_checkpointing_keeps_a_residual_that_is_closed_in_another_group_than_it_is_opened_in() -> None:
-    layers = small_job(tiny_text_spec()).layers
-    stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
-    sizes = [math.prod(layer.output_shape) for layer in layers]
-    places = {start - 1 for start in range(4, len(layers), 3)}
-    places |= {place for place, layer in enumerate(layers) if layer.pushes}
-    residuals = {place - 1 for place, layer in enumerate(layers) if layer.opens}
-    assert residuals - places == {2, 7, 23, 29}
-    found = kept(layers, stage, 3, 0, 1, holds_skips=False).beside
-    assert found == sum(sizes[place] for place in places | residuals)
 
 
 def test_encoders_are_held_where_text_is_read() -> None:

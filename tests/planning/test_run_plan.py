@@ -20,8 +20,7 @@ DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 def test_a_plan_says_that_the_planner_has_chosen_its_stages_and_p_chooses_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
+    for name, value in {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: 4 * 2**33)
     plan = drafted(DIGITS, [], CONFIG, world_size=4, stages=None)

@@ -127,7 +127,7 @@ def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_amon
     job, grouped = job_of(images=1024), all_grouped(job_of(images=1024), 2)
     alone = Layout(1, 2, "1f1b", 8, 64, 4, 2, True)
     needs = [peak_bytes(job, layout, (0, len(job.layers))) for layout in (alone, *grouped)]
-    assert needs[0] == min(needs) < min(needs[1:])
+    assert needs[0] < min(needs[1:])
     predictor = small_predictor(2, job, memory_bytes=math.ceil(needs[0] / USABLE_MEMORY))
     found = search(predictor, 1, [alone], grouped)
     assert found.in_groups is None
