@@ -168,17 +168,6 @@ def test_encoders_are_held_where_text_is_read() -> None:
     assert [memory.encoders for memory in pipeline_memory(on_cpu, layout, bounds)] == [4000, 4000, 0]
 
 
-def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
-    layers, stop = small_job().layers, 7
-    stage = rank_stages(layers, (0, stop, len(layers)), "1f1b")[0][0]
-    held, left = (kept(layers, stage, 4, 0, 1, holds_skips=skips) for skips in (True, False))
-    sizes = [math.prod(layer.output_shape) for layer in layers]
-    pushed = {place for place, layer in enumerate(layers[:stop]) if layer.pushes}
-    assert len(pushed) > 2 and held.skips == sum(sizes[place] for place in pushed)
-    assert held.beside == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
-    assert left.skips == 0 and left.beside <= held.beside
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_fold_is_fullest_at_one_moment_not_the_sum_of_two(ranks: int) -> None:
     """Under 1F1B a rank holds a micro-batch for itself and for each rank after it."""

@@ -85,26 +85,21 @@ def test_the_fault_is_named_with_an_accepted_change_that_saves_as_predicted(
     """The same machine, simulated with the change, takes so much less."""
     assert bench.images * bench.micro_batches * bench.replicas == BATCH
     before, found = bench.traced(), judged(bench)
-    assert found.top == fault and not found.healthy
+    assert found.top == fault and not found.healthy and found.change is not None
     assert sum(found.shares.values()) == pytest.approx(1.0) and min(found.shares.values()) >= 0
-    assert found.change is not None
     assert bench.schedule != "1f1b" or found.change.edit == EDITS[fault]
     check_accepted(before, found.change, tmp_path)
     saved = 1 - changed(bench, found.change).traced().step_seconds / before.step_seconds
-    assert found.change.gain == pytest.approx(saved, abs=0.02)
-    assert saved > 0.02
+    assert saved > 0.02 and found.change.gain == pytest.approx(saved, abs=0.02)
 
 
 def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     """Resolve the run's files with the change as it would be typed."""
-    options = shlex.split(change.edit)
-    assert set(options[::2]) == {"--set"}
-    spec, config = folder / "spec.yaml", folder / "ds_config.json"
+    options, spec, config = shlex.split(change.edit), folder / "spec.yaml", folder / "ds_config.json"
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config.given))
-    world_size = facts.layout.stages * facts.layout.replicas
-    plan = drafted(spec, options[1::2], config, world_size=world_size, stages=None)
-    assert plan.ds.layout.batch_images == BATCH
+    plan = drafted(spec, options[1::2], config, world_size=facts.layout.world_size, stages=None)
+    assert set(options[::2]) == {"--set"} and plan.ds.layout.batch_images == BATCH
 
 
 @pytest.mark.parametrize(
@@ -157,8 +152,7 @@ def test_other_stages_are_named_where_they_save_far_more() -> None:
 
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
     found = verdict(Bench(schedule="folded", micro_batches=32).traced())
-    assert found.healthy
-    assert found.shares[USEFUL] > 0.9
+    assert found.healthy and found.shares[USEFUL] > 0.9
     assert "\nhealthy: no cost takes 5% of the time; largest cost: imbalance, " in text(found, RUN)
     assert tags(found)["verdict.top"] == "healthy"
 

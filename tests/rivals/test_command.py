@@ -14,7 +14,6 @@ from rivals.choice import NAMED, ROWS
 from tests.launching import REPOSITORY, run_ranks
 
 BENCH = REPOSITORY / "launch" / "bench.py"
-PLANTED = Path(__file__).with_name("planted.py")
 MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 IMAGES = 16
 TINY = [
@@ -47,13 +46,10 @@ def results(done: subprocess.CompletedProcess[str], file: Path) -> tuple[dict[st
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_in_one_process_a_wrong_row_is_refused_and_others_are_compared_to_the_plain_loop(tmp_path: Path) -> None:
+def test_in_one_process_rows_are_compared_to_the_plain_loop(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     words = arguments("zero0_fp32.json", tmp_path, "--rows", "1f1b,plain,folded", "--json", str(file), "--host")
-    done = run_ranks(1, PLANTED, *words, WRONG="1f1b,stock")
-    (line,) = [line for line in done.stderr.splitlines() if "ddpm_ds: error" in line]
-    assert "of DeepSpeed PipelineEngine" in line and "where ddpm_ds 1F1B" in line and "nothing is timed" in line
-    assert done.stdout.count("step ms") == 1
+    done = run_ranks(1, BENCH, *words)
     report, found = results(done, file)
     assert list(found) == ["plain", "1f1b"]
     plain, engine = found["plain"], found["1f1b"]
