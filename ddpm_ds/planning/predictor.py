@@ -87,7 +87,7 @@ class Predictor:
             return self._own_cuts[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
         if key not in self._cuts:
-            self._cuts[key] = self._fastest_cut(layout, None)
+            self._cuts[key] = self._fastest_cut(layout)
         return self._cuts[key]
 
     def bounds(self, layout: Layout) -> Bounds:
@@ -105,11 +105,10 @@ class Predictor:
         usable = limit = self.machine.usable_bytes
         if self.needs(layout) <= usable:
             return True
-        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        sizes = functools.cache(functools.partial(layer_bytes, self.job, layout))
         for _ in range(SQUEEZES if layout.stages > 1 else 0):
-            bounds = self._fastest_cut(layout, Room(limit, sizes))
-            if bounds is None:
-                return False
+            if (bounds := self._fastest_cut(layout, Room(limit, sizes))) is None:
+                break
             if (over := peak_bytes(self.job, layout, bounds) - usable) <= 0:
                 self._own_cuts[layout] = bounds
                 return True
@@ -119,7 +118,7 @@ class Predictor:
     def tightest(self, layout: Layout) -> Bounds:
         """Return the cuts with about the least memory of the fullest rank."""
         best, needs = self.bounds(layout), functools.partial(peak_bytes, self.job, layout)
-        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        sizes = functools.cache(functools.partial(layer_bytes, self.job, layout))
         least, most = 0.0, float(needs(best))
         for _ in range(HALVINGS if layout.stages > 1 else 0):
             limit = (least + most) / 2
@@ -139,22 +138,19 @@ class Predictor:
             best, shortest = better, self.simulate(few, better).step_seconds
             for moved in neighbouring(self.job.layers, best, layout.schedule):
                 limit = shortest * (1 - LEAST_GAIN)
-                if (
-                    self.lower_bound(few, moved) < limit
-                    and (taken := self.simulate(few, moved).step_seconds) < limit
-                    and peak_bytes(self.job, layout, moved) <= usable
-                ):
+                if self.lower_bound(few, moved) >= limit or peak_bytes(self.job, layout, moved) > usable:
+                    continue
+                if (taken := self.simulate(few, moved).step_seconds) < limit:
                     better, shortest = moved, taken
         self._own_cuts[layout] = best
 
     def knows_times(self, layout: Layout) -> bool:
-        """Return whether the layers' times are already known for this micro-batch."""
         return self._times_key(layout) in self._times
 
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
-        cuts, times, sums = bounds or self.bounds(layout), self._layer_times(layout), layout.tensor != self.with_sums
-        return planned_costs(self.job, self.machine, layout, cuts, times, with_sums=sums)
+        given = self.job, self.machine, layout, bounds or self.bounds(layout), self._layer_times(layout)
+        return planned_costs(*given, with_sums=layout.tensor != self.with_sums)
 
     def least_seconds(self, layout: Layout) -> float:
         """Return a lower bound of a step's seconds whatever the cuts: all layers' work, shared evenly by the stages."""
@@ -214,15 +210,13 @@ class Predictor:
         """Return the seconds of a step, and the mean busy seconds of a device; simulate ``most`` micro-batches."""
 
         def simulated(count: int) -> tuple[float, float]:
-            step = self.simulate(replace(layout, micro_batches=count), bounds)
+            step = self.simulate(replace(layout, micro_batches=count), self.bounds(layout))
             return step.step_seconds, sum(step.busy_seconds) / layout.stages
 
-        bounds = self.bounds(layout)
         if layout.micro_batches <= most:
             return simulated(layout.micro_batches)
-        fewer = most // 2
-        (step, busy), (longer, busier) = simulated(fewer), simulated(most)
-        further = (layout.micro_batches - most) / (most - fewer)
+        (step, busy), (longer, busier) = simulated(most // 2), simulated(most)
+        further = (layout.micro_batches - most) / (most - most // 2)
         return longer + further * (longer - step), busier + further * (busier - busy)
 
     def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
@@ -239,10 +233,8 @@ class Predictor:
             self._times[key] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
         return self._times[key]
 
-    def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:
-        """Return the fastest cuts of those for several :data:`HIDDEN` shares, in simulation, or with ``room``, which
-        needs many tries, by the busiest rank's work; None if there are none.
-        """
+    def _fastest_cut(self, layout: Layout, room: Room | None = None) -> Bounds | None:
+        """Return the cuts with the shortest simulated step, or with ``room`` the least work of the busiest rank."""
         seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
         if layout.tensor.size > 1 and layout.tensor != self.with_sums:
             for number, layer in enumerate(self.job.of(layout).layers):
@@ -256,11 +248,11 @@ class Predictor:
             return None
         if len(found) == 1:
             return next(iter(found))
+        if room is not None:  # which needs many tries
+            return min(found, key=functools.partial(self.lower_bound, layout))
         few = _few(layout)
-        slow = self.lower_bound if room is not None else lambda _, cut: self.simulate(few, cut).step_seconds
-        return min(found, key=lambda cut: slow(layout, cut))
+        return min(found, key=lambda cut: self.simulate(few, cut).step_seconds)
 
 
 def _few(layout: Layout) -> Layout:
-    """Return a layout with few micro-batches, for comparing cuts."""
     return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))

@@ -229,7 +229,7 @@ def _places(
 
 
 def predictor_here(spec: RunSpec, config: DsConfig, hosts: Hosts, world_size: int) -> Predictor:
-    """Return a predictor of a run on hosts like this one."""
+    """Return a predictor of a run on devices like this one's."""
     from ddpm_ds.planning.predictor import Predictor
 
     here = machine_here(config.precision, world_size).on(hosts)
@@ -245,15 +245,12 @@ def machine_here(precision: Precision, devices: int) -> Machine:
 
 
 class Need(NamedTuple):
-    """Predicted bytes of training, the bytes that there are, and of which device."""
+    """Predicted bytes of training as a ``share`` of the bytes that there are, and of which device."""
 
+    share: float
     size: int
     limit: int
     where: str
-
-    @property
-    def share(self) -> float:
-        return self.size / max(self.limit, 1)
 
 
 def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
@@ -262,13 +259,14 @@ def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
     from ddpm_ds.planning.decisions import fitted
     from ddpm_ds.planning.memory import pipeline_memory
 
-    on_cpu, size, grid = machine.is_cpu, machine.memory_bytes, draft.grid
+    on_cpu, grid = machine.is_cpu, draft.grid
     job = workload(draft.spec, draft.ds.config, on_cpu, counted=False)
-    memory = pipeline_memory(job, fitted(job, draft.ds.layout, draft.bounds, size), draft.bounds)
+    memory = pipeline_memory(job, fitted(job, draft.ds.layout, draft.bounds, machine.memory_bytes), draft.bounds)
     here = [number for number, host in enumerate(grid.hosts) if host == grid.hosts[rank]]
     own = [memory[grid.coordinates(number)[0]] for number in here]
-    host = Need(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")  # CPUs share it
-    return host if on_cpu else max(host, Need(max(one.total for one in own), size, "GPU"), key=lambda need: need.share)
+    needs = [(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")]  # CPUs share it
+    needs += [] if on_cpu else [(max(one.total for one in own), machine.memory_bytes, "GPU")]
+    return max(Need(size / max(limit, 1), size, limit, where) for size, limit, where in needs)
 
 
 def check_memory(
@@ -303,12 +301,12 @@ def check_memory(
 def _smaller(layout: Layout, channels: int, *, on_cpu: bool) -> Iterator[tuple[list[str], int]]:
     """Yield overrides and stages of runs that need less memory, the smallest changes first; none of 0 channels."""
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
-    offload = [] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]]
+    offload = [[], *([] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]])]
     ways: list[list[str]] = [[], ["ds.pipeline.activation_checkpoint_interval=1"]]
-    for size, way in itertools.product(reversed(divisors(layout.micro_batch_images)), ways):
-        smaller = [f"train.accumulation={layout.micro_batches * layout.micro_batch_images // size}"]
-        yield (way if size == layout.micro_batch_images else [*way, *smaller]), layout.stages
-    for stages, others, way in itertools.product(counts, [[], *offload], ways):
+    for parts, way in itertools.product(divisors(layout.micro_batch_images), ways):
+        smaller = [f"train.accumulation={layout.micro_batches * parts}"] if parts > 1 else []
+        yield [*way, *smaller], layout.stages
+    for stages, others, way in itertools.product(counts, offload, ways):
         yield [*others, *way], stages
     while channels := channels // 2:
         yield [f"unet.channels={channels}"], layout.stages

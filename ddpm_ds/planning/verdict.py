@@ -41,18 +41,16 @@ from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import DS_CONFIG, MACHINE, SPEC, VERDICT
 
-LEAST_GAIN = 0.01
-"""Smallest share of an image's time that makes a change worth trying."""
-MUCH_MORE = 0.2
-"""Additional share of the time that another number of stages has to save: its messages are not measured."""
+LEAST_GAIN, MUCH_MORE = 0.01, 0.2
+"""Smallest share of an image's time that makes a change worth trying, and the additional share that another number of
+stages has to save: its messages are not measured."""
 MOST_LAYOUTS = 4
 """Number of layouts of which the one with the fewest settings is taken, if they save about the same."""
 MOST_WORKERS, PAUSE_SHARE = 16, 0.01
 """Most loader processes, and share of the time that pauses may take, after a change."""
-SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
-"""Range of bytes per second in which the speed of links is searched, and how often it is halved."""
-ORDERS = 2
-"""Number of orders of a planned schedule for which it is searched: for free links, then for those found."""
+SLOWEST_LINK, FASTEST_LINK, HALVINGS, ORDERS = 1e3, 1e13, 14, 2
+"""Range of bytes per second in which the speed of links is searched, how often it is halved, and for how many orders of
+a planned schedule: that for free links, then that for those found."""
 USEFUL = "useful work"
 MEASURED = {
     "communication": ("send_seconds", "reduce_seconds"),
@@ -74,7 +72,6 @@ class Change:
     """Change of settings, and its predicted saving."""
 
     words: str
-    """Description, in a sentence."""
     gain: float
     """Share of an image's time that the change saves."""
     settings: dict[str, Any]
@@ -93,10 +90,8 @@ class Verdict:
 
     shares: dict[str, float]
     """Shares of all devices' time: useful work, then the costs, the largest first; they sum to 1."""
-    top: str
-    """Name of the largest cost."""
-    evidence: str
-    """Numbers behind the largest cost, in a sentence."""
+    top: str  # the largest cost
+    evidence: str  # its numbers, in a sentence
     change: Change | None
     """Change to try next; None if none is predicted to make the run faster."""
     processes: int
@@ -191,8 +186,8 @@ def _waits(facts: FinishedRun) -> dict[str, float]:
     )
     bubble, uneven = _idle(facts, [mean] * len(ranks)), _idle(facts, measured)
     late = max(0.0, _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))]) - uneven)
-    waited_for_data, reading = facts.mean("data_wait_seconds"), facts.mean("data_wait_seconds", "load_seconds")
-    for_loader = late * waited_for_data / reading if reading else 0.0
+    reading = facts.mean("data_wait_seconds", "load_seconds")
+    for_loader = late * facts.mean("data_wait_seconds") / reading if reading else 0.0
     explained = {
         "bubble": bubble,
         "imbalance": max(0.0, uneven - bubble),
@@ -353,9 +348,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
 
 
 def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Iterator[Change]:
-    """Yield the fastest layout in tensor groups that keeps all activations, if the run computes them again and could
-    not keep them; a step took ``before`` seconds.
-    """
+    """Yield the fastest layout in tensor groups that keeps all activations, if the run could not keep them."""
     job, now, machine = facts.job, facts.layout, predictor.machine
     needs = peak_bytes(job, replace(now, checkpoint_interval=0), facts.bounds)
     if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
