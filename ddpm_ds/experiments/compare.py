@@ -86,7 +86,7 @@ def number(name: str, value: float) -> str:
     if _matches(name, SHARES):
         return f"{value:.1%}"
     units = next((units for ending, units in UNITS.items() if name.endswith(ending)), ((1, ""),))
-    size, word = next(((size, word) for size, word in units if abs(value) >= size), units[-1])
+    size, word = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
     scaled = value / size
     return f"{scaled:,.0f}{word}" if 1000 <= abs(scaled) < 1e12 else f"{scaled:.4g}{word}"
 

@@ -78,22 +78,21 @@ class Task:
     accumulation: int | None
     """Number of micro-batches per step, so that the batch grows with their size; None keeps ``train.batch_images``."""
     device: str  # its type, cpu or cuda
-    budget_bytes: int | None
-    """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
+    budget_bytes: int | None  # maximum bytes that a process may hold; on CUDA, None means the device's memory
     steps: int  # number of timed steps
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
-        json_keys = {
-            "pipeline.stages": self.stages,
-            "train_micro_batch_size_per_gpu": size,
-            "gradient_accumulation_steps": self.accumulation or "auto",
+        keys = {
+            "train.accumulation": "auto",
+            f"{JSON_PREFIX}pipeline.stages": self.stages,
+            f"{JSON_PREFIX}train_micro_batch_size_per_gpu": size,
+            f"{JSON_PREFIX}gradient_accumulation_steps": self.accumulation or "auto",
         }
-        own = ["train.accumulation=auto"]
         if self.accumulation is not None:
-            json_keys["train_batch_size"] = "auto"
-            own.append(f"train.batch_images={self.replicas * self.accumulation * size}")
-        return (*self.given, *own, *(f"{JSON_PREFIX}{key}={value}" for key, value in json_keys.items()))
+            batch = self.replicas * self.accumulation * size
+            keys |= {f"{JSON_PREFIX}train_batch_size": "auto", "train.batch_images": batch}
+        return (*self.given, *(f"{key}={value}" for key, value in keys.items()))
 
     def draft(self, size: int) -> RunDraft:
         """Lay the run out with micro-batches of ``size`` images; raises a UserError if training would refuse it."""
@@ -113,15 +112,15 @@ class Task:
         if self.accumulation is not None:
             self.draft(1)
             return range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1)
-        possible, first = list[int](), None
+        possible, errors = list[int](), list[LayoutError]()
         for size in divisors(load_spec(self.spec, spec_overrides(self.given)).train.batch_images):
             try:
                 self.draft(size)
                 possible.append(size)
             except LayoutError as error:
-                first = first or error
-        if first and not possible:
-            raise first
+                errors.append(error)
+        if not possible:
+            raise errors[0]
         return possible
 
 
@@ -132,8 +131,7 @@ class TriedSize:
     micro_batch_images: int
     micro_batches: int
     batch_images: int
-    why: str = ""
-    """Reason why the micro-batch does not fit; empty if it does."""
+    why: str = ""  # reason why the micro-batch does not fit; empty if it does
     step_seconds: Sequence[float] = ()
     """Seconds of each timed step in its slowest process; empty if it ran out of memory."""
     rank_peak_bytes: Sequence[int] = ()
@@ -163,24 +161,22 @@ class TriedSize:
 
 def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
     """Search with ``attempt``, which tries a micro-batch, from the planner's bound on; return the trials by size."""
-    tried: dict[int, TriedSize] = {}
+    tried: list[TriedSize] = []
 
     def fits(size: int) -> bool:
-        tried[size] = attempt(size)
-        print(tried[size].line(), flush=True)
-        return tried[size].fits
+        tried.append(attempt(size))
+        print(tried[-1].line(), flush=True)
+        return tried[-1].fits
 
     sizes = task.sizes()
     largest(sizes, fits, expected(task, sizes))
-    return [tried[size] for size in sorted(tried)]
+    return sorted(tried, key=lambda one: one.micro_batch_images)
 
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
     """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    limit = task.budget_bytes or 0
-    if task.device == "cpu":
-        limit -= LIBRARY_BYTES
-    elif not limit:  # asks the first GPU, without opening it
+    limit = (task.budget_bytes or 0) - LIBRARY_BYTES * (task.device == "cpu")
+    if task.device != "cpu" and not limit:  # asks the first GPU, without opening it
         import pynvml
 
         with contextlib.suppress(pynvml.NVMLError):
@@ -222,12 +218,10 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
 
 
 def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int | None]:
-    """Run the training program on so many ranks of this host, with their output in ``log``; return their exit codes.
+    """Run the training program on so many ranks of this host, with their output in ``log``, and leave none running.
 
-    They are negative for a signal, and None for a rank that had not ended some time after another one had failed. No
-    process is left running.
-
-    Raises KeyboardInterrupt: a signal asked to end.
+    Returns their exit codes, negative for a signal, and None for a rank that had not ended some time after another one
+    had failed. Raises KeyboardInterrupt: a signal asked to end.
     """
     with received_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)

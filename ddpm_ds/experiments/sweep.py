@@ -35,21 +35,17 @@ from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
 PROCESSES, CONFIG = "processes", "deepspeed_config"
 OPTIONS = {PROCESSES: "derived.world_size", CONFIG: "derived.precision"}
 """Variables that are options of ``ddpm-ds train``, with a setting of a run by which their values show."""
-MOST_TRIALS = 1000
-NAME_CHARACTERS = 80
+MOST_TRIALS, NAME_CHARACTERS, POLL_SECONDS = 1000, 80, 0.5
 TRAIN = ("-m", "ddpm_ds.cli.main", "train")
 ASKED_CONFIG, LOG = "asked_ds_config.json", "output.log"
-POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run of a sweep."""
 
-    values: Mapping[str, str]
-    """Values of all variables, as typed."""
-    run_dir: Path
-    """Beside the sweep's folder, since MLflow's store is in the folder above a run's."""
+    values: Mapping[str, str]  # values of all variables, as typed
+    run_dir: Path  # beside the sweep's folder, since MLflow's store is in the folder above a run's
     draft: RunDraft
 
     @property
@@ -123,7 +119,7 @@ def make_trials(
         values = dict(zip(variables, combination, strict=True))
         label = " ".join(f"{name}={value}" for name, value in values.items())
         short = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:NAME_CHARACTERS]
-        again = (f"-{number}" if number > 1 else "" for number in itertools.count(1))
+        again = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
         paths = (folder.with_name(f"{folder.name}.{short}{number}") for number in again)
         run_dir = next(path for path in paths if path not in made)
         try:

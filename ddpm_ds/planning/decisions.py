@@ -51,19 +51,14 @@ MOST_GROUPED = 48
 class Plan:
     """Result of a search."""
 
-    predictor: Predictor = field(repr=False)
-    """Predictor of the job on its machine."""
+    predictor: Predictor = field(repr=False)  # predictor of the job on its machine
     best: tuple[Prediction, ...]
     """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
     fitting: int
-    misfits: int
-    """Number of layouts that don't fit the memory."""
-    fastest_misfit: Prediction | None
-    """Fastest layout that doesn't fit, if it would beat the best."""
-    other_axis: Prediction | None = None
-    """Best layout with the other axis across nodes, if there are several nodes."""
-    in_groups: Prediction | None = None
-    """Fastest layout with tensor groups that fits, if some were looked for."""
+    misfits: int  # number of layouts that don't fit the memory
+    fastest_misfit: Prediction | None  # fastest layout that doesn't fit, if it would beat the best
+    other_axis: Prediction | None = None  # best layout with the other axis across nodes, if there are several nodes
+    in_groups: Prediction | None = None  # fastest layout with tensor groups that fits, if some were looked for
     lacking: tuple[str, ...] = ()
     """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
 
@@ -306,10 +301,8 @@ class Choice(NamedTuple):
     """What a run leaves open of its layout, by the planner."""
 
     stages: int
-    tensor: TensorSplit | None
-    """Split of the layers, if the JSON leaves it open."""
-    line: str
-    """The choice and its reason, in a line that begins with what was open."""
+    tensor: TensorSplit | None  # split of the layers, if the JSON leaves it open
+    line: str  # the choice and its reason, in a line that begins with what was open
 
 
 def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashable], stages: int | None) -> Choice:

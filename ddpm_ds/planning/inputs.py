@@ -44,8 +44,7 @@ class DeviceKind:
     """Data sheet: nominal rates of one device, in one direction for links in a node and for its network."""
 
     half_teraflops: float
-    single_teraflops: float
-    """TFLOP/s in fp32; TF32 where convolutions use it by default."""
+    single_teraflops: float  # TFLOP/s in fp32; TF32 where convolutions use it by default
     memory_gib: float
     memory_gigabytes_per_second: float
     link_gigabytes_per_second: float
@@ -77,22 +76,15 @@ class Machine:
     kind: str
     devices: int
     nodes: int
-    memory_bytes: int
-    """Bytes of memory of one device."""
-    flops: float
-    """Flops per second of one device, in large convolutions."""
-    memory_bandwidth: float
-    """Bytes per second that one device reads or writes."""
-    link_bandwidth: float
-    """Bytes per second from one device to another of its node."""
-    network_bandwidth: float
-    """Bytes per second from one device to another node."""
+    memory_bytes: int  # bytes of memory of one device
+    flops: float  # flops per second of one device, in large convolutions
+    memory_bandwidth: float  # bytes per second that one device reads or writes
+    link_bandwidth: float  # bytes per second from one device to another of its node
+    network_bandwidth: float  # bytes per second from one device to another node
     host_bandwidth: float
     """Bytes per second of the host's memory that each device of a node has, to step there and to copy."""
-    layer_seconds: float
-    """Fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn."""
-    launch_seconds: float
-    """Seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU."""
+    layer_seconds: float  # fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn
+    launch_seconds: float  # seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU
 
     @property
     def is_cpu(self) -> bool:
@@ -192,15 +184,13 @@ class Workload:
     """Run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
 
     spec: RunSpec
-    config: DsConfig
-    """Checked DeepSpeed JSON; a layout replaces some of its keys."""
+    config: DsConfig  # checked DeepSpeed JSON; a layout replaces some of its keys
     on_cpu: bool
     sizes: tuple[tuple[tuple[int, int], float], ...] = ()
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
-    tensor: TensorSplit = field(default_factory=TensorSplit)
-    """Split of the layers."""
+    tensor: TensorSplit = field(default_factory=TensorSplit)  # split of the layers
     _by_split: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, layout: Layout) -> "Workload":

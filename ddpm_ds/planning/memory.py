@@ -193,16 +193,13 @@ class Kept:
     All are per image, except fp32 copies of half-precision weights that autograd keeps on a CPU.
     """
 
-    layers: int
-    """Bytes of activations that layers keep."""
+    layers: int  # bytes of activations that layers keep
     beside: int
     """Bytes of the received message, of checkpointed tensors, of skips that are kept in addition to copies, and in
     phase 0 of the encoded text that the rank reads."""
     copies: int
-    skips: int
-    """Bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards."""
-    working: int
-    """Additional bytes of inputs and gradients while a layer, or a recomputed group, runs."""
+    skips: int  # bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards
+    working: int  # additional bytes of inputs and gradients while a layer, or a recomputed group, runs
     working_copies: int
 
 

@@ -46,14 +46,10 @@ class Prediction:
 
     layout: Layout
     step_seconds: float
-    bubble: float
-    """Share of all devices' time spent waiting for another stage."""
-    pass_seconds: float
-    """Seconds of forwards and backwards, including ZeRO-2's reductions."""
-    update_seconds: float
-    """Seconds for reducing gradients, stepping and gathering weights."""
-    summing_seconds: float
-    """Seconds for sums of its tensor group, a part of :attr:`pass_seconds`."""
+    bubble: float  # share of all devices' time spent waiting for another stage
+    pass_seconds: float  # seconds of forwards and backwards, including ZeRO-2's reductions
+    update_seconds: float  # seconds for reducing gradients, stepping and gathering weights
+    summing_seconds: float  # seconds for sums of its tensor group, a part of ``pass_seconds``
     memory: tuple[Memory, ...]
     traffic: Traffic
 
@@ -69,14 +65,11 @@ class Predictor:
 
     job: Workload
     machine: Machine
-    times: LayerTimes | None = None
-    """Times of the layers; without them they are computed."""
-    with_sums: TensorSplit | None = None
-    """Split of a run whose given times have the sums of its tensor groups in them."""
+    times: LayerTimes | None = None  # times of the layers; without them they are computed
+    with_sums: TensorSplit | None = None  # split of a run whose given times have the sums of its tensor groups in them
     _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
-    _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)
-    """Cuts made for one layout alone."""
+    _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)  # cuts made for one layout alone
     _whole: dict[Layout, tuple[float, float]] = field(default_factory=dict)
     """Seconds of a micro-batch's passes and of the optimizer's step, if all layers were on one rank."""
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)

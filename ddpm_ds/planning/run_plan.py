@@ -74,19 +74,14 @@ class RunDraft:
     spec_path: Path
     ds: ResolvedDsConfig
     ds_path: Path
-    layers: tuple[Layer, ...]
-    """Layers of the U-Net, split ones as one rank of a tensor group has them."""
+    layers: tuple[Layer, ...]  # layers of the U-Net, split ones as one rank of a tensor group has them
     bounds: tuple[int, ...]
     stages: tuple[Stage, ...]
     """Stages in the order of the layers, with the costs of all ranks of a tensor group together."""
-    grid: Grid
-    """Places of the ranks; without hosts while unknown, since hosts may differ in their number of ranks."""
-    exchange: Exchange
-    """Bytes that a step sends."""
-    encoding_ranks: tuple[int, ...]
-    """Ranks of the pipeline that read encoded text."""
-    chosen: Choice | None
-    """The planner's choices; None if the files fixed the layout."""
+    grid: Grid  # places of the ranks; without hosts while unknown, since hosts may differ in their number of ranks
+    exchange: Exchange  # bytes that a step sends
+    encoding_ranks: tuple[int, ...]  # ranks of the pipeline that read encoded text
+    chosen: Choice | None  # the planner's choices; None if the files fixed the layout
 
     @property
     def parameters(self) -> int:
@@ -113,8 +108,7 @@ class RunPlan(RunDraft):
 
     job: Workload
     machine: Machine
-    programs: tuple[Program, ...] | None
-    """Programs of the ranks of a pipeline; None if the schedule's name says them."""
+    programs: tuple[Program, ...] | None  # programs of the ranks of a pipeline; None if the schedule's name says them
 
 
 def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFiles:

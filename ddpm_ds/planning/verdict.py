@@ -72,10 +72,8 @@ class Change:
     """Change of settings, and its predicted saving."""
 
     words: str
-    gain: float
-    """Share of an image's time that the change saves."""
-    settings: dict[str, Any]
-    """Values by key of the run spec, or of the DeepSpeed JSON after ``ds.``."""
+    gain: float  # share of an image's time that the change saves
+    settings: dict[str, Any]  # values by key of the run spec, or of the DeepSpeed JSON after ``ds.``
 
     @property
     def edit(self) -> str:
@@ -92,8 +90,7 @@ class Verdict:
     """Shares of all devices' time: useful work, then the costs, the largest first; they sum to 1."""
     top: str  # the largest cost
     evidence: str  # its numbers, in a sentence
-    change: Change | None
-    """Change to try next; None if none is predicted to make the run faster."""
+    change: Change | None  # change to try next; None if none is predicted to make the run faster
     processes: int
 
     @property
