@@ -28,11 +28,9 @@ def note(root: Path, *words: str) -> int:
 
 
 def test_notes_are_added_with_their_date_and_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    note(root)
+    for words in ((), ("fp16 halves the time.\n\n- at batch 64\n",), ("not at batch 8",)):
+        note(root, *words)
     assert "has no note yet" in capsys.readouterr().out
-    note(root, "fp16 halves the time.\n\n- at batch 64\n")
-    note(root, "not at batch 8")
-    capsys.readouterr()
     note(root)
     today = date.today().isoformat()
     expected = f"{today}: fp16 halves the time.\n\n- at batch 64\n\n{today}: not at batch 8\n"

@@ -23,6 +23,7 @@ from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 
 BATCH = 32
+KINDS = ("forward", "backward", "weight")
 LATENCY_SECONDS = 1e-4
 """Latency of a message, as the planner assumes it on a CPU."""
 
@@ -154,10 +155,8 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             "part": 0,
             **{f"{part}_seconds": getattr(own, f"{part}_seconds") for part in parts},
             "phases": [
-                {
-                    "forward_seconds_per_micro_batch": phase.forward_seconds,
-                    "backward_seconds_per_micro_batch": phase.backward_seconds,
-                    "weight_seconds_per_micro_batch": phase.weight_seconds,
+                {f"{kind}_seconds_per_micro_batch": getattr(phase, f"{kind}_seconds") for kind in KINDS}
+                | {
                     "wait_seconds": own.wait_seconds / len(own.phases),
                     "send_seconds": own.send_seconds / len(own.phases),
                     "activation_bytes": phase.activation_bytes,
@@ -169,13 +168,9 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         for rank, own in enumerate(facts.ranks)
         for replica in range(layout.replicas)
     ]
-    values = {
+    values = layout.sizes | {
         "schedule": layout.schedule,
-        "micro_batches": layout.micro_batches,
-        "micro_batch_images": layout.micro_batch_images,
         "pipeline_ranks": layout.stages,
-        "replicas": layout.replicas,
-        "tensor_size": layout.tensor.size,
         "zero_stage": layout.zero_stage,
         "precision": facts.job.precision,
         "device": "cpu" if facts.job.on_cpu else "cuda",

@@ -17,7 +17,7 @@ from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.cuts import neighbouring
 from ddpm_ds.planning import memory
 from ddpm_ds.planning import predictor as predict
-from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, ds_config, fitted, layouts, search, sort_out
+from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, ds_config, fitted, layouts, search
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload, machine, machine_like
 from ddpm_ds.planning.memory import activation_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Predictor
@@ -47,15 +47,13 @@ def no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(predictor: Predictor) -> None:
-    fitting, misfits = sort_out(predictor, candidates(predictor))
-    times = {layout: predictor.predict(layout).step_seconds for layout in fitting}
-    assert all(predictor.lower_bound(layout) <= seconds * (1 + 1e-9) for layout, seconds in times.items())
-    found = search(predictor, top=4)
-    assert misfits == [] and found.misfits == 0 and found.fitting == len(fitting)
-    groups: dict[tuple[int, str, int], float] = {}
-    for layout, seconds in times.items():
+    found, groups = search(predictor, top=4), dict[tuple[int, str, int], float]()
+    for layout in candidates(predictor):
+        seconds = predictor.predict(layout).step_seconds
+        assert predictor.lower_bound(layout) <= seconds * (1 + 1e-9)
         key = (layout.stages, layout.schedule, layout.micro_batch_images)
         groups[key] = min(seconds, groups.get(key, seconds))
+    assert found.misfits == 0 and found.fitting == len(candidates(predictor))
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
     layouts, memories, reason = report(found).split("\n\n")
     assert [line.split()[0] for line in layouts.splitlines()] == ["stages", "1", "2", "3", "4"]
@@ -87,10 +85,8 @@ def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predi
     found = search(tight, top=3)
     assert found.best[0].layout != winner.layout
     assert all(one.peak.total < winner.peak.total for one in found.best)
-    assert found.fastest_misfit is not None and found.misfits > 0
-    assert found.fastest_misfit.step_seconds < found.best[0].step_seconds
-    assert found.fastest_misfit.peak.total > tight.machine.usable_bytes
-    assert f"{found.fastest_misfit.layout.words()} would take" in why(found)
+    assert (misfit := found.fastest_misfit) is not None and f"{misfit.layout.words()} would take" in why(found)
+    assert misfit.step_seconds < found.best[0].step_seconds and misfit.peak.total > tight.machine.usable_bytes
 
 
 def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs(no_communicators: None) -> None:

@@ -70,19 +70,9 @@ def test_a_run_whose_steps_are_graphs_has_their_seconds_and_no_start_up(tmp_path
     assert facts.replayed and facts.step_seconds == own
     (found,), (traced,) = facts.ranks, eager.ranks
     assert found.pass_seconds == pytest.approx(traced.pass_seconds / 4)
-    assert found.optimizer_seconds == pytest.approx(traced.optimizer_seconds / 4)
-    assert (found.data_wait_seconds, found.load_seconds) == (traced.data_wait_seconds, traced.load_seconds)
+    assert found.data_wait_seconds == traced.data_wait_seconds
     assert shares(facts)["low utilisation"] == 0 < shares(eager)["low utilisation"]
     assert shares(facts)["data wait"] > 2 * shares(eager)["data wait"]
-
-
-def test_a_folder_without_a_run_or_a_trace_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is not the folder of a run"):
-        facts_of(tmp_path)
-    run_dir = write_run(tmp_path / "run", Bench().traced())
-    (run_dir / "trace" / "summary.json").unlink()
-    with pytest.raises(OutputError, match="no step was traced; train with --trace-steps"):
-        facts_of(run_dir)
 
 
 def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:

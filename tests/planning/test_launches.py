@@ -31,8 +31,6 @@ SPECS = REPOSITORY / "launch" / "specs"
 WITHIN = 1.5
 PHOTOS = {spec: ["data.path=photos"] for spec in ("imagenet64", "sdxl")}
 """Options of specs whose images are in a folder."""
-GONE = 347 - DRAWS + 142
-"""Launches of version 0.2, with which H100s were measured, that there are no more: of draws and of projections."""
 
 
 SMALL = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": 2}
@@ -83,9 +81,6 @@ def test_predicted_launches_of_layers_equal_counted_ones(
         ("cifar10", "h200", True, 128, True, 5670),  # (docs/gpu.md)
         ("sdxl", "h200", True, 2, False, 9.5),  # our engine without graphs, 7.2 to 10.5 (docs/gpu.md)
         ("sdxl", "h200", True, 2, True, 12.4),  # (docs/gpu.md)
-        ("cifar10", "h100", True, 128, False, 1163),  # our layers in a plain loop; diffusers' 1,253 (docs/gpu.md)
-        ("sdxl", "h100", True, 8, False, 9.4),  # bigASP
-        ("cifar10_dim64", "h100", True, 128, False, 1521),  # of lucidrains' widths (docs/gpu.md)
         ("imagenet64", "a100-40", True, 32, False, 70),  # EDM, about: 2,500 million images in 13 days on 32
         ("cifar10", "v100", False, 128, False, 236),  # TorchCFM
         ("cifar10", "rtx4090", False, 128, False, 749),  # TorchCFM
@@ -101,8 +96,6 @@ def test_speeds_of_gpus_are_near_measured_ones(
     one = Predictor(job, replace(machine(kind, half=half, devices=1, nodes=1), memory_bytes=2**40))
     seconds = one.predict(Layout(1, 1, "1f1b", images, 1, 0, 2 * graphs, False)).step_seconds
     assert graphs == (seconds < sum(map(sum, map(launches, job.layers))) * LAUNCH_SECONDS) or kind != "h200"
-    if kind == "h100":
-        seconds += GONE * LAUNCH_SECONDS
     assert abs(math.log(images / seconds / measured)) < math.log(WITHIN)
 
 

