@@ -50,7 +50,6 @@ def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     fitting = [one["micro_batch_images"] for one in layout["trials"] if not one["why"]]
     assert fitting[-1] + 1 in [one["micro_batch_images"] for one in layout["trials"] if one["why"]]
     for one in layout["trials"]:
-        assert (one["micro_batches"], one["batch_images"]) == (4, 4 * one["micro_batch_images"])
         assert (max(one["rank_peak_bytes"]) <= budget) == (not one["why"])
         assert len(one["step_seconds"]) == 1 and len(one["rank_peak_bytes"]) == 2
     said = capfd.readouterr().out

@@ -93,10 +93,9 @@ def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
         for stage, own in ((1, job), (2, job), (1, small_job()))
     )
     assert scattered.reduce_seconds == pytest.approx(once.reduce_seconds / 2)  # each replica gets its own part only
-    assert once.reduce_seconds > 0 == each.reduce_seconds
+    assert once.reduce_seconds > 0 == each.reduce_seconds == once.weight_pass_seconds
     assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
-    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds) and once.weight_pass_seconds == 0
-    assert each.optimizer_seconds == once.optimizer_seconds
+    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds)
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])

@@ -20,8 +20,6 @@ DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 def test_a_plan_says_that_the_planner_has_chosen_its_stages_and_p_chooses_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: 4 * 2**33)
     plan = drafted(DIGITS, [], CONFIG, world_size=4, stages=None)
     assert plan.ds.layout.stages == 1

@@ -99,7 +99,6 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
     [
         (1, "--steps-per-round few", "'few' is not a whole number from 1 to"),
         (1, "--json nowhere/result.json", "--json nowhere/result.json can't be written"),
-        (1, "--set unet.chanels=8", "did you mean unet.channels?"),
         (1, "--rows 1f1b,fold", "'fold' is no row; rows are plain, 1f1b, eager"),
         (1, "--rows torch,folded", "leaves nothing to run: folded: needs 2 stages; torch: needs 2 stages"),
         (2, "--rows plain", "plain: has one process, and 2 were started"),
