@@ -123,7 +123,7 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     assert message.count(f"{SEED}=0: exit code 3") == 2 and "    ddpm_ds: error: too bad; try another" in message
     logs = [(folder_of(tmp_path, f"{SEED}-{seed}") / "output.log").read_text() for seed in (2, 1, 0)]
     assert [log.count("started") for log in logs] == [1, 2, 1]
-    output = f"failed/{folder_of(tmp_path, f'{SEED}-0').name}"
+    output = f"failed/{folder_of(tmp_path, SEED + '-0').name}"
     parent, files = recorded(folder_of(tmp_path), output)
     assert (parent.info.status, parent.data.params["vary"]) == ("FAILED", f"{SEED}=2,1,0")
     assert (parent.data.tags[NOTE_TAG], files) == ("does sharing pay?", [f"{output}/output.log"])

@@ -17,11 +17,12 @@ from ddpm_ds.planning.memory import (
     EIGHT_BIT_INTERMEDIATES,
     Memory,
     activation_bytes,
+    communicator_bytes,
     kept,
     moments,
     pipeline_memory,
 )
-from ddpm_ds.schema.layout import Layout
+from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.planning.small import ADAMW, EIGHT_BIT, FUSED, small_job
@@ -105,6 +106,7 @@ def test_communicators_of_a_gpu() -> None:
     sizes = [rank.communicators for rank in pipeline_memory(small_job(), layout, cuts)]
     assert sizes == [3 * COLLECTIVE_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
     assert {rank.communicators for rank in pipeline_memory(small_job(on_cpu=True), layout, cuts)} == {0}
+    assert communicator_bytes(Layout(1, 1, "1f1b", 1, 6, 0, 2, False, tensor=TensorSplit(2)), 0) == 3 * COLLECTIVE_BYTES
 
 
 def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weights_there() -> None:
