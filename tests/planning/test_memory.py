@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.planning import memory as memory_model
 from ddpm_ds.planning.decisions import fitted
 from ddpm_ds.planning.inputs import Workload, rank_stages
 from ddpm_ds.planning.memory import (
@@ -186,3 +187,34 @@ def test_the_fold_is_fullest_at_one_moment_not_the_sum_of_two(ranks: int) -> Non
 def test_more_micro_batches_than_four_a_rank_fill_no_more(schedule: Any) -> None:
     for ranks, rank in ((2, 0), (2, 1), (3, 1), (5, 0), (5, 3)):
         assert set(moments(schedule, 4 * ranks, ranks, rank)) == set(moments(schedule, 7 * ranks, ranks, rank))
+
+
+def test_a_stage_keeps_what_it_received_and_in_a_fold_the_skips_for_the_other_phase() -> None:
+    layers, bounds = small_job().layers, (0, 7, len(small_job().layers))
+    sizes = [math.prod(layer.output_shape) for layer in layers]
+    (second,), (first,) = rank_stages(layers, bounds, "1f1b")[1], rank_stages(layers, bounds, "1f1b")[0]
+    assert kept(layers, second, 0, 0, 1, holds_skips=False).beside == second.received_elements > 0
+    pushed = {place for place, layer in enumerate(layers[:7]) if layer.pushes}
+    found = kept(layers, first, 4, 0, 1, holds_skips=True)
+    assert found.skips == sum(sizes[place] for place in pushed)
+    assert found.beside == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
+
+
+def test_checkpoints_keep_residuals_between_groups_and_ranks_the_text_of_each_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
+    layers, sizes = job.layers, [math.prod(layer.output_shape) for layer in job.layers]
+    begins = {start - 1 for start in range(4, len(layers), 3)}
+    kept_places = begins | {place - layer.opens for place, layer in enumerate(layers) if layer.pushes or layer.opens}
+    stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
+    assert kept(layers, stage, 3, 0, 1, holds_skips=False).beside == sum(sizes[place] for place in kept_places)
+    bounds, found = (0, 3, 14, len(layers)), []  # the first rank has no transformer block
+    for context in (memory_model.context_elements, lambda layers, *segments: 0):
+        monkeypatch.setattr(memory_model, "context_elements", context)
+        memory_model._kept_by_rank.cache_clear()
+        found.append(pipeline_memory(job, layout, bounds))
+    image = 5 * 6  # tokens x channels; in the arithmetic's precision for each in flight, in 16 bits for the next
+    more = [(a.activations - b.activations, a.buffers - b.buffers) for a, b in zip(*found, strict=True)]
+    assert more == [(0, 0), (2 * 3 * 4 * image, 3 * 2 * image), (3 * 4 * image, 3 * 2 * image)]
+    memory_model._kept_by_rank.cache_clear()
