@@ -23,7 +23,6 @@ def run(name: str, settings: Mapping[str, str] | None = None, status: str = "FIN
 
 
 def plant(folder: Path, points: Mapping[str, list[float]], *, stages: list[int], ended: str = "FINISHED") -> Path:
-    """The folder of a run, as it is after one start for each number of stages."""
     folder.mkdir(parents=True)
     (folder / "identity").write_text(f"identity-of-{folder.name}\n")
     events = EventFile(folder / EVENTS, print)

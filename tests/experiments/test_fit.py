@@ -55,7 +55,6 @@ GIB = 2**30
 
 
 def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZERO, **values: Any) -> Task:
-    """The search of a layout of the digits."""
     limits = {"accumulation": None, "device": "cpu", "budget_bytes": GIB, "steps": 1, "processes": stages * replicas}
     return Task(DIGITS, overrides, config, stages, replicas, **{**limits, **values})
 
@@ -151,7 +150,6 @@ if rank == 0:
 
 
 def fits_up_to(memory: int) -> Callable[[int], TriedSize]:
-    """Trials of which those of more images run out of memory."""
 
     def attempt(size: int) -> TriedSize:
         return TriedSize(size, 64 // size, 64, "rank 0 ran out of memory" * (size > memory), [1.0], [size])

@@ -16,7 +16,6 @@ from tests.tracking.stored import Store, read_run
 
 @pytest.fixture
 def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output root with the run `digits-1`."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     Store(tmp_path).run("digits-1")

@@ -18,7 +18,7 @@ from mlflow.entities import Run
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables
+from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG
 from ddpm_ds.tracking.runs import VARIED_TAG, find_run, open_run
@@ -31,7 +31,6 @@ CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 
 
 def command(root: Path, *words: str) -> list[str]:
-    """A sweep of tiny runs in ``root/runs``, of 400 images each."""
     cheap = ["evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"]
     changes = (*TINY, f"data.store_root={root / 'data'}", "train.images=400", *cheap)
     overrides = [part for change in changes for part in ("--set", change)]
@@ -84,14 +83,12 @@ def start(root: Path, *words: str) -> Forked:
 
 
 def left_running(root: Path) -> list[str]:
-    """Command lines of processes with ``root`` among their arguments."""
     running = psutil.process_iter(["cmdline", "status"])
     lines = [" ".join(one.info["cmdline"] or ()) for one in running if one.info["status"] != psutil.STATUS_ZOMBIE]
     return [line for line in lines if str(root) in line]
 
 
 def folder_of(root: Path, trial: str = "") -> Path:
-    """The sweep's folder, or a trial's."""
     (found,) = (root / "runs").glob(f"sweep-*.{trial}" if trial else "sweep-digits-????????")
     return found
 
@@ -222,3 +219,10 @@ def test_the_trials_are_shown_before_they_are_started_and_the_same_command_is_th
     assert shown(*varied, "--note", "again")[0] == first
     assert len({first, shown(*varied[:2])[0], shown(*varied, "--set", "train.seed=4")[0]}) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
+    for fault in ("first", "last"):
+        program = f"import sys; sys.exit('ddpm_ds: error: the {fault}')"
+        found = run_command([sys.executable, "-c", program], tmp_path / "output.log", [])
+        assert found == (1, (f"ddpm_ds: error: the {fault}",))

@@ -30,8 +30,6 @@ LATENCY_SECONDS = 1e-4
 
 @dataclass(frozen=True)
 class Bench:
-    """A made-up machine and a way to train on it."""
-
     schedule: Schedule = "1f1b"
     ranks: int = 2
     replicas: int = 1

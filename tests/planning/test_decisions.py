@@ -30,19 +30,16 @@ SLOW_LINKS: dict[str, Any] = {"link_bandwidth": 2e6, "network_bandwidth": 1e6}
 
 
 def few_layouts() -> Workload:
-    """A job with one number of micro-batches."""
     return small_job(tiny_spec(train={"accumulation": 8}))
 
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
-    """Four processor cores on links so slow that layouts differ."""
     return small_predictor(4, few_layouts(), kind="cpu", **SLOW_LINKS)
 
 
 @pytest.fixture
 def no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without NCCL's buffers, each of which is larger than the tiny U-Net."""
     monkeypatch.setattr(memory, "communicator_bytes", lambda layout, rank: 0)
 
 
@@ -202,7 +199,6 @@ def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_acti
 
 
 def sdxl(devices: int) -> Predictor:
-    """Predicts SDXL's U-Net on cards of 24 GB."""
     spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures"])
     config = config_of(**read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", []))
     cards = machine("rtx4090", half=True, devices=devices, nodes=1)

@@ -95,7 +95,6 @@ def test_predicted_memory_is_what_ranks_hold(
 
 
 def compared(spec: RunSpec, ranks: int, cases: list[tuple[dict[str, Any], Layout]], folder: Path) -> dict[str, float]:
-    """Predicted bytes of each case and rank in bytes that are held."""
     values, found = [], {}
     for number, (precision, layout) in enumerate(cases):
         job = small_job(spec, on_cpu=True, **precision, zero_optimization={"stage": 1, "reduce_bucket_size": 50_000})
@@ -124,7 +123,6 @@ def micro_batches(spec: RunSpec, images: int) -> Iterator[MicroBatch]:
 
 
 def living_bytes() -> int:
-    """Bytes of the tensors that Python knows."""
     gc.collect()
     storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -89,7 +89,6 @@ def test_predicted_launches_of_layers_equal_counted_ones(
 def test_speeds_of_gpus_are_near_measured_ones(
     spec: str, kind: str, half: bool, images: int, graphs: bool, measured: float
 ) -> None:
-    """A graph costs the host no launches."""
     given = load_spec(SPECS / f"{spec}.yaml", PHOTOS.get(spec, []))
     optimizer = {"type": "AdamW", "params": {"fused": graphs}}
     job = Workload(given, config_of(bf16={"enabled": half}, optimizer=optimizer, graphs=graphs), on_cpu=False)
@@ -116,7 +115,6 @@ def test_replicas_have_graphs_and_stages_only_where_they_are_asked_for() -> None
 
 
 def test_one_gpu_gets_a_layout_whose_steps_are_graphs() -> None:
-    """Without ZeRO only bf16 has the flat gradients that graphs need."""
     spec, blocks = load_spec(SPECS / "digits.yaml", []), {"optimizer": {"type": "AdamW", "params": {"fused": True}}}
 
     def stages(devices: int, **config: Any) -> set[int]:

@@ -33,12 +33,10 @@ ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
 
 
 def memory(job: Workload, layout: Layout = ONE) -> Memory:
-    """The memory of a layout of one stage."""
     return pipeline_memory(job, layout, (0, len(job.layers)))[0]
 
 
 def whole(job: Workload) -> tuple[int, int]:
-    """Parameters, and kept elements of an image."""
     return sum(one.parameters for one in job.layers), sum(one.activation_elements for one in job.layers)
 
 

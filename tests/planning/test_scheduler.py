@@ -77,7 +77,6 @@ def test_what_a_pass_of_weight_gradients_takes_once_is_taken_for_several_micro_b
 def test_a_backward_whose_weight_gradients_would_come_next_is_whole_where_nobody_waits_for_its_input_gradients(
     apart: float,
 ) -> None:
-    """And where a pass apart costs more than it saves, every backward."""
     costs = (RankCosts((replace(EQUAL, split_seconds=apart),) * 2),) * 2
     programs = planned("planned", 8, costs, most_kept=4)
     for rank, own in enumerate(programs):

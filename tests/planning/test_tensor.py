@@ -15,7 +15,7 @@ from ddpm_ds.planning import decisions
 from ddpm_ds.planning.costs import planned_costs
 from ddpm_ds.planning.decisions import choose_layout, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload
-from ddpm_ds.planning.memory import peak_bytes
+from ddpm_ds.planning.memory import peak_bytes, pipeline_memory
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.layers import BlockLayer
 from tests.ds_json import laid_out
@@ -28,7 +28,6 @@ SPLIT = replace(ONE, tensor=BY_TWO)
 
 
 def job_of(channels: int = 32, images: int = 8, **config: Any) -> Workload:
-    """Residual blocks alone, which are all split."""
     return small_job(
         tiny_spec(
             unet={"channels": channels, "attention_resolutions": [], "dropout": 0.0},
@@ -39,7 +38,6 @@ def job_of(channels: int = 32, images: int = 8, **config: Any) -> Workload:
 
 
 def all_grouped(job: Workload, devices: int) -> list[Layout]:
-    """All layouts of a job with tensor groups on devices of one node."""
     splits = tensor_splits(job, devices)
     return [layout for split in splits for layout in layouts(job, devices, offload=False, tensor=split)]
 
@@ -131,3 +129,11 @@ def test_a_lower_bound_without_cuts_is_one() -> None:
         for layout in layouts(predictor.job, 4, offload=False, tensor=split):
             if predictor.cut(layout) is not None:
                 assert predictor.least_seconds(layout) <= predictor.predict(layout).step_seconds * (1 + 1e-9)
+
+
+def test_a_rank_of_a_group_holds_its_part_of_the_weights() -> None:
+    job, bounds = job_of(), (0, len(job_of().layers))
+    (whole,), (part,) = (pipeline_memory(job, layout, bounds) for layout in (ONE, SPLIT))
+    layers = zip(job.layers, job.of(SPLIT).layers, strict=True)
+    halves = sum(one.weights - other.weights for one, other in layers if other.shards > 1)
+    assert whole.weights - part.weights == pytest.approx(4 * halves, rel=0.01)

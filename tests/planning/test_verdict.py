@@ -81,7 +81,6 @@ def edit(found: Verdict) -> str:
 def test_the_fault_is_named_with_an_accepted_change_that_saves_as_predicted(
     fault: str, bench: Bench, tmp_path: Path
 ) -> None:
-    """The same machine, simulated with the change, takes so much less."""
     assert bench.images * bench.micro_batches * bench.replicas == BATCH
     before, found = bench.traced(), judged(bench)
     assert found.top == fault and not found.healthy and found.change is not None
@@ -93,7 +92,6 @@ def test_the_fault_is_named_with_an_accepted_change_that_saves_as_predicted(
 
 
 def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
-    """Resolve the run's files with the change as it would be typed."""
     options, spec, config = shlex.split(change.edit), folder / "spec.yaml", folder / "ds_config.json"
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config.given))
@@ -127,7 +125,6 @@ def test_training_accepts_every_change_that_is_proposed(
 
 
 def changed(bench: Bench, change: Change) -> Bench:
-    """The machine with a change made."""
     fields = {
         "data.workers": "workers",
         "ds.gradient_accumulation_steps": "micro_batches",

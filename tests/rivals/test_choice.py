@@ -21,7 +21,6 @@ SPECS = REPOSITORY / "launch" / "specs"
 
 
 def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: int = 8, **files: str) -> RunDraft:
-    """A plan with ``micro`` micro-batches."""
     changes = (f"train.batch_images={batch}", f"train.accumulation={micro}", *changes)
     spec, config = SPECS / files.get("spec", "digits.yaml"), CONFIGS / files.get("config", "zero1_fp32.json")
     return drafted(spec, changes, config, world_size=processes, stages=stages)

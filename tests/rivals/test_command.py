@@ -29,7 +29,6 @@ REPLICATED = ("1f1b", "folded", "stock", "stock-dualpipev")
 
 
 def arguments(config: str, folder: Path, *others: str) -> list[str]:
-    """Two rounds of a step of every row of a tiny U-Net."""
     return [
         *("--deepspeed_config", str(REPOSITORY / "ds_configs" / config)),
         *("--rounds", "2", "--steps-per-round", "1", "--compared-steps", str(STEPS)),

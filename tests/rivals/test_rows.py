@@ -25,7 +25,6 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str) -> Setting:
-    """A tiny U-Net on digits."""
     spec, path = REPOSITORY / "launch" / "specs" / "digits.yaml", REPOSITORY / "ds_configs" / config
     changes = [*TINY, f"data.store_root={store_root}", *overrides]
     draft = drafted(spec, changes, path, world_size=1, stages=None)
