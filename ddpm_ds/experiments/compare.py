@@ -69,10 +69,7 @@ def of_folder(folder: Path) -> Compared:
 
 
 def find_compared(folder: Path) -> list[Compared]:
-    """Return the run in a folder or, for the folder of a sweep, its trials in the order of their starts.
-
-    Raises ExperimentError: there is none, or one can't be read.
-    """
+    """Return the run in a folder, or a sweep's trials in the order of their start; ExperimentError if there is none."""
     trials = list(folder.parent.glob(f"{glob.escape(folder.name)}.*/{IDENTITY}"))
     if not trials or os.path.isfile(folder / SPEC):
         return [of_folder(open_run(folder).folder)]
@@ -92,9 +89,8 @@ def number(name: str, value: float) -> str:
 
 
 def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -> list[list[str]]:
-    """Return rows of a name and a text for each run: status if one is unfinished, settings that differ, and metrics.
-
-    Raises ExperimentError: no run has a metric of ``metrics``.
+    """Return rows of a name and a text for each run: status if one is unfinished, settings that differ, and metrics;
+    ExperimentError if no run has a metric of ``metrics``.
     """
     there = sorted({name for run in runs for name in run.metrics})
     for name in metrics or ():

@@ -50,12 +50,10 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """Name of the trial in output."""
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
     @property
     def done(self) -> bool:
-        """Whether the trial has been trained to its end."""
         return ending(self.run_dir / EVENTS) == "FINISHED"
 
     def prepare(self, overrides: Sequence[str]) -> None:
@@ -78,9 +76,8 @@ class Trial:
 def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse variables into values by name: an option of :data:`OPTIONS`, a key of the spec, or ``ds.`` and a JSON key.
 
-    ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
-
-    Raises ExperimentError: an item has another form, a name is unknown, or a name or a value occurs twice.
+    ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value. ExperimentError if an item has another
+    form, a name is unknown, or a name or a value occurs twice.
     """
     variables: dict[str, tuple[str, ...]] = {}
     for item in items:
@@ -109,8 +106,7 @@ def make_trials(
     device: str,
 ) -> list[Trial]:
     """Return a trial for each combination of values, planned as training would plan it; ``folder`` is the sweep's.
-
-    Raises ExperimentError: there are too many, or one can't run; the message has its values and training's message.
+    ExperimentError if there are too many, or one can't run: with its values and training's message.
     """
     if (count := math.prod(map(len, variables.values()))) > MOST_TRIALS:
         raise ExperimentError(f"--vary makes {count:,} trials, and {MOST_TRIALS:,} are the most; give fewer values")

@@ -125,10 +125,8 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
 
 
 def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
-    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None.
-
-    Raises:
-        DsConfigError, LayoutError: in one line.
+    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None;
+    DsConfigError or LayoutError, in one line, if there are none.
     """
     if not leaves_layout_open(files.config, ranks, stages):
         return None
@@ -141,11 +139,7 @@ def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device
 
 
 def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chosen: Choice | None = None) -> RunDraft:
-    """Lay a run out with a number of stages or as ``chosen``.
-
-    Raises:
-        SpecError, DsConfigError, LayoutError: in one line.
-    """
+    """Lay a run out with a number of stages or as ``chosen``; SpecError, DsConfigError or LayoutError, in one line."""
     spec, config = files.spec, files.config
     if chosen is not None:
         stages, config = chosen.stages, config if chosen.tensor is None else with_split(config, chosen.tensor)
@@ -160,10 +154,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
 
 def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
     """Return the plan for the ``hosts`` of the ranks that have met, on a ``machine`` like each of them; only
-    :func:`with_decisions` measures.
-
-    Raises:
-        DsConfigError: graphs are asked for on a CPU.
+    :func:`with_decisions` measures. DsConfigError if graphs are asked for on a CPU.
     """
     from ddpm_ds.planning.decisions import fitted
 
@@ -181,10 +172,7 @@ def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
 
 def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
-    the JSON asks for them. Collective: rank 0 decides.
-
-    Raises:
-        LayoutError: no measured cuts fit.
+    the JSON asks for them. Collective: rank 0 decides. LayoutError if no measured cuts fit.
     """
     from ddpm_ds.observe.device_speed import measured_times
     from ddpm_ds.pipeline.schedule import Program, weight_passes
@@ -266,12 +254,10 @@ def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
 def check_memory(
     draft: RunDraft, machine: Machine, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
 ) -> str | None:
-    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does.
+    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does, and raise a
+    LayoutError if it does not, which names the first change with which it does.
 
     ``again`` lays the same run out with more overrides and a number of stages. The U-Net of a ``new`` run may change.
-
-    Raises:
-        LayoutError: it does not fit; names the first change with which it does.
     """
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:

@@ -112,9 +112,7 @@ def verdict(facts: FinishedRun) -> Verdict:
 
 def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
     """Judge a run at its end, on rank 0, with the ``startup`` of its layers, and write both; takes up to some seconds.
-
-    Raises:
-        OutputError, OSError: no step was traced, or the run's files can't be read or written.
+    OutputError or OSError if no step was traced, or the run's files can't be read or written.
     """
     facts = replace(facts_of(run_dir), startup=startup)
     found = verdict(facts)

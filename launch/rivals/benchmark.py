@@ -64,9 +64,7 @@ def run(
 ) -> None:
     """Compare the losses of all rows, time them in turn, and publish the report; every process calls this.
 
-    Raises:
-        UserError: something given is wrong; raised before any process group exists.
-        BadNumbersError: the rows' losses differ by more than rounding.
+    BadNumbersError if losses differ by more than rounding; a UserError comes before any process group exists.
     """
     setting = Setting.prepare(draft, device, verbose=options.verbose)
     with process_group():

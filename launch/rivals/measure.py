@@ -42,10 +42,7 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 
 def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed: float) -> list[float | None]:
     """Return each row's largest relative difference from the first whose ``losses``, by row and step, can be compared,
-    or None.
-
-    Raises:
-        BadNumbersError: a row does not train the same, or has a loss that is not finite; its time would mean nothing.
+    or None; BadNumbersError if a row does not train the same, or has a loss that is not finite.
     """
     largest: list[float | None] = []
     comparable = ((row.name, own) for row, own in zip(rows, losses, strict=True) if row.comparable)

@@ -61,11 +61,7 @@ class Setting:
 
     @classmethod
     def prepare(cls, draft: RunDraft, device: torch.device, *, verbose: bool) -> Setting:
-        """Prepare images, threads and configuration of this process, before any process group exists.
-
-        Raises:
-            UserError: something given is wrong.
-        """
+        """Prepare images, threads and configuration of this process, before any process group exists."""
         use_host_accelerator()
         share_threads(device)
         store = prepare(draft.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
@@ -216,11 +212,7 @@ class AutocastLoop(Loop):
 
 
 def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
-    """Return the loop of ``UNet2DModel`` of our configuration, with our weights.
-
-    Raises:
-        LayoutError: diffusers has no such U-Net.
-    """
+    """Return the loop of ``UNet2DModel`` of our configuration, with our weights; LayoutError if it has none."""
     from diffusers import UNet2DModel
 
     plan = setting.plan
