@@ -20,8 +20,7 @@ from tests.tracking.stored import Store
 PLANTED = {"data wait": (16, 8), "bubble": (64, 1), "communication": (16, 8)}
 """Images and micro-batches of a step by planted fault: waits that are many times longer than anything else, on a busy
 machine too."""
-ATTEMPTS = 3
-"""What neighbours of this machine do to a traced step may be more than what was planted all the same."""
+ATTEMPTS = 3  # neighbours of this machine may do more to a traced step than what was planted
 CHANGES = (
     *("data.workers=0", "ds.pipeline.activation_checkpoint_interval=0"),
     *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),

@@ -57,7 +57,6 @@ class Bench:
 
     @property
     def images(self) -> int:
-        """Images of a micro-batch."""
         return BATCH // self.replicas // self.micro_batches
 
     @cached_property
@@ -68,7 +67,6 @@ class Bench:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON with which it would be trained."""
         return {
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
             "scheduler": {"type": "WarmupLR"},
@@ -109,7 +107,6 @@ class Bench:
         )
 
     def traced(self, **other: Any) -> FinishedRun:
-        """A traced step of it, with some facts replaced."""
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         sizes = self.images, self.micro_batches, self.interval, self.zero_stage
         layout = Layout(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)

@@ -51,7 +51,6 @@ def test_an_all_reduce_goes_around_the_ring_twice() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "planned"])
 def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
-    """As a run of the same layout, cuts, order and hosts counts them (tests/pipeline/test_placement.py)."""
     job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
     layout, hosts = Layout(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
     bounds = partition(job.layers, 2, "flops", schedule)

@@ -142,7 +142,6 @@ def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
 
 
 def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
-    """The tiny U-Net: the h that each layer after the first takes; its skips are among them."""
     layers = small_job().layers
     stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
     one, two = (kept(layers, stage, interval, 0, 1, holds_skips=False) for interval in (1, 2))
@@ -157,7 +156,6 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
 
 
 def test_encoders_are_held_where_text_is_read() -> None:
-    """Also where the first stage reads the pooled text alone, and nowhere else."""
     job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
     bounds = (0, 1, len(job.layers) - 1, len(job.layers))
     plain, encoding = (pipeline_memory(each, layout, bounds) for each in (job, replace(job, encoder_elements=1000)))

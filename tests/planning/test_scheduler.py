@@ -28,13 +28,11 @@ EQUAL = PhaseCosts(1.0, 2.0, activation_bytes=1, gradient_bytes=1, weight_second
 
 
 def work(costs: Sequence[RankCosts], micro_batches: int) -> float:
-    """Seconds of the busiest rank, if it never waited and its weight gradients were reduced once."""
     once = micro_batches - 1
     return max(micro_batches * rank.pass_seconds - once * rank.weight_pass_seconds for rank in costs)
 
 
 def most_kept(own: Program) -> int:
-    """Most micro-batches at once between their first forward and the last of their gradients."""
     left: Counter[int] = Counter()
     most = 0
     for name, _, numbers in own:

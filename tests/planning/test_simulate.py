@@ -16,7 +16,6 @@ TWO_PHASES = RankCosts((PhaseCosts(0.5, 1.0), PhaseCosts(0.5, 1.0)))
 
 
 def rank(forward: float, backward: float, down: int = 0, up: int = 0) -> RankCosts:
-    """A rank of 1F1B: seconds, and bytes of its messages to the next rank and to the one before."""
     return RankCosts((PhaseCosts(forward, backward, activation_bytes=down, gradient_bytes=up),))
 
 

@@ -72,7 +72,6 @@ FAST_LINKS, SLOW_LINKS = ({"link_bandwidth": speed, "flops": 1e11, "layer_second
 
 
 def test_where_links_are_fast_and_there_is_one_image_at_a_time_groups_are_proposed_and_accepted() -> None:
-    """Two devices and one image: stages would take turns, and replicas have nothing to share."""
     job = job_of(channels=256, images=1)
     predictor = small_predictor(2, job, **FAST_LINKS)
     found = search(predictor, 3, grouped=all_grouped(job, 2))

@@ -111,7 +111,6 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
 def test_training_accepts_every_change_that_is_proposed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's JSON has numbers that follow from others; a change of one takes the others with it."""
     monkeypatch.setattr("ddpm_ds.planning.verdict.MOST_LAYOUTS", 1000)
     monkeypatch.setattr("ddpm_ds.planning.verdict.MUCH_MORE", -1000.0)
     facts = bench.traced(pauses=Pauses(100.0, 20.0, 20.0), evaluation_seconds=10.0)
@@ -141,7 +140,6 @@ def changed(bench: Bench, change: Change) -> Bench:
 
 
 def test_other_stages_are_named_where_they_save_far_more() -> None:
-    """Eight stages of few layers each are uneven, and send much; two are not (EDITS)."""
     change = judged(Bench(ranks=8, micro_batches=32)).change
     assert change is not None and change.settings["ds.pipeline.stages"] == 1 and change.gain > 0.2
 
@@ -240,12 +238,6 @@ def test_without_a_better_setting_nothing_is_named() -> None:
     found = verdict(busy)
     assert (found.top, found.change) == ("transfers", None)
     assert "try next: nothing" in text(found, RUN)
-
-
-def test_unequal_stages_of_a_planned_run_are_no_bubble() -> None:
-    """Four equal stages with eight micro-batches wait for 6% of a step at most (tests/planning/test_scheduler.py)."""
-    found = shares(Bench(schedule="planned", ranks=4, micro_batches=8).traced())
-    assert found["bubble"] <= 0.06 < found["imbalance"]
 
 
 def test_waiting_is_never_explained_twice() -> None:
