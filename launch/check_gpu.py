@@ -35,6 +35,7 @@ from ddpm_ds.tracking.run_folder import METRICS  # noqa: E402
 
 CONFIGS, TESTS = REPOSITORY / "ds_configs", REPOSITORY / "tests"
 PACKAGES = ("torch", "deepspeed", "triton", "diffusers", "denoising-diffusion-pytorch")
+Result = Literal["pass", "fail", "skipped", "measured"]
 LOG_LINES = 60
 """Last lines of a log that the report shows if its command failed."""
 
@@ -44,9 +45,6 @@ predicts; write one table. Nothing is downloaded. With --device cpu everything i
 
 exit codes: 0 nothing failed, 1 something failed, 2 bad input and nothing was started
 """
-
-
-Result = Literal["pass", "fail", "skipped", "measured"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Finding:
 
 
 class CommandFailed(Exception):
-    """A command ended with a wrong exit code, or was killed; the end of its log follows."""
+    """Wrong exit code of a command, or its kill, and the end of its log."""
 
 
 def settings(**values: object) -> list[str]:
@@ -78,10 +76,8 @@ class Machine:
     device: Literal["cpu", "cuda"]
 
     def run(self, name: str, *words: str | Path, seconds: float, good: Sequence[int] = (0,)) -> list[str]:
-        """Run a Python program, whose output goes to ``name``.log, and return its lines.
-
-        Raises:
-            CommandFailed: its exit code is not among ``good``, or it ran for ``seconds``.
+        """Run a Python program, whose output goes to ``name``.log, and return its lines; CommandFailed if its exit code
+        is not among ``good``, or it ran for ``seconds``.
         """
         command, log = [sys.executable, *map(str, words)], self.work / f"{name}.log"
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
@@ -217,8 +213,7 @@ def markdown(about: Mapping[str, str], rows: Sequence[Finding]) -> str:
     for row in rows:
         cells = (" ".join(cell.split()).replace("|", "\\|") for cell in (row.name, row.measured, row.limit, row.result))
         lines.append(f"| {' | '.join(cells)} |")
-        if row.details:
-            logs += ["", f"## {row.name}", "", "````", row.details, "````"]
+        logs += ["", f"## {row.name}", "", "````", row.details, "````"] if row.details else []
     return "\n".join(lines + logs) + "\n"
 
 

@@ -157,9 +157,8 @@ def table(results: Mapping[str, Sequence[Run]]) -> str:
     """
     lines: list[tuple[str, ...]] = [("", "seeds", *SCORES, "loss differs by")]
     for name, runs in results.items():
-        cells = []
-        for values in ([run.scores[score] for run in runs] for score in SCORES):
-            cells.append(f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})")
+        columns = ([run.scores[score] for run in runs] for score in SCORES)
+        cells = [f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})" for values in columns]
         pairs = list(zip(runs, results.get(FIRST, ()), strict=False)) if ROWS[name][0] > 1 else []
         both = [losses for run, one in pairs for losses in zip(run.losses, one.losses, strict=True)]
         difference = f"{max(abs(mine / its - 1) for mine, its in both):.1e}" if both else ""
@@ -177,13 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
     try:
         options = parser.parse_args(arguments)
+        names = options.rows.split(",")
+        if unknown := [name for name in names if name not in ROWS]:
+            raise OptionError(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")
+        options.out.mkdir(parents=True, exist_ok=True)
     except OptionError as error:
         parser.error(str(error))
-    names = options.rows.split(",")
-    if unknown := [name for name in names if name not in ROWS]:
-        parser.error(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {options.out} can't be made ({error.strerror}); name another folder")
     results: dict[str, list[Run]] = {name: [] for name in names}

@@ -210,7 +210,7 @@ class ResolvedDsConfig:
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as one JSON, as runs and checkpoints store it."""
         layout, config = self.layout, self.config
-        always = ("compile", "kernels", "graphs", "pipeline.replan", "pipeline.use_reentrant")
+        always = ("compile", "kernels", "graphs", "pipeline.use_reentrant")
         keys = layout.keys | {"train_batch_size": layout.batch_images, "pipeline.partition": self.partition}
         return changed(config, keys | {key: value_at(config, key) for key in always}).given
 
@@ -218,7 +218,7 @@ class ResolvedDsConfig:
         """Return the JSON for ``deepspeed.initialize``, without our keys and the profiler, whose timers would crash."""
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         config = {name: value for name, value in self.as_json().items() if name not in ours}
-        for name in ("in_flight", "replan", "tensor"):
+        for name in ("in_flight", "tensor"):
             config["pipeline"].pop(name, None)
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)

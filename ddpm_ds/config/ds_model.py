@@ -216,8 +216,6 @@ class Pipeline(Section):
     in_flight: Annotated[Batch | Auto, PLANNED] = "auto"
     """This project's key: maximum micro-batches that a rank keeps until their last weight gradients; one stage computes
     those of this many together. "auto" is 2 for each stage, 3 under ZeRO-2 with replicas, 1 if memory is short."""
-    replan: Annotated[bool, PLANNED] = False
-    """This project's key: compute the order anew from the times of the traced steps. Numbers change by rounding."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
     """This project's key: whether hosts share stages or have whole pipelines; "auto": what sends less."""
     tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (

@@ -69,10 +69,7 @@ def of_folder(folder: Path) -> Compared:
 
 
 def find_compared(folder: Path) -> list[Compared]:
-    """Return the run in a folder or, for the folder of a sweep, its trials in the order of their starts.
-
-    Raises ExperimentError: there is none, or one can't be read.
-    """
+    """Return the run in a folder, or a sweep's trials in the order of their start; ExperimentError if there is none."""
     trials = list(folder.parent.glob(f"{glob.escape(folder.name)}.*/{IDENTITY}"))
     if not trials or os.path.isfile(folder / SPEC):
         return [of_folder(open_run(folder).folder)]
@@ -86,15 +83,14 @@ def number(name: str, value: float) -> str:
     if _matches(name, SHARES):
         return f"{value:.1%}"
     units = next((units for ending, units in UNITS.items() if name.endswith(ending)), ((1, ""),))
-    size, word = next(((size, word) for size, word in units if abs(value) >= size), units[-1])
+    size, word = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
     scaled = value / size
     return f"{scaled:,.0f}{word}" if 1000 <= abs(scaled) < 1e12 else f"{scaled:.4g}{word}"
 
 
 def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -> list[list[str]]:
-    """Return rows of a name and a text for each run: status if one is unfinished, settings that differ, and metrics.
-
-    Raises ExperimentError: no run has a metric of ``metrics``.
+    """Return rows of a name and a text for each run: status if one is unfinished, settings that differ, and metrics;
+    ExperimentError if no run has a metric of ``metrics``.
     """
     there = sorted({name for run in runs for name in run.metrics})
     for name in metrics or ():

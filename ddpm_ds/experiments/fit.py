@@ -31,17 +31,15 @@ from ddpm_ds.schema.layout import divisors
 from ddpm_ds.tracking.run_folder import REHEARSAL
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 60.0  # in which the other ranks notice that one has failed, and end
+POLL_SECONDS, GRACE_SECONDS = 0.05, 60.0  # in the latter the other ranks notice that one has failed, and end
 LIBRARY_BYTES = 750 * 2**20  # interpreter and libraries of a process on a CPU, which the planner does not count
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
     """Return the largest of the ascending ``sizes`` that fits; None if the first does not.
 
-    The search begins with ``guess``, one of the sizes, moves away from it by a tenth of it, then by twice as much each
-    time, until one size fits and a larger one does not, and then bisects. No size is tried twice, and none that is
-    larger than one that did not fit.
+    The search moves away from ``guess`` by a tenth of it, then by twice as much each time, until one size fits and a
+    larger one does not, and then bisects. No size is tried twice, and none that is larger than one that did not fit.
     """
     fitting, failed = -1, len(sizes)  # places in sizes
     place, step = bisect_left(sizes, guess), max(guess // 10, 1)
@@ -75,25 +73,23 @@ class Task:
     stages: int
     replicas: int
     processes: int
-    accumulation: int | None
-    """Number of micro-batches per step, so that the batch grows with their size; None keeps ``train.batch_images``."""
+    accumulation: int | None  # micro-batches per step, so that the batch grows; None keeps ``train.batch_images``
     device: str  # its type, cpu or cuda
-    budget_bytes: int | None
-    """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
+    budget_bytes: int | None  # maximum bytes that a process may hold; on CUDA, None means the device's memory
     steps: int  # number of timed steps
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
-        json_keys = {
-            "pipeline.stages": self.stages,
-            "train_micro_batch_size_per_gpu": size,
-            "gradient_accumulation_steps": self.accumulation or "auto",
+        keys = {
+            "train.accumulation": "auto",
+            f"{JSON_PREFIX}pipeline.stages": self.stages,
+            f"{JSON_PREFIX}train_micro_batch_size_per_gpu": size,
+            f"{JSON_PREFIX}gradient_accumulation_steps": self.accumulation or "auto",
         }
-        own = ["train.accumulation=auto"]
         if self.accumulation is not None:
-            json_keys["train_batch_size"] = "auto"
-            own.append(f"train.batch_images={self.replicas * self.accumulation * size}")
-        return (*self.given, *own, *(f"{JSON_PREFIX}{key}={value}" for key, value in json_keys.items()))
+            batch = self.replicas * self.accumulation * size
+            keys |= {f"{JSON_PREFIX}train_batch_size": "auto", "train.batch_images": batch}
+        return (*self.given, *(f"{key}={value}" for key, value in keys.items()))
 
     def draft(self, size: int) -> RunDraft:
         """Lay the run out with micro-batches of ``size`` images; raises a UserError if training would refuse it."""
@@ -106,34 +102,30 @@ class Task:
         return config | {"gradient_accumulation_steps": self.draft(size).ds.layout.micro_batches}
 
     def sizes(self) -> Sequence[int]:
-        """Return all possible micro-batches, ascending.
-
-        Raises UserError: there is none; the message has the reason.
-        """
+        """Return all possible micro-batches, ascending; UserError with the reason if there is none."""
         if self.accumulation is not None:
             self.draft(1)
             return range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1)
-        possible, first = list[int](), None
+        possible, errors = list[int](), list[LayoutError]()
         for size in divisors(load_spec(self.spec, spec_overrides(self.given)).train.batch_images):
             try:
                 self.draft(size)
                 possible.append(size)
             except LayoutError as error:
-                first = first or error
-        if first and not possible:
-            raise first
+                errors.append(error)
+        if not possible:
+            raise errors[0]
         return possible
 
 
 @dataclass(frozen=True)
 class TriedSize:
-    """Result of a trial: all processes of a layout with one micro-batch."""
+    """Trial of one micro-batch in all processes of a layout."""
 
     micro_batch_images: int
     micro_batches: int
     batch_images: int
-    why: str = ""
-    """Reason why the micro-batch does not fit; empty if it does."""
+    why: str = ""  # reason why the micro-batch does not fit; empty if it does
     step_seconds: Sequence[float] = ()
     """Seconds of each timed step in its slowest process; empty if it ran out of memory."""
     rank_peak_bytes: Sequence[int] = ()
@@ -145,7 +137,6 @@ class TriedSize:
 
     @property
     def images_per_second(self) -> float:
-        """Images per second by the median step."""
         return self.batch_images / statistics.median(self.step_seconds)
 
     @property
@@ -155,32 +146,30 @@ class TriedSize:
 
     def line(self) -> str:
         """Return the line printed when the trial is done."""
-        how = f"does not fit: {self.why}"
-        if self.fits:
-            how = f"{self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
-        return f"  {self.micro_batches:5} x {self.micro_batch_images:<5} {how}"
+        size = f"  {self.micro_batches:5} x {self.micro_batch_images:<5}"
+        if not self.fits:
+            return f"{size} does not fit: {self.why}"
+        return f"{size} {self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
 
 
 def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
     """Search with ``attempt``, which tries a micro-batch, from the planner's bound on; return the trials by size."""
-    tried: dict[int, TriedSize] = {}
+    tried: list[TriedSize] = []
 
     def fits(size: int) -> bool:
-        tried[size] = attempt(size)
-        print(tried[size].line(), flush=True)
-        return tried[size].fits
+        tried.append(attempt(size))
+        print(tried[-1].line(), flush=True)
+        return tried[-1].fits
 
     sizes = task.sizes()
     largest(sizes, fits, expected(task, sizes))
-    return [tried[size] for size in sorted(tried)]
+    return sorted(tried, key=lambda one: one.micro_batch_images)
 
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
     """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    limit = task.budget_bytes or 0
-    if task.device == "cpu":
-        limit -= LIBRARY_BYTES
-    elif not limit:  # asks the first GPU, without opening it
+    limit = (task.budget_bytes or 0) - LIBRARY_BYTES * (task.device == "cpu")
+    if task.device != "cpu" and not limit:  # asks the first GPU, without opening it
         import pynvml
 
         with contextlib.suppress(pynvml.NVMLError):
@@ -201,11 +190,8 @@ def predicted(task: Task, size: int, device_bytes: int) -> int:
 
 
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:
-    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``.
-
-    Raises:
-        AttemptError: it failed for a reason other than memory.
-        KeyboardInterrupt: a signal asked the search to end.
+    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``; AttemptError if it
+    failed for a reason other than memory.
     """
     layout, run_dir, log = task.draft(size).ds.layout, folder / str(size), folder / f"{size}.log"
     words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device]
@@ -222,12 +208,10 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
 
 
 def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int | None]:
-    """Run the training program on so many ranks of this host, with their output in ``log``; return their exit codes.
+    """Run the training program on so many ranks of this host, with their output in ``log``, and leave none running.
 
-    They are negative for a signal, and None for a rank that had not ended some time after another one had failed. No
-    process is left running.
-
-    Raises KeyboardInterrupt: a signal asked to end.
+    Returns their exit codes, negative for a signal, and None for a rank that had not ended some time after another one
+    had failed. Raises KeyboardInterrupt: a signal asked to end.
     """
     with received_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
@@ -248,10 +232,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
 
 
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:
-    """Return how ranks that ended with these codes ran out of memory; empty if they ended well.
-
-    Raises AttemptError: they failed for another reason.
-    """
+    """Return how ranks that ended so ran out of memory, empty if they ended well; AttemptError for another reason."""
     for line in output.splitlines():  # of the rank that was the first to notice
         if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
             return line.removeprefix(ERROR).partition(";")[0]

@@ -35,31 +35,25 @@ from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
 PROCESSES, CONFIG = "processes", "deepspeed_config"
 OPTIONS = {PROCESSES: "derived.world_size", CONFIG: "derived.precision"}
 """Variables that are options of ``ddpm-ds train``, with a setting of a run by which their values show."""
-MOST_TRIALS = 1000
-NAME_CHARACTERS = 80
+MOST_TRIALS, NAME_CHARACTERS, POLL_SECONDS = 1000, 80, 0.5
 TRAIN = ("-m", "ddpm_ds.cli.main", "train")
 ASKED_CONFIG, LOG = "asked_ds_config.json", "output.log"
-POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run of a sweep."""
 
-    values: Mapping[str, str]
-    """Values of all variables, as typed."""
-    run_dir: Path
-    """Beside the sweep's folder, since MLflow's store is in the folder above a run's."""
+    values: Mapping[str, str]  # values of all variables, as typed
+    run_dir: Path  # beside the sweep's folder, since MLflow's store is in the folder above a run's
     draft: RunDraft
 
     @property
     def label(self) -> str:
-        """Name of the trial in output."""
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
     @property
     def done(self) -> bool:
-        """Whether the trial has been trained to its end."""
         return ending(self.run_dir / EVENTS) == "FINISHED"
 
     def prepare(self, overrides: Sequence[str]) -> None:
@@ -82,9 +76,8 @@ class Trial:
 def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse variables into values by name: an option of :data:`OPTIONS`, a key of the spec, or ``ds.`` and a JSON key.
 
-    ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
-
-    Raises ExperimentError: an item has another form, a name is unknown, or a name or a value occurs twice.
+    ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value. ExperimentError if an item has another
+    form, a name is unknown, or a name or a value occurs twice.
     """
     variables: dict[str, tuple[str, ...]] = {}
     for item in items:
@@ -113,8 +106,7 @@ def make_trials(
     device: str,
 ) -> list[Trial]:
     """Return a trial for each combination of values, planned as training would plan it; ``folder`` is the sweep's.
-
-    Raises ExperimentError: there are too many, or one can't run; the message has its values and training's message.
+    ExperimentError if there are too many, or one can't run: with its values and training's message.
     """
     if (count := math.prod(map(len, variables.values()))) > MOST_TRIALS:
         raise ExperimentError(f"--vary makes {count:,} trials, and {MOST_TRIALS:,} are the most; give fewer values")
@@ -123,7 +115,7 @@ def make_trials(
         values = dict(zip(variables, combination, strict=True))
         label = " ".join(f"{name}={value}" for name, value in values.items())
         short = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:NAME_CHARACTERS]
-        again = (f"-{number}" if number > 1 else "" for number in itertools.count(1))
+        again = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
         paths = (folder.with_name(f"{folder.name}.{short}{number}") for number in again)
         run_dir = next(path for path in paths if path not in made)
         try:

@@ -13,12 +13,10 @@ import math
 import os
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO
-
-import torch.distributed as dist
 
 from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
@@ -26,8 +24,7 @@ from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import gather_objects
-from ddpm_ds.pipeline.schedule import PASSES, PROGRAMS, Event, Program, written
-from ddpm_ds.processes.process_group import decided_by_rank_0
+from ddpm_ds.pipeline.schedule import PASSES, Event
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 Summary = Mapping[str, Any]
@@ -88,17 +85,10 @@ class Timeline(Observer):
         report: Report,
         precision: Dtype,
         macs_per_image: int,
-        replan: Callable[[Summary], tuple[Program, ...]] | None = None,
     ) -> None:
-        """Trace ``steps`` into ``folder``.
-
-        ``macs_per_image`` counts the whole U-Net's forward pass. ``replan`` makes the ranks' programs from a trace's
-        summary; the engine follows them from the next step on, and as many steps are traced again.
-        """
+        """Trace ``steps`` into ``folder``; ``macs_per_image`` counts the whole U-Net's forward pass."""
         self._engine, self._folder, self._report = engine, folder, report
-        self._precision, self._macs = precision, macs_per_image
-        self._steps, self._replan, self._seconds_before = steps, replan, 0.0
-        self._summary_of_last: Summary = {}
+        self._precision, self._macs, self._steps = precision, macs_per_image, steps
         self._recording: Recording | None = None
         self._done = not steps
 
@@ -113,6 +103,7 @@ class Timeline(Observer):
             self._recording.begin_step(step)
         else:
             self.finish()
+<<<<<<< HEAD
             if self._replan is not None and self._follow(self._replan):
                 self._steps, self._done = range(step, step + len(self._steps)), False
                 self._recording = Recording(self._engine, step)
@@ -133,6 +124,8 @@ class Timeline(Observer):
             if keep(self._report, "", {file: written(self._engine.programs)}):
                 self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
         return True
+=======
+>>>>>>> pla
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
@@ -147,13 +140,18 @@ class Timeline(Observer):
         if traces is not None:
             with faults_logged("timeline", self._report.log):
                 ranks, error = aligned(traces)
-                summary = self._summary_of_last = self._summary(ranks, error, peak)
+                summary = self._summary(ranks, error, peak)
                 first, last = summary["first_step"], summary["last_step"]
+<<<<<<< HEAD
                 values = timeline_metrics(summary, self._macs)
                 if self._seconds_before:
                     values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
                 self._report.observed(values, last)
                 if keep(self._report, "trace", self._files(ranks, summary)):
+=======
+                self._report.observed(timeline_metrics(summary, self._macs), last)
+                if keep(self._report, "trace", lambda: self._write(ranks, summary)):
+>>>>>>> pla
                     suffixes = ".png and .json" if self._engine.num_stages > 1 else ".json"
                     self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}{suffixes}")
 

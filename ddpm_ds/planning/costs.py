@@ -4,7 +4,6 @@ The rates of the machine are those of a data sheet, or of a traced step (:mod:`d
 """
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -222,19 +221,6 @@ def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> 
     """Return the seconds of a micro-batch's sums over a tensor group."""
     images = layout.micro_batch_images * job.mean_pixels
     return _group_seconds(machine, layout, sums.number, 2 * images * sums.elements * job.arithmetic_bytes)
-
-
-def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int]) -> float:
-    """Return the mean seconds of a step that a rank sums activations and their gradients in its tensor group."""
-    if layout.tensor.size == 1:
-        return 0.0
-    layers = job.of(layout).layers
-    passes = (
-        sum_seconds(job, machine, layout, sums)
-        for start, stop in itertools.pairwise(bounds)
-        for sums in sums_of(layers[start:stop], layout.interval)
-    )
-    return layout.micro_batches * sum(passes) / layout.stages
 
 
 def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:

@@ -9,7 +9,7 @@ memory first, and simulates only promising layouts.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,13 +30,9 @@ from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.units import GIB, gib
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
-from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.planning.costs import SPLIT_COST, links
-from ddpm_ds.planning.finished_run import mean_ranks
 from ddpm_ds.planning.inputs import Workload, usable
-from ddpm_ds.planning.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
+from ddpm_ds.planning.memory import ACTIVATION_SHARE, activation_bytes, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
-from ddpm_ds.planning.simulate import PhaseCosts, order_of
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED
 from ddpm_ds.unet.shards import can_split, level_of
@@ -55,19 +51,14 @@ MOST_GROUPED = 48
 class Plan:
     """Result of a search."""
 
-    predictor: Predictor = field(repr=False)
-    """Predictor of the job on its machine."""
+    predictor: Predictor = field(repr=False)  # predictor of the job on its machine
     best: tuple[Prediction, ...]
     """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
     fitting: int
-    misfits: int
-    """Number of layouts that don't fit the memory."""
-    fastest_misfit: Prediction | None
-    """Fastest layout that doesn't fit, if it would beat the best."""
-    other_axis: Prediction | None = None
-    """Best layout with the other axis across nodes, if there are several nodes."""
-    in_groups: Prediction | None = None
-    """Fastest layout with tensor groups that fits, if some were looked for."""
+    misfits: int  # number of layouts that don't fit the memory
+    fastest_misfit: Prediction | None  # fastest layout that doesn't fit, if it would beat the best
+    other_axis: Prediction | None = None  # best layout with the other axis across nodes, if there are several nodes
+    in_groups: Prediction | None = None  # fastest layout with tensor groups that fits, if some were looked for
     lacking: tuple[str, ...] = ()
     """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
 
@@ -82,29 +73,14 @@ class Plan:
 # ---------------------------------------------------------------- all layouts
 
 
-def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
-    """Yield the ways to split a job's layers among tensor groups inside of nodes."""
-    for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
-        yield from _first_levels(job, size)
-
-
-def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
-    """Return the splits from which the planner chooses: the JSON's own, if it leaves none open."""
-    given = tensor_split(job.config)
-    if not leaves_tensor_open(job.config):
-        return [given]
-    if given.size > 1:
-        return [*_first_levels(job, given.size)] or [given]
-    return [given, *tensor_splits(job, devices_per_node)]
-
-
-def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
-    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers split."""
+def tensor_splits(job: Workload, devices_per_node: int, size: int | None = None) -> Iterator[TensorSplit]:
+    """Yield the ways to split a job's layers among tensor groups inside of nodes, or in groups of a ``size``: level 0,
+    levels 0 and 1, and so on, each with more layers split.
+    """
     levels = len(job.spec.unet.multipliers)
-    divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
-    for count in range(1, levels + 1):
-        if count - 1 in divided:
-            yield TensorSplit(size, tuple(range(count)))
+    for members in divisors(devices_per_node, LARGEST_GROUP)[1:] if size is None else [size]:
+        divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, members)}
+        yield from (TensorSplit(members, tuple(range(level + 1))) for level in range(levels) if level in divided)
 
 
 def layouts(
@@ -144,8 +120,6 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
     keys: dict[str, Any] = layout.keys | {
         "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
     }
-    if layout.schedule != "planned" and job.config.pipeline.replan:
-        keys["pipeline.replan"] = False  # only a planned schedule has it
     if layout.zero_stage == 0:
         keys["zero_optimization"] = {"stage": 0}
         if "fp16" in job.config.model_fields_set:  # only ZeRO's loss scaler has these
@@ -242,10 +216,9 @@ def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[
             recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
         else:
             chosen.append(layout)
-    if all(refusals.values()):
-        for refusal in refusals.values():
-            if isinstance(refusal, DsConfigError):
-                raise refusal
+    wrong = [refusal for refusal in refusals.values() if isinstance(refusal, DsConfigError)]
+    if wrong and all(refusals.values()):
+        raise wrong[0]
     return chosen + [layout for _, layout in recomputing.values()]
 
 
@@ -328,10 +301,8 @@ class Choice(NamedTuple):
     """What a run leaves open of its layout, by the planner."""
 
     stages: int
-    tensor: TensorSplit | None
-    """Split of the layers, if the JSON leaves it open."""
-    line: str
-    """The choice and its reason, in a line that begins with what was open."""
+    tensor: TensorSplit | None  # split of the layers, if the JSON leaves it open
+    line: str  # the choice and its reason, in a line that begins with what was open
 
 
 def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashable], stages: int | None) -> Choice:
@@ -347,7 +318,12 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
     open_stages = stages is None and leaves_stages_open(job.config, world_size)
     open_split = leaves_tensor_open(job.config)
     found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    for split in reversed(open_splits(job, math.gcd(*Counter(hosts).values()))):  # a refusal is of the smallest groups
+    splits = [given := tensor_split(job.config)]
+    if open_split and given.size > 1:
+        splits = [*tensor_splits(job, world_size, given.size)] or splits
+    elif open_split:
+        splits += tensor_splits(job, math.gcd(*Counter(hosts).values()))
+    for split in reversed(splits):  # a refusal is of the smallest groups
         for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
             config = with_split(job.config, split)
             try:
@@ -382,36 +358,12 @@ def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]
     return predictor.bounds(best or among[-1])
 
 
-def planned_again(
-    predictor: Predictor, layout: Layout, bounds: tuple[int, ...], summary: Mapping[str, Any]
-) -> tuple[Program, ...]:
-    """Return the programs of a planned schedule by the seconds of a trace's summary.
-
-    Weight gradients in whole backwards, and the cost of a pass of them, are not measured: they have computed shares.
-    """
-
-    def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:
-        whole = expected.weight_seconds + expected.weight_pass_seconds
-        weights = found.weight_seconds or found.backward_seconds * whole / expected.backward_seconds
-        once = weights * expected.weight_pass_seconds / whole if whole else 0.0
-        split = SPLIT_COST * weights
-        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, split_seconds=split)
-
-    costs = [
-        replace(found, phases=tuple(map(divided, found.phases, own.phases)))
-        for found, own in zip(mean_ranks(summary), predictor.costs(layout, bounds), strict=True)
-    ]
-    made = order_of(layout, costs, links(predictor.machine, layout))
-    assert made is not None
-    return made
-
-
 def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: int) -> Layout:
     """Return a layout with the recomputation and the number of micro-batches in flight that a device's memory needs."""
     interval, in_flight = layout.checkpoint_interval, layout.in_flight
     if interval == "auto":
         fewest = replace(layout, checkpoint_interval=0, in_flight=layout.stages if in_flight == "auto" else in_flight)
-        interval = checkpoint_interval(job, fewest, bounds, memory_bytes)
+        interval = int(activation_bytes(job, fewest, bounds) > ACTIVATION_SHARE * memory_bytes)
     layout = replace(layout, checkpoint_interval=interval)
     if in_flight == "auto" and layout.schedule == "planned":
         fits = peak_bytes(job, layout, bounds) <= usable(memory_bytes, on_cpu=job.on_cpu)

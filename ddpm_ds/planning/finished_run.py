@@ -42,13 +42,10 @@ LEAST_BACKWARD = 0.2
 class RankFacts(RankCosts):
     """Seconds of a traced step on a rank of the pipeline, mean over its replicas; passes are without waiting."""
 
-    wait_seconds: float = 0.0
-    """Seconds waiting for messages of other stages."""
+    wait_seconds: float = 0.0  # seconds waiting for messages of other stages
     send_seconds: float = 0.0
-    data_wait_seconds: float = 0.0
-    """Seconds waiting for the loader."""
-    load_seconds: float = 0.0
-    """Seconds of the rest of loading: copy to the device, noise."""
+    data_wait_seconds: float = 0.0  # seconds waiting for the loader
+    load_seconds: float = 0.0  # seconds of the rest of loading: copy to the device, noise
     agreement_wait_seconds: float = 0.0
     """Seconds waiting for other ranks, before gradients are reduced and before the optimizer's step."""
     other_seconds: float = 0.0
@@ -60,8 +57,7 @@ class Overflows:
 
     skipped: int = 0
     steps: int = 1
-    first_scale: float = 2.0**16
-    """DeepSpeed's, unless the JSON gives another."""
+    first_scale: float = 2.0**16  # DeepSpeed's, unless the JSON gives another
     last_scale: float = 1.0
 
 
@@ -70,28 +66,19 @@ class FinishedRun:
     """Data of a finished run that a verdict needs."""
 
     job: Workload
-    layout: Layout
-    """Layout of the traced step."""
-    bounds: tuple[int, ...]
-    """First layers of the stages of the traced step, and the end."""
-    ranks: tuple[RankFacts, ...]
-    """Ranks of one pipeline."""
-    step_seconds: float
-    """Seconds of a traced step without pauses, or of the run's steps if replayed."""
-    peak_flops_per_second: float
-    """Flops per second that one device reaches in matrix products; 0 means unknown."""
+    layout: Layout  # layout of the traced step
+    bounds: tuple[int, ...]  # first layers of the stages of the traced step, and the end
+    ranks: tuple[RankFacts, ...]  # ranks of one pipeline
+    step_seconds: float  # seconds of a traced step without pauses, or of the run's steps if replayed
+    peak_flops_per_second: float  # flops per second that one device reaches in matrix products; 0 means unknown
     overflows: Overflows
     pauses: Pauses
-    evaluation_seconds: float
-    """Seconds of validation between steps."""
-    machine: Machine
-    """Machine that the run was planned for."""
+    evaluation_seconds: float  # seconds of validation between steps
+    machine: Machine  # machine that the run was planned for
     startup: Mapping[str, LayerSeconds]
     """Seconds of a layer's pass that do not depend on the images, by kind of layer; empty if unknown."""
-    host_devices: int = 1
-    """Number of devices of a host; 1 if unknown."""
-    replayed: bool = False
-    """Whether steps are CUDA graphs, in which no kernel is launched by the host."""
+    host_devices: int = 1  # number of devices of a host; 1 if unknown
+    replayed: bool = False  # whether steps are CUDA graphs, in which no kernel is launched by the host
 
     @property
     def spec(self) -> RunSpec:

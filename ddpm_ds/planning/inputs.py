@@ -13,7 +13,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.units import GIB
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import BUCKET_ELEMENTS, ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
+from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import split_layers
 
@@ -44,8 +44,7 @@ class DeviceKind:
     """Data sheet: nominal rates of one device, in one direction for links in a node and for its network."""
 
     half_teraflops: float
-    single_teraflops: float
-    """TFLOP/s in fp32; TF32 where convolutions use it by default."""
+    single_teraflops: float  # TFLOP/s in fp32; TF32 where convolutions use it by default
     memory_gib: float
     memory_gigabytes_per_second: float
     link_gigabytes_per_second: float
@@ -77,22 +76,15 @@ class Machine:
     kind: str
     devices: int
     nodes: int
-    memory_bytes: int
-    """Bytes of memory of one device."""
-    flops: float
-    """Flops per second of one device, in large convolutions."""
-    memory_bandwidth: float
-    """Bytes per second that one device reads or writes."""
-    link_bandwidth: float
-    """Bytes per second from one device to another of its node."""
-    network_bandwidth: float
-    """Bytes per second from one device to another node."""
+    memory_bytes: int  # bytes of memory of one device
+    flops: float  # flops per second of one device, in large convolutions
+    memory_bandwidth: float  # bytes per second that one device reads or writes
+    link_bandwidth: float  # bytes per second from one device to another of its node
+    network_bandwidth: float  # bytes per second from one device to another node
     host_bandwidth: float
     """Bytes per second of the host's memory that each device of a node has, to step there and to copy."""
-    layer_seconds: float
-    """Fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn."""
-    launch_seconds: float
-    """Seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU."""
+    layer_seconds: float  # fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn
+    launch_seconds: float  # seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU
 
     @property
     def is_cpu(self) -> bool:
@@ -192,15 +184,13 @@ class Workload:
     """Run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
 
     spec: RunSpec
-    config: DsConfig
-    """Checked DeepSpeed JSON; a layout replaces some of its keys."""
+    config: DsConfig  # checked DeepSpeed JSON; a layout replaces some of its keys
     on_cpu: bool
     sizes: tuple[tuple[tuple[int, int], float], ...] = ()
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
-    tensor: TensorSplit = field(default_factory=TensorSplit)
-    """Split of the layers."""
+    tensor: TensorSplit = field(default_factory=TensorSplit)  # split of the layers
     _by_split: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, layout: Layout) -> "Workload":
@@ -252,11 +242,6 @@ class Workload:
 
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
 
-    @property
-    def accumulated_bytes(self) -> int:
-        """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
-        return 4 if self.config.adds_in_fp32 else self.stored_bytes
-
     def takes_graphs(self, *, whole: bool) -> bool:
         """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
         asked, able = self.config.graphs, self.is_fused or self.is_8bit
@@ -286,12 +271,6 @@ class Workload:
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
         return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
-
-    @property
-    def bucket_elements(self) -> int:
-        """Number of gradient elements that ZeRO reduces at a time."""
-        given = self.config.zero_optimization.reduce_bucket_size
-        return BUCKET_ELEMENTS if given == "auto" else given
 
 
 def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[int, ...]:

@@ -113,11 +113,6 @@ def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> in
     )
 
 
-def checkpoint_interval(job: Workload, layout: Layout, bounds: Sequence[int], device_bytes: int) -> int:
-    """Return what ``"activation_checkpoint_interval": "auto"`` is for a layout that keeps all activations: 0 or 1."""
-    return 0 if activation_bytes(job, layout, bounds) <= ACTIVATION_SHARE * device_bytes else 1
-
-
 def communicator_bytes(layout: Layout, rank: int) -> int:
     """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
     tensor = layout.tensor.size
@@ -155,14 +150,15 @@ class _State:
         self.ema = 4 * owned
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
             self.ema, self.host = 0, self.ema + 4 * owned
-        summed = job.accumulated_bytes if zero else stored
+        summed = 4 if zero and job.config.adds_in_fp32 else stored  # bytes of an element while it is added up
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
         if job.is_8bit:
             self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
-        elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)
+        size = job.config.zero_optimization.reduce_bucket_size
+        elements = min(size if zero and size != "auto" else BUCKET_ELEMENTS, parameters)
         if not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0
@@ -197,16 +193,13 @@ class Kept:
     All are per image, except fp32 copies of half-precision weights that autograd keeps on a CPU.
     """
 
-    layers: int
-    """Bytes of activations that layers keep."""
+    layers: int  # bytes of activations that layers keep
     beside: int
     """Bytes of the received message, of checkpointed tensors, of skips that are kept in addition to copies, and in
     phase 0 of the encoded text that the rank reads."""
     copies: int
-    skips: int
-    """Bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards."""
-    working: int
-    """Additional bytes of inputs and gradients while a layer, or a recomputed group, runs."""
+    skips: int  # bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards
+    working: int  # additional bytes of inputs and gradients while a layer, or a recomputed group, runs
     working_copies: int
 
 

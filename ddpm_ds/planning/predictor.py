@@ -17,7 +17,6 @@ from ddpm_ds.planning.costs import (
     planned_costs,
     step_traffic,
     sum_seconds,
-    summing_seconds,
 )
 from ddpm_ds.planning.inputs import Machine, Workload
 from ddpm_ds.planning.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
@@ -47,14 +46,10 @@ class Prediction:
 
     layout: Layout
     step_seconds: float
-    bubble: float
-    """Share of all devices' time spent waiting for another stage."""
-    pass_seconds: float
-    """Seconds of forwards and backwards, including ZeRO-2's reductions."""
-    update_seconds: float
-    """Seconds for reducing gradients, stepping and gathering weights."""
-    summing_seconds: float
-    """Seconds for sums of its tensor group, a part of :attr:`pass_seconds`."""
+    bubble: float  # share of all devices' time spent waiting for another stage
+    pass_seconds: float  # seconds of forwards and backwards, including ZeRO-2's reductions
+    update_seconds: float  # seconds for reducing gradients, stepping and gathering weights
+    summing_seconds: float  # seconds for sums of its tensor group, a part of ``pass_seconds``
     memory: tuple[Memory, ...]
     traffic: Traffic
 
@@ -70,14 +65,11 @@ class Predictor:
 
     job: Workload
     machine: Machine
-    times: LayerTimes | None = None
-    """Times of the layers; without them they are computed."""
-    with_sums: TensorSplit | None = None
-    """Split of a run whose given times have the sums of its tensor groups in them."""
+    times: LayerTimes | None = None  # times of the layers; without them they are computed
+    with_sums: TensorSplit | None = None  # split of a run whose given times have the sums of its tensor groups in them
     _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
-    _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)
-    """Cuts made for one layout alone."""
+    _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)  # cuts made for one layout alone
     _whole: dict[Layout, tuple[float, float]] = field(default_factory=dict)
     """Seconds of a micro-batch's passes and of the optimizer's step, if all layers were on one rank."""
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
@@ -88,7 +80,7 @@ class Predictor:
             return self._own_cuts[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
         if key not in self._cuts:
-            self._cuts[key] = self._fastest_cut(layout, None)
+            self._cuts[key] = self._fastest_cut(layout)
         return self._cuts[key]
 
     def bounds(self, layout: Layout) -> Bounds:
@@ -106,11 +98,10 @@ class Predictor:
         usable = limit = self.machine.usable_bytes
         if self.needs(layout) <= usable:
             return True
-        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        sizes = functools.cache(functools.partial(layer_bytes, self.job, layout))
         for _ in range(SQUEEZES if layout.stages > 1 else 0):
-            bounds = self._fastest_cut(layout, Room(limit, sizes))
-            if bounds is None:
-                return False
+            if (bounds := self._fastest_cut(layout, Room(limit, sizes))) is None:
+                break
             if (over := peak_bytes(self.job, layout, bounds) - usable) <= 0:
                 self._own_cuts[layout] = bounds
                 return True
@@ -120,7 +111,7 @@ class Predictor:
     def tightest(self, layout: Layout) -> Bounds:
         """Return the cuts with about the least memory of the fullest rank."""
         best, needs = self.bounds(layout), functools.partial(peak_bytes, self.job, layout)
-        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        sizes = functools.cache(functools.partial(layer_bytes, self.job, layout))
         least, most = 0.0, float(needs(best))
         for _ in range(HALVINGS if layout.stages > 1 else 0):
             limit = (least + most) / 2
@@ -140,22 +131,19 @@ class Predictor:
             best, shortest = better, self.simulate(few, better).step_seconds
             for moved in neighbouring(self.job.layers, best, layout.schedule):
                 limit = shortest * (1 - LEAST_GAIN)
-                if (
-                    self.lower_bound(few, moved) < limit
-                    and (taken := self.simulate(few, moved).step_seconds) < limit
-                    and peak_bytes(self.job, layout, moved) <= usable
-                ):
+                if self.lower_bound(few, moved) >= limit or peak_bytes(self.job, layout, moved) > usable:
+                    continue
+                if (taken := self.simulate(few, moved).step_seconds) < limit:
                     better, shortest = moved, taken
         self._own_cuts[layout] = best
 
     def knows_times(self, layout: Layout) -> bool:
-        """Return whether the layers' times are already known for this micro-batch."""
         return self._times_key(layout) in self._times
 
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
-        cuts, times, sums = bounds or self.bounds(layout), self._layer_times(layout), layout.tensor != self.with_sums
-        return planned_costs(self.job, self.machine, layout, cuts, times, with_sums=sums)
+        given = self.job, self.machine, layout, bounds or self.bounds(layout), self._layer_times(layout)
+        return planned_costs(*given, with_sums=layout.tensor != self.with_sums)
 
     def least_seconds(self, layout: Layout) -> float:
         """Return a lower bound of a step's seconds whatever the cuts: all layers' work, shared evenly by the stages."""
@@ -196,6 +184,8 @@ class Predictor:
         most = max(SIMULATED // layout.stages, 4 * layout.most_kept)
         step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
+        alone = planned_costs(self.job, self.machine, layout, bounds, self._layer_times(layout), with_sums=False)
+        summing = sum(rank.pass_seconds for rank in costs) - sum(rank.pass_seconds for rank in alone)
         # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
         return Prediction(
@@ -204,7 +194,7 @@ class Predictor:
             bubble=max(0.0, 1 - busy / step),
             pass_seconds=busy - update,
             update_seconds=update,
-            summing_seconds=summing_seconds(self.job, self.machine, layout, bounds),
+            summing_seconds=layout.micro_batches * summing / layout.stages,
             memory=pipeline_memory(self.job, layout, bounds),
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
@@ -213,15 +203,13 @@ class Predictor:
         """Return the seconds of a step, and the mean busy seconds of a device; simulate ``most`` micro-batches."""
 
         def simulated(count: int) -> tuple[float, float]:
-            step = self.simulate(replace(layout, micro_batches=count), bounds)
+            step = self.simulate(replace(layout, micro_batches=count), self.bounds(layout))
             return step.step_seconds, sum(step.busy_seconds) / layout.stages
 
-        bounds = self.bounds(layout)
         if layout.micro_batches <= most:
             return simulated(layout.micro_batches)
-        fewer = most // 2
-        (step, busy), (longer, busier) = simulated(fewer), simulated(most)
-        further = (layout.micro_batches - most) / (most - fewer)
+        (step, busy), (longer, busier) = simulated(most // 2), simulated(most)
+        further = (layout.micro_batches - most) / (most - most // 2)
         return longer + further * (longer - step), busier + further * (busier - busy)
 
     def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
@@ -238,10 +226,8 @@ class Predictor:
             self._times[key] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
         return self._times[key]
 
-    def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:
-        """Return the fastest cuts of those for several :data:`HIDDEN` shares, in simulation, or with ``room``, which
-        needs many tries, by the busiest rank's work; None if there are none.
-        """
+    def _fastest_cut(self, layout: Layout, room: Room | None = None) -> Bounds | None:
+        """Return the cuts with the shortest simulated step, or with ``room`` the least work of the busiest rank."""
         seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
         if layout.tensor.size > 1 and layout.tensor != self.with_sums:
             for number, layer in enumerate(self.job.of(layout).layers):
@@ -255,11 +241,11 @@ class Predictor:
             return None
         if len(found) == 1:
             return next(iter(found))
+        if room is not None:  # which needs many tries
+            return min(found, key=functools.partial(self.lower_bound, layout))
         few = _few(layout)
-        slow = self.lower_bound if room is not None else lambda _, cut: self.simulate(few, cut).step_seconds
-        return min(found, key=lambda cut: slow(layout, cut))
+        return min(found, key=lambda cut: self.simulate(few, cut).step_seconds)
 
 
 def _few(layout: Layout) -> Layout:
-    """Return a layout with few micro-batches, for comparing cuts."""
     return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))

@@ -74,19 +74,14 @@ class RunDraft:
     spec_path: Path
     ds: ResolvedDsConfig
     ds_path: Path
-    layers: tuple[Layer, ...]
-    """Layers of the U-Net, split ones as one rank of a tensor group has them."""
+    layers: tuple[Layer, ...]  # layers of the U-Net, split ones as one rank of a tensor group has them
     bounds: tuple[int, ...]
     stages: tuple[Stage, ...]
     """Stages in the order of the layers, with the costs of all ranks of a tensor group together."""
-    grid: Grid
-    """Places of the ranks; without hosts while unknown, since hosts may differ in their number of ranks."""
-    exchange: Exchange
-    """Bytes that a step sends."""
-    encoding_ranks: tuple[int, ...]
-    """Ranks of the pipeline that read encoded text."""
-    chosen: Choice | None
-    """The planner's choices; None if the files fixed the layout."""
+    grid: Grid  # places of the ranks; without hosts while unknown, since hosts may differ in their number of ranks
+    exchange: Exchange  # bytes that a step sends
+    encoding_ranks: tuple[int, ...]  # ranks of the pipeline that read encoded text
+    chosen: Choice | None  # the planner's choices; None if the files fixed the layout
 
     @property
     def parameters(self) -> int:
@@ -113,8 +108,7 @@ class RunPlan(RunDraft):
 
     job: Workload
     machine: Machine
-    programs: tuple[Program, ...] | None
-    """Programs of the ranks of a pipeline; None if the schedule's name says them."""
+    programs: tuple[Program, ...] | None  # programs of the ranks of a pipeline; None if the schedule's name says them
 
 
 def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFiles:
@@ -131,10 +125,8 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
 
 
 def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
-    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None.
-
-    Raises:
-        DsConfigError, LayoutError: in one line.
+    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None;
+    DsConfigError or LayoutError, in one line, if there are none.
     """
     if not leaves_layout_open(files.config, ranks, stages):
         return None
@@ -147,11 +139,7 @@ def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device
 
 
 def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chosen: Choice | None = None) -> RunDraft:
-    """Lay a run out with a number of stages or as ``chosen``.
-
-    Raises:
-        SpecError, DsConfigError, LayoutError: in one line.
-    """
+    """Lay a run out with a number of stages or as ``chosen``; SpecError, DsConfigError or LayoutError, in one line."""
     spec, config = files.spec, files.config
     if chosen is not None:
         stages, config = chosen.stages, config if chosen.tensor is None else with_split(config, chosen.tensor)
@@ -166,10 +154,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
 
 def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
     """Return the plan for the ``hosts`` of the ranks that have met, on a ``machine`` like each of them; only
-    :func:`with_decisions` measures.
-
-    Raises:
-        DsConfigError: graphs are asked for on a CPU.
+    :func:`with_decisions` measures. DsConfigError if graphs are asked for on a CPU.
     """
     from ddpm_ds.planning.decisions import fitted
 
@@ -187,10 +172,7 @@ def make_plan(draft: RunDraft, hosts: Hosts, machine: Machine) -> RunPlan:
 
 def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
-    the JSON asks for them. Collective: rank 0 decides.
-
-    Raises:
-        LayoutError: no measured cuts fit.
+    the JSON asks for them. Collective: rank 0 decides. LayoutError if no measured cuts fit.
     """
     from ddpm_ds.observe.device_speed import measured_times
     from ddpm_ds.pipeline.schedule import Program, weight_passes
@@ -229,7 +211,7 @@ def _places(
 
 
 def predictor_here(spec: RunSpec, config: DsConfig, hosts: Hosts, world_size: int) -> Predictor:
-    """Return a predictor of a run on hosts like this one."""
+    """Return a predictor of a run on devices like this one's."""
     from ddpm_ds.planning.predictor import Predictor
 
     here = machine_here(config.precision, world_size).on(hosts)
@@ -245,15 +227,12 @@ def machine_here(precision: Precision, devices: int) -> Machine:
 
 
 class Need(NamedTuple):
-    """Predicted bytes of training, the bytes that there are, and of which device."""
+    """Predicted bytes of training as a ``share`` of the bytes that there are, and of which device."""
 
+    share: float
     size: int
     limit: int
     where: str
-
-    @property
-    def share(self) -> float:
-        return self.size / max(self.limit, 1)
 
 
 def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
@@ -262,24 +241,23 @@ def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
     from ddpm_ds.planning.decisions import fitted
     from ddpm_ds.planning.memory import pipeline_memory
 
-    on_cpu, size, grid = machine.is_cpu, machine.memory_bytes, draft.grid
+    on_cpu, grid = machine.is_cpu, draft.grid
     job = workload(draft.spec, draft.ds.config, on_cpu, counted=False)
-    memory = pipeline_memory(job, fitted(job, draft.ds.layout, draft.bounds, size), draft.bounds)
+    memory = pipeline_memory(job, fitted(job, draft.ds.layout, draft.bounds, machine.memory_bytes), draft.bounds)
     here = [number for number, host in enumerate(grid.hosts) if host == grid.hosts[rank]]
     own = [memory[grid.coordinates(number)[0]] for number in here]
-    host = Need(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")  # CPUs share it
-    return host if on_cpu else max(host, Need(max(one.total for one in own), size, "GPU"), key=lambda need: need.share)
+    needs = [(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")]  # CPUs share it
+    needs += [] if on_cpu else [(max(one.total for one in own), machine.memory_bytes, "GPU")]
+    return max(Need(size / max(limit, 1), size, limit, where) for size, limit, where in needs)
 
 
 def check_memory(
     draft: RunDraft, machine: Machine, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
 ) -> str | None:
-    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does.
+    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does, and raise a
+    LayoutError if it does not, which names the first change with which it does.
 
     ``again`` lays the same run out with more overrides and a number of stages. The U-Net of a ``new`` run may change.
-
-    Raises:
-        LayoutError: it does not fit; names the first change with which it does.
     """
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:
@@ -303,12 +281,12 @@ def check_memory(
 def _smaller(layout: Layout, channels: int, *, on_cpu: bool) -> Iterator[tuple[list[str], int]]:
     """Yield overrides and stages of runs that need less memory, the smallest changes first; none of 0 channels."""
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
-    offload = [] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]]
+    offload = [[], *([] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]])]
     ways: list[list[str]] = [[], ["ds.pipeline.activation_checkpoint_interval=1"]]
-    for size, way in itertools.product(reversed(divisors(layout.micro_batch_images)), ways):
-        smaller = [f"train.accumulation={layout.micro_batches * layout.micro_batch_images // size}"]
-        yield (way if size == layout.micro_batch_images else [*way, *smaller]), layout.stages
-    for stages, others, way in itertools.product(counts, [[], *offload], ways):
+    for parts, way in itertools.product(divisors(layout.micro_batch_images), ways):
+        smaller = [f"train.accumulation={layout.micro_batches * parts}"] if parts > 1 else []
+        yield [*way, *smaller], layout.stages
+    for stages, others, way in itertools.product(counts, offload, ways):
         yield [*others, *way], stages
     while channels := channels // 2:
         yield [f"unet.channels={channels}"], layout.stages

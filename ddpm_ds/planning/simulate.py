@@ -25,7 +25,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -70,18 +70,13 @@ class PhaseCosts:
     """Costs of one micro-batch in a phase of a rank: its stage under 1F1B, its encoder or decoder half in the fold."""
 
     forward_seconds: float
-    backward_seconds: float
-    """Seconds of the backward, with recomputation and ZeRO-2's reduction after each micro-batch."""
-    activation_bytes: int = 0
-    """Bytes of the message to the next stage; unused if the schedule sends none."""
-    gradient_bytes: int = 0
-    """Bytes of the message to the previous stage; unused if the schedule sends none."""
-    weight_seconds: float = 0.0
-    """Part of ``backward_seconds`` for weight gradients, if they have a separate pass."""
+    backward_seconds: float  # seconds of the backward, with recomputation and ZeRO-2's reduction after each micro-batch
+    activation_bytes: int = 0  # bytes of the message to the next stage; unused if the schedule sends none
+    gradient_bytes: int = 0  # bytes of the message to the previous stage; unused if the schedule sends none
+    weight_seconds: float = 0.0  # part of ``backward_seconds`` for weight gradients, if they have a separate pass
     weight_pass_seconds: float = 0.0
     """Part of ``backward_seconds`` that a weight-gradient pass takes once for all micro-batches: ZeRO-2's reduction."""
-    split_seconds: float = 0.0
-    """Seconds that a weight-gradient pass takes once in addition to ``backward_seconds``."""
+    split_seconds: float = 0.0  # seconds that a weight-gradient pass takes once in addition to ``backward_seconds``
 
     @property
     def pass_seconds(self) -> float:
@@ -128,6 +123,7 @@ class Link:
     latency_seconds: float = 0.0
 
 
+FREE = Link(math.inf)
 Links = tuple[Link, ...]
 """Links between each rank and the next, the same in both directions; () if messages take no time."""
 
@@ -137,8 +133,7 @@ class Simulation:
     """Simulated step; tuples have an entry per rank."""
 
     step_seconds: float
-    events: tuple[tuple[Event, ...], ...]
-    """Events in the order of execution; empty if they were not requested."""
+    events: tuple[tuple[Event, ...], ...]  # events in the order of execution; empty if they were not requested
     busy_seconds: tuple[float, ...]
 
     @property
@@ -171,7 +166,7 @@ def simulate(
     ranks = [_Rank(own, keep_events) for own in costs]
     own_programs = (program(schedule, micro_batches, len(costs), number) for number in range(len(costs)))
     left = [deque(own) for own in programs or own_programs]
-    links = links or (Link(math.inf),) * (len(costs) - 1)
+    links = links or (FREE,) * (len(costs) - 1)
     route = functools.cache(functools.partial(neighbours, schedule, len(costs)))
     free_at: dict[tuple[int, int], float] = defaultdict(float)  # when a direction has sent its last message
     arrivals: dict[tuple[int, bool, int], deque[float]] = defaultdict(deque)  # by rank, direction and phase
@@ -210,9 +205,8 @@ def simulate(
     agreed = max(rank.now for rank in ranks)
     for rank in ranks:
         rank.spend("OptimizerStep", 0, -1, agreed, rank.costs.optimizer_seconds)
-    return Simulation(
-        max(rank.now for rank in ranks), tuple(tuple(rank.events) for rank in ranks), tuple(rank.busy for rank in ranks)
-    )
+    step, events = max(rank.now for rank in ranks), tuple(tuple(rank.events) for rank in ranks)
+    return Simulation(step, events, tuple(rank.busy for rank in ranks))
 
 
 @dataclass
@@ -240,9 +234,9 @@ def planned(
     ``schedule`` decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried. ``most_kept``
     is the maximum of a rank's micro-batches between their first forward and their last gradients.
     """
-    ranks = len(costs)
+    ranks, preferences = len(costs), PREFERENCES[phases_of(schedule)]
+    links = links or (FREE,) * (ranks - 1)
     named: Schedule = "folded" if folds(schedule) else "1f1b"
-    preferences = PREFERENCES[phases_of(schedule)]
     limits = sorted({most_kept, max(1, most_kept - 1), max(1, most_kept - ranks // 2)}, reverse=True)
     phases = [phase for own in costs for phase in own.phases]
     many, few = [most_kept, most_kept // 2], [count for count in FEW if count <= most_kept]
@@ -252,10 +246,8 @@ def planned(
     ways = list(itertools.product(limits, preferences, filter(None, counts)))
     passes = 3 * ranks * micro_batches * phases_of(schedule)
     run = _Greedy(schedule, micro_batches, costs, links).run
-    tried = [
-        _whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None)
-        for made in dict.fromkeys(itertools.starmap(run, ways[: max(1, MOST_TRIED_PASSES // passes)]))  # many are alike
-    ]
+    made = dict.fromkeys(itertools.starmap(run, ways[: max(1, MOST_TRIED_PASSES // passes)]))  # many are alike
+    tried = [_whole(one, schedule, lambda *place: neighbours(schedule, ranks, *place)[0] is None) for one in made]
     known: list[tuple[Program, ...]] = []
     with suppress(ValueError):  # too few micro-batches for a fold
         known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
@@ -273,19 +265,16 @@ def planned(
 def _whole(
     programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
 ) -> tuple[Program, ...]:
-    """Merge input gradients with the same micro-batch's weight gradients directly after, ``where`` selects."""
+    """Merge input gradients with the same micro-batch's weight gradients directly after them, ``where`` it is so."""
     joined = []
     for rank, own in enumerate(programs):
         passes: list[Instruction] = []
         for one in own:
-            if one.name not in PASSES:
-                continue
-            if one.name == "WeightGradients" and passes and where(rank, one.phase):
-                last = passes[-1]
-                if last.name == "InputGradients" and last[1:] == one[1:]:
-                    passes[-1] = Instruction("BackwardPass", *one[1:])
-                    continue
-            passes.append(one)
+            before = [Instruction("InputGradients", *one[1:])]
+            if one.name == "WeightGradients" and passes[-1:] == before and where(rank, one.phase):
+                passes[-1] = Instruction("BackwardPass", *one[1:])
+            elif one.name in PASSES:
+                passes.append(one)
         joined.append(completed(passes, schedule, len(programs), rank))
     return tuple(joined)
 
@@ -318,18 +307,15 @@ class _Greedy:
             for phase in self._phases
             for kind, name in NAMES.items()
         }
-        """Passes of one micro-batch."""
-        self._after = [
-            {one: self._what_follows(schedule, rank, one, links) for one in self._alone} for rank in range(len(costs))
-        ]
+        ranks = range(len(costs))
+        self._after = [{one: self._what_follows(schedule, rank, one, links) for one in self._alone} for rank in ranks]
 
     def _what_follows(self, schedule: Schedule, rank: int, one: Pass, links: Links) -> "_Following":
         kind, phase = one
         own, forward, last = self._costs[rank].phases[phase], kind == "forward", self._phases[-1]
         seconds, target = own.seconds(NAMES[kind]), neighbours(schedule, len(self._costs), rank, phase)[forward]
         if target is not None:
-            wire = links[min(rank, target)] if links else Link(math.inf)
-            size = own.activation_bytes if forward else own.gradient_bytes
+            wire, size = links[min(rank, target)], own.activation_bytes if forward else own.gradient_bytes
             return _Following(seconds, one, target, size / wire.bytes_per_second, wire.latency_seconds)
         if forward:
             return _Following(seconds, ("forward", phase + 1) if phase < last else ("backward", phase))
@@ -340,7 +326,7 @@ class _Greedy:
 
         ``together`` is the number of micro-batches per weight-gradient pass, unless no more are left or memory is full.
         """
-        ranks = [_GreedyRank({one: deque() for one in self._alone}, self._phases) for _ in self._costs]
+        ranks = [_GreedyRank(self._alone, self._phases) for _ in self._costs]
         ranks[0].ready["forward", 0].extend([0.0] * self._micro_batches)
         free_at: dict[tuple[int, int], float] = defaultdict(float)
         wakes = [(0.0, number) for number in range(len(ranks))]
@@ -381,15 +367,11 @@ class _Following(NamedTuple):
 
 
 class _GreedyRank:
-    def __init__(self, ready: dict[Pass, deque[float]], phases: range) -> None:
-        self.ready = ready
-        """Times when the inputs of the next passes of a kind arrive."""
-        self.done = dict.fromkeys(ready, 0)
-        """Number of passes of a kind that are done or have begun."""
-        self.waiting: list[list[int]] = [[] for _ in phases]
-        """Micro-batches whose weight gradients are still to be computed, by phase."""
-        self.over = [0 for _ in phases]
-        """Number of micro-batches whose weight gradients are done or have begun, by phase."""
+    def __init__(self, passes: Iterable[Pass], phases: range) -> None:
+        self.ready: dict[Pass, deque[float]] = {one: deque() for one in passes}  # times when the next inputs arrive
+        self.done = dict.fromkeys(passes, 0)  # passes of a kind that are done or have begun
+        self.waiting: list[list[int]] = [[] for _ in phases]  # micro-batches whose weight gradients are to be computed
+        self.over = [0 for _ in phases]  # micro-batches whose weight gradients are done or have begun
         self.order: list[Instruction] = []
         self.busy_until = 0.0
 

@@ -42,18 +42,16 @@ from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import DS_CONFIG, MACHINE, SPEC, VERDICT
 
-LEAST_GAIN = 0.01
-"""Smallest share of an image's time that makes a change worth trying."""
-MUCH_MORE = 0.2
-"""Additional share of the time that another number of stages has to save: its messages are not measured."""
+LEAST_GAIN, MUCH_MORE = 0.01, 0.2
+"""Smallest share of an image's time that makes a change worth trying, and the additional share that another number of
+stages has to save: its messages are not measured."""
 MOST_LAYOUTS = 4
 """Number of layouts of which the one with the fewest settings is taken, if they save about the same."""
 MOST_WORKERS, PAUSE_SHARE = 16, 0.01
 """Most reading threads, and share of the time that pauses may take, after a change."""
-SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
-"""Range of bytes per second in which the speed of links is searched, and how often it is halved."""
-ORDERS = 2
-"""Number of orders of a planned schedule for which it is searched: for free links, then for those found."""
+SLOWEST_LINK, FASTEST_LINK, HALVINGS, ORDERS = 1e3, 1e13, 14, 2
+"""Range of bytes per second in which the speed of links is searched, how often it is halved, and for how many orders of
+a planned schedule: that for free links, then that for those found."""
 USEFUL = "useful work"
 MEASURED = {
     "communication": ("send_seconds", "reduce_seconds"),
@@ -75,11 +73,8 @@ class Change:
     """Change of settings, and its predicted saving."""
 
     words: str
-    """Description, in a sentence."""
-    gain: float
-    """Share of an image's time that the change saves."""
-    settings: dict[str, Any]
-    """Values by key of the run spec, or of the DeepSpeed JSON after ``ds.``."""
+    gain: float  # share of an image's time that the change saves
+    settings: dict[str, Any]  # values by key of the run spec, or of the DeepSpeed JSON after ``ds.``
 
     @property
     def edit(self) -> str:
@@ -94,12 +89,9 @@ class Verdict:
 
     shares: dict[str, float]
     """Shares of all devices' time: useful work, then the costs, the largest first; they sum to 1."""
-    top: str
-    """Name of the largest cost."""
-    evidence: str
-    """Numbers behind the largest cost, in a sentence."""
-    change: Change | None
-    """Change to try next; None if none is predicted to make the run faster."""
+    top: str  # the largest cost
+    evidence: str  # its numbers, in a sentence
+    change: Change | None  # change to try next; None if none is predicted to make the run faster
     processes: int
 
     @property
@@ -121,9 +113,7 @@ def verdict(facts: FinishedRun) -> Verdict:
 
 def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
     """Judge a run at its end, on rank 0, with the ``startup`` of its layers, and write both; takes up to some seconds.
-
-    Raises:
-        OutputError, OSError: no step was traced, or the run's files can't be read or written.
+    OutputError or OSError if no step was traced, or the run's files can't be read or written.
     """
     facts = replace(facts_of(run_dir), startup=startup)
     found = verdict(facts)
@@ -192,8 +182,8 @@ def _waits(facts: FinishedRun) -> dict[str, float]:
     )
     bubble, uneven = _idle(facts, [mean] * len(ranks)), _idle(facts, measured)
     late = max(0.0, _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))]) - uneven)
-    waited_for_data, reading = facts.mean("data_wait_seconds"), facts.mean("data_wait_seconds", "load_seconds")
-    for_loader = late * waited_for_data / reading if reading else 0.0
+    reading = facts.mean("data_wait_seconds", "load_seconds")
+    for_loader = late * facts.mean("data_wait_seconds") / reading if reading else 0.0
     explained = {
         "bubble": bubble,
         "imbalance": max(0.0, uneven - bubble),
@@ -231,12 +221,10 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
     step = f"a {_seconds(facts.step_seconds)} step"
     lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {pauses.seconds:,.3g} s"
     losses, wires = min(facts.evaluation_seconds, pauses.sampling_seconds), ""
-    samples = pauses.sampling_seconds - losses
 
     def slowest(part: str, takes: str, times: int = 1) -> str:
-        """Return the rank that takes longest for a part of the step, and its seconds."""
-        seconds = [getattr(rank, part) for rank in ranks]
-        return f"rank {seconds.index(max(seconds))} {takes} {_seconds(times * max(seconds))} of {step}"
+        seconds = [times * getattr(rank, part) for rank in ranks]
+        return f"rank {seconds.index(max(seconds))} {takes} {_seconds(max(seconds))} of {step}"
 
     if now.stages > 1:
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
@@ -258,7 +246,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         "optimizer": f"{slowest('optimizer_seconds', 'takes')} of {counted(now.batch_images, 'image')} for the "
         "optimizer and the averaged weights, however few images",
         "checkpoint pauses": f"checkpoints took {pauses.checkpoint_seconds:,.3g} s {stopped}",
-        "sampling pauses": f"samples took {samples:,.3g} s, validation {losses:,.3g} s {stopped}",
+        "sampling pauses": f"samples took {pauses.sampling_seconds - losses:,.3g} s, validation {losses:,.3g} s "
+        f"{stopped}",
         "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
         f"time, {_seconds(facts.recomputation_seconds)} of {step}",
         "low utilisation": f"of the {_seconds(facts.mean('pass_seconds'))} of a rank for a micro-batch of "
@@ -335,10 +324,9 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
     """Return the fastest layouts near the run's, with as many stages or with others; a step took ``before`` seconds."""
     now = facts.layout
 
-    def respects(one: Layout) -> tuple[Any, ...]:
-        """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
-        place = one.stages, folds(one.schedule)
-        return place, one.micro_batch_images, one.checkpoint_interval, one.zero_stage
+    def respects(one: Layout) -> tuple[object, ...]:
+        """Return properties of which a change may alter one."""
+        return (one.stages, folds(one.schedule)), one.micro_batch_images, one.checkpoint_interval, one.zero_stage
 
     near = [
         one
@@ -357,9 +345,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
 
 
 def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Iterator[Change]:
-    """Yield the fastest layout in tensor groups that keeps all activations, if the run computes them again and could
-    not keep them; a step took ``before`` seconds.
-    """
+    """Yield the fastest layout in tensor groups that keeps all activations, if the run could not keep them."""
     job, now, machine = facts.job, facts.layout, predictor.machine
     needs = peak_bytes(job, replace(now, checkpoint_interval=0), facts.bounds)
     if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
@@ -375,11 +361,9 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
     with suppress(LayoutError):  # none fits
         (best,) = search(among, 1, [], grouped).best
-        change = _change(facts, among, best, before)
-        memory = (
-            f"{gib(best.peak.total)} a device, where the run would need {gib(needs)} of {gib(machine.usable_bytes)}"
-        )
-        yield replace(change, words=f"{change.words}, keeps all activations in {memory}")
+        change, memory = _change(facts, among, best, before), gib(best.peak.total)
+        without = f"where the run would need {gib(needs)} of {gib(machine.usable_bytes)}"
+        yield replace(change, words=f"{change.words}, keeps all activations in {memory} a device, {without}")
 
 
 def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: float) -> Change:

@@ -37,9 +37,7 @@ from ddpm_ds.pipeline.deepspeed_insides import named_builds
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
-from ddpm_ds.planning.decisions import planned_again
 from ddpm_ds.planning.inputs import layers_for
-from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
@@ -341,13 +339,10 @@ def _batches(
 
 def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
     flops, precision, layers = plan.ds.config.flops_profiler, plan.ds.precision, whole_layers(plan.layers)
-    replan = None
-    if plan.ds.config.pipeline.replan and plan.ds.layout.schedule == "planned":
-        replan = partial(planned_again, Predictor(plan.job, plan.machine), plan.ds.layout, plan.bounds)
     return Observers(
         [
             FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs, replan),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs),
             KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
             PauseClock(run_dir if dist.get_rank() == 0 else None),
         ]

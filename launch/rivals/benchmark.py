@@ -42,20 +42,21 @@ SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
 
 def build_row(name: str, setting: Setting) -> Row:
     """Return the row with a name of :data:`rivals.choice.ROWS`; every process calls this."""
-    if name in SCHEDULES:
-        return OurPipeline(setting, SCHEDULES[name])
-    if name in TORCH_SCHEDULES:
-        return TorchPipeline(setting, TORCH_SCHEDULES[name])
-    match name:
+    kind, _, variant = name.partition("-")
+    match kind:
+        case "torch":
+            return TorchPipeline(setting, TORCH_SCHEDULES[name])
         case "eager":
             return OurPipeline(setting, "1f1b", graphs=False)
-        case "stock" | "stock-dualpipev":
-            return StockPipeline(setting, folded=name == "stock-dualpipev")
-        case "diffusers" | "diffusers-randn":
-            return rows.diffusers_loop(setting, randn=name.endswith("randn"))
+        case "stock":
+            return StockPipeline(setting, folded=bool(variant))
+        case "diffusers":
+            return rows.diffusers_loop(setting, randn=bool(variant))
         case "lucidrains":
             return rows.lucidrains_loop(setting)
-    return rows.our_loop(setting, dim64=name == "ours-dim64")
+        case "plain" | "ours":
+            return rows.our_loop(setting, dim64=bool(variant))
+    return OurPipeline(setting, SCHEDULES[name])
 
 
 def run(
@@ -63,9 +64,7 @@ def run(
 ) -> None:
     """Compare the losses of all rows, time them in turn, and publish the report; every process calls this.
 
-    Raises:
-        UserError: something given is wrong; raised before any process group exists.
-        BadNumbersError: the rows' losses differ by more than rounding.
+    BadNumbersError if losses differ by more than rounding; a UserError comes before any process group exists.
     """
     setting = Setting.prepare(draft, device, verbose=options.verbose)
     with process_group():
@@ -93,8 +92,7 @@ def _measured(setting: Setting, names: Sequence[str], options: BenchmarkOptions)
                 forget_peaks(device)  # the first step tries algorithms
             own.append(float(built[-1].step()))
         peaks.append(peak_memory_bytes(device) - before if device.type == "cuda" else None)
-        parts = all_gather_objects(own, list[float])
-        losses.append([sum(of_ranks) for of_ranks in zip(*parts, strict=True)])
+        losses.append([*map(sum, zip(*all_gather_objects(own, list[float]), strict=True))])
     differences = measure.check_losses(built, losses, measure.tolerance(setting.plan.ds.precision, device))
     gc.collect()
     seconds = measure.time_rounds([row.step for row in built], options.rounds, steps, device)
@@ -103,26 +101,23 @@ def _measured(setting: Setting, names: Sequence[str], options: BenchmarkOptions)
         host = HostCost.of(row.step) if options.host else None
         with measure.SentBytes() as sent:
             row.step()
-        messages = all_gather_objects(sent.message_bytes, int)
-        collectives = all_gather_objects(round(sent.collective_bytes), int)
         step_seconds = Spread.of(seconds[place])
-        found.append(
-            {
-                "row": name,
-                "name": row.name,
-                "note": row.note,
-                "images_per_second": images / step_seconds.median,
-                "step_seconds": step_seconds,
-                "ratio": Spread.of([own / other for own, other in zip(seconds[place], seconds[0], strict=True)]),
-                "round_step_seconds": seconds[place],
-                "first_losses": losses[place],
-                "largest_loss_difference": differences[place],
-                "rank_message_bytes": messages,
-                "rank_collective_bytes": collectives,
-                "peak_bytes": peaks[place],
-                "host": host,
-            }
-        )
+        facts = {
+            "row": name,
+            "name": row.name,
+            "note": row.note,
+            "images_per_second": images / step_seconds.median,
+            "step_seconds": step_seconds,
+            "ratio": Spread.of([own / other for own, other in zip(seconds[place], seconds[0], strict=True)]),
+            "round_step_seconds": seconds[place],
+            "first_losses": losses[place],
+            "largest_loss_difference": differences[place],
+            "rank_message_bytes": all_gather_objects(sent.message_bytes, int),
+            "rank_collective_bytes": all_gather_objects(round(sent.collective_bytes), int),
+            "peak_bytes": peaks[place],
+            "host": host,
+        }
+        found.append(facts)
     return found
 
 

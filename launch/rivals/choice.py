@@ -60,11 +60,7 @@ class BenchmarkOptions(RankOptions):
 
 
 def choose(asked: Sequence[str], plan: RunDraft) -> tuple[list[str], dict[str, str]]:
-    """Return the rows that run, and the reasons why others can't.
-
-    Raises:
-        LayoutError: none can.
-    """
+    """Return the rows that run, and the reasons why others can't; LayoutError if none can."""
     reasons = {name: reason for name in asked if (reason := why_not(name, plan)) is not None}
     if len(reasons) == len(asked):
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -102,11 +98,7 @@ def why_not(row: str, plan: RunDraft) -> str | None:
 
 
 def bounds_of(plan: RunDraft, schedule: Schedule) -> tuple[int, ...]:
-    """Return the cuts of this project's engine under ``schedule``: the plan's, or its cuts under that schedule.
-
-    Raises:
-        LayoutError: the U-Net has no such cuts.
-    """
+    """Return the cuts of this project's engine under ``schedule``; LayoutError if the U-Net has none."""
     if plan.ds.layout.schedule == schedule:
         return plan.bounds
     method: PartitionMethod = plan.ds.partition if plan.ds.partition in ("parameters", "uniform") else "flops"

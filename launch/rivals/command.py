@@ -40,23 +40,15 @@ exit codes
 """
 
 
-def parse(arguments: Sequence[str] | None) -> BenchmarkOptions:
-    """Return the options of a benchmark; raises SpecError if one is unknown or has a wrong value."""
-    meanings = "".join(f"  {name:18}{what}\n" for name, what in ROWS.items())
-    parser = OneLineParser(
-        prog="deepspeed [launcher options] launch/bench.py",
-        description=DESCRIPTION,
-        epilog=f"rows\n{meanings}{EXAMPLES}",
-    )
-    add_options(parser, BenchmarkOptions)
-    return read(BenchmarkOptions, parser.parse_args(arguments))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    meanings = "".join(f"  {name:18}{what}\n" for name, what in ROWS.items())
+    name, epilog = "deepspeed [launcher options] launch/bench.py", f"rows\n{meanings}{EXAMPLES}"
+    parser = OneLineParser(prog=name, description=DESCRIPTION, epilog=epilog)
+    add_options(parser, BenchmarkOptions)
     try:
         set_environment()
-        options = parse(arguments)
+        options = read(BenchmarkOptions, parser.parse_args(arguments))
         check_outputs(overwrite=options.overwrite, json=options.json)
         _benchmark(options)
     except (UserError, BadNumbersError) as error:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import cProfile
 import pstats
 import statistics
-import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,16 +22,13 @@ from rivals.rows import Row
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 """Relative difference that rounding explains. Over 50 steps of the digits fp32 made 1e-7, fp16 3e-4 and bf16 1e-3."""
+GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_")
+SCATTERS = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
     **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
-    **dict.fromkeys(
-        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), lambda _, own, n: own * (n - 1)
-    ),
-    **dict.fromkeys(
-        ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-        lambda own, _, n: own * (n - 1),
-    ),
+    **dict.fromkeys(GATHERS, lambda _, own, n: own * (n - 1)),
+    **dict.fromkeys(SCATTERS, lambda own, _, n: own * (n - 1)),
 }
 """Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, as a ring of
 processes does it; a library may use another algorithm of about the same cost."""
@@ -46,10 +42,7 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 
 def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed: float) -> list[float | None]:
     """Return each row's largest relative difference from the first whose ``losses``, by row and step, can be compared,
-    or None.
-
-    Raises:
-        BadNumbersError: a row does not train the same, or has a loss that is not finite; its time would mean nothing.
+    or None; BadNumbersError if a row does not train the same, or has a loss that is not finite.
     """
     largest: list[float | None] = []
     comparable = ((row.name, own) for row, own in zip(rows, losses, strict=True) if row.comparable)
@@ -166,12 +159,7 @@ class CountedOperators(TorchDispatchMode):
 
 def in_optimizer() -> bool:
     """Return whether PyTorch's optimizers are at work, which keep their counts of steps on the host."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if "/torch/optim/" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    return any("/torch/optim/" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
 
 
 def _bytes(tensors: object) -> int:

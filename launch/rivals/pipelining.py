@@ -98,14 +98,9 @@ class TorchPipeline:
 
 def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
     """Return meta tensors like a micro-batch's that cross before layer ``cut``, or of the U-Net's ends."""
-    plan = setting.plan
-    layers, images = plan.layers, plan.ds.layout.micro_batch_images
+    layers, images = setting.plan.layers, setting.plan.ds.layout.micro_batch_images
+    inside, count = 0 < cut < len(layers), 1 if setting.plan.spec.unet.classes is None else 2
+    shapes = boundary_shapes(layers, cut) if inside else (layers[-1 if cut else 0].output_shape,)
     with torch.device("meta"):
-        if 0 < cut < len(layers):
-            shapes = boundary_shapes(layers, cut)
-            return tuple(torch.empty(images, *shape, requires_grad=True) for shape in shapes)
-        picture = torch.empty(images, *layers[-1 if cut else 0].output_shape, requires_grad=cut > 0)
-        if cut > 0:
-            return (picture,)
-        number = torch.empty(images, dtype=torch.int64)
-        return (picture, number) if plan.spec.unet.classes is None else (picture, number, number)
+        crossing = tuple(torch.empty(images, *shape, requires_grad=cut > 0) for shape in shapes)
+        return crossing if cut else (*crossing, *[torch.empty(images, dtype=torch.int64)] * count)

@@ -61,11 +61,7 @@ class Setting:
 
     @classmethod
     def prepare(cls, draft: RunDraft, device: torch.device, *, verbose: bool) -> Setting:
-        """Prepare images, threads and configuration of this process, before any process group exists.
-
-        Raises:
-            UserError: something given is wrong.
-        """
+        """Prepare images, threads and configuration of this process, before any process group exists."""
         use_host_accelerator()
         share_threads(device)
         store = prepare(draft.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
@@ -112,13 +108,9 @@ class Optimizer:
         if scheduler := config.given.get("scheduler"):
             with quiet_deepspeed(verbose=False):  # DeepSpeed's own learning rates
                 self._scheduler = getattr(lr_schedules, scheduler["type"])(self._adamw, **scheduler["params"])
-        fp16 = config.fp16
-        self.scaler = torch.amp.GradScaler(
-            setting.device.type,
-            init_scale=fp16.loss_scale or 2.0**fp16.initial_scale_power,
-            growth_interval=2**31 - 1 if fp16.loss_scale else fp16.loss_scale_window,
-            enabled=scaled,
-        )
+        first = config.fp16.loss_scale or 2.0**config.fp16.initial_scale_power
+        window = 2**31 - 1 if config.fp16.loss_scale else config.fp16.loss_scale_window
+        self.scaler = torch.amp.GradScaler(setting.device.type, first, growth_interval=window, enabled=scaled)
 
     @torch.no_grad()
     def step(self, norm_group: dist.ProcessGroup | None = None) -> None:
@@ -174,8 +166,7 @@ class Loop:
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         """Return (N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
-        prediction: Tensor = self.model(*inputs, images=images.to(self._device, non_blocking=True))
-        return prediction
+        return self.model(*inputs, images=images.to(self._device, non_blocking=True))
 
     def step(self) -> Tensor:
         total = torch.zeros((), device=self._device)
@@ -223,11 +214,7 @@ class AutocastLoop(Loop):
 
 
 def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
-    """Return the loop of ``UNet2DModel`` of our configuration, with our weights.
-
-    Raises:
-        LayoutError: diffusers has no such U-Net.
-    """
+    """Return the loop of ``UNet2DModel`` of our configuration, with our weights; LayoutError if it has none."""
     from diffusers import UNet2DModel
 
     plan = setting.plan
@@ -237,9 +224,8 @@ def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
         raise LayoutError(f"--rows diffusers: {error}; leave the row out") from None
     model.load_state_dict(to_diffusers(UNet(plan.layers, plan.spec.train.seed).layers.state_dict(), plan.layers))
 
-    def call(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        prediction: Tensor = model(x_t, t, class_labels=labels, return_dict=False)[0]
-        return prediction
+    def call(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Any:
+        return model(x_t, t, class_labels=labels, return_dict=False)[0]
 
     return AutocastLoop(setting, model, "diffusers UNet2DModel", call, randn=randn)
 

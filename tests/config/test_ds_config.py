@@ -228,14 +228,11 @@ def test_a_list_of_cuts_makes_its_number_of_stages_and_with_the_stages_its_sched
 
 def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert filled(config(pipeline__in_flight=3), world_size=2, stages=2).layout.in_flight == 3
-    recorded = filled(config(pipeline__in_flight=3, pipeline__replan=True))
+    recorded = filled(config(pipeline__in_flight=3))
     assert recorded.layout.schedule == "1f1b" and filled(recorded.as_json()).as_json() == recorded.as_json()
     for ignored in ({"partition": [8]}, {"stages": 1, "schedule": "folded"}):
-        for name, value in (("in_flight", 3), ("replan", True)):
-            message = refusal(config(pipeline={name: value, **ignored}), world_size=2, stages=2)
-            assert (
-                f"pipeline.{name} = {json.dumps(value)} is used only with pipeline.schedule: planned or auto" in message
-            )
+        message = refusal(config(pipeline={"in_flight": 3, **ignored}), world_size=2, stages=2)
+        assert "pipeline.in_flight = 3 is used only with pipeline.schedule: planned or auto" in message
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 

@@ -12,7 +12,6 @@ import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.planning.finished_run import facts_of
-from ddpm_ds.planning.inputs import rank_stages
 from ddpm_ds.planning.verdict import SHOWN, verdict
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.planning.planted_facts import Bench, write_run
@@ -21,8 +20,7 @@ from tests.tracking.stored import Store
 PLANTED = {"data wait": (16, 8), "bubble": (64, 1), "communication": (16, 8)}
 """Images and micro-batches of a step by planted fault: waits that are many times longer than anything else, on a busy
 machine too."""
-ATTEMPTS = 3
-"""What neighbours of this machine do to a traced step may be more than what was planted all the same."""
+ATTEMPTS = 3  # neighbours of this machine may do more to a traced step than what was planted
 CHANGES = (
     "ds.pipeline.activation_checkpoint_interval=0",
     *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),
@@ -58,20 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_planted_fault_of_a_real_run_is_named(folder: Path, fault: str) -> None:
     found = verdict(facts_of(folder / fault))
     printed = (folder / fault / "verdict.txt").read_text()
-    assert found.top == fault, printed
-    assert f"largest cost: {SHOWN.get(fault, fault)}, " in printed
-    assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert found.change is not None, printed
-
-
-@pytest.mark.launch
-def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
-    facts = facts_of(folder / "communication")
-    layout = facts.layout
-    for own, stages in zip(facts.ranks, rank_stages(facts.job.layers, facts.bounds, layout.schedule), strict=True):
-        for phase, stage in zip(own.phases, stages, strict=True):
-            sizes = [4 * layout.micro_batch_images * n for n in (stage.sent_elements, stage.received_elements)]
-            assert sizes == [phase.activation_bytes, phase.gradient_bytes]
+    assert found.top == fault and f"largest cost: {SHOWN.get(fault, fault)}, " in printed, printed
+    assert sum(found.shares.values()) == pytest.approx(1.0) and found.change is not None, printed
 
 
 @pytest.fixture
@@ -91,13 +77,10 @@ def test_a_run_is_diagnosed_and_the_verdict_is_kept(store: Store, capsys: pytest
     assert "largest cost: data wait" in printed
     assert (store.root / "slow" / "verdict.txt").read_text() == printed
     (run,) = store.client.search_runs([store.experiment_id])
-    assert run.data.tags["verdict.top"] == "data wait"
-    assert run.data.tags["verdict.try"] == "--set data.workers=3"
-    assert run.data.tags["verdict.share"] == "23.1%"
+    tags = {"verdict.top": "data wait", "verdict.try": "--set data.workers=3", "verdict.share": "23.1%"}
+    assert tags.items() <= run.data.tags.items()
     kept = store.client.download_artifacts(run.info.run_id, "verdict.txt", str(store.root))
     assert Path(kept).read_text() == printed
-    renamed = (store.root / "slow").rename(store.root / "slowest")
-    assert main(["diagnose", str(renamed)]) == 0 and "largest cost: data wait" in capsys.readouterr().out
 
 
 def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,9 +88,8 @@ def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys:
     assert main(["diagnose", str(run_dir)]) == 0
     printed = capsys.readouterr()
     assert "largest cost: imbalance" in printed.out and "al\\xffone/spec.yaml" in printed.out
-    assert (run_dir / "verdict.txt").read_text() == printed.out
-    assert printed.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
-    assert len(printed.err.splitlines()) == 1
+    (line,) = printed.err.splitlines()
+    assert line.startswith("ddpm-ds diagnose: not kept in MLflow: ")
 
 
 def test_a_run_that_can_not_be_judged_is_one_line(
@@ -118,7 +100,6 @@ def test_a_run_that_can_not_be_judged_is_one_line(
     for name, printed in (
         ("slwo", "slwo is not the folder of a run; name one that has a spec.yaml"),
         ("empty", "is not the folder of a run"),
-        ("a" * 300, "is not the folder of a run|can't be used"),
         ("slow", "no step was traced; train with --trace-steps FIRST-LAST"),
     ):
         assert main(["diagnose", str(store.root / name)]) == 2

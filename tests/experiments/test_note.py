@@ -16,7 +16,6 @@ from tests.tracking.stored import Store, read_run
 
 @pytest.fixture
 def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output root with the run `digits-1`."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     Store(tmp_path).run("digits-1")
@@ -28,11 +27,9 @@ def note(root: Path, *words: str) -> int:
 
 
 def test_notes_are_added_with_their_date_and_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    note(root)
+    for words in ((), ("fp16 halves the time.\n\n- at batch 64\n",), ("not at batch 8",)):
+        note(root, *words)
     assert "has no note yet" in capsys.readouterr().out
-    note(root, "fp16 halves the time.\n\n- at batch 64\n")
-    note(root, "not at batch 8")
-    capsys.readouterr()
     note(root)
     today = date.today().isoformat()
     expected = f"{today}: fp16 halves the time.\n\n- at batch 64\n\n{today}: not at batch 8\n"
@@ -47,15 +44,12 @@ def test_a_note_that_says_nothing_or_would_be_cut_is_refused(root: Path, capsys:
     assert "is empty" in empty and "MLflow keeps 8,000" in long
     note(root)
     assert capsys.readouterr().out.endswith(": keep this\n")
-    assert main(["note", "learned " * 40, "digits-1"]) == 2
-    assert "255" in capsys.readouterr().err
 
 
 def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Path) -> None:
     printed: list[str] = []
-    folder = {FOLDER_TAG: str(tmp_path)}
     write_labels(tmp_path, {"sweep.values": "precision=fp16"})
-    given = {"sweep.values": "precision=fp16", **folder}
+    given = {"sweep.values": "precision=fp16", FOLDER_TAG: str(tmp_path)}
     assert labels(tmp_path, "why not", printed.append) == {**given, NOTE_TAG: "why not"}
     (tmp_path / "identity").write_text("1234\n")
     assert labels(tmp_path, None, printed.append) == given and printed == []

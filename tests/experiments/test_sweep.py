@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,8 +20,6 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
 from ddpm_ds.ground.errors import UserError
-from ddpm_ds.schema.section import flatten
-from ddpm_ds.tracking.recorder import parameters
 from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG
 from ddpm_ds.tracking.runs import VARIED_TAG, find_run, open_run
 from ddpm_ds.tracking.tracker import Tracker
@@ -34,7 +31,6 @@ CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 
 
 def command(root: Path, *words: str) -> list[str]:
-    """A sweep of tiny runs in ``root/runs``, of 400 images each."""
     cheap = ["evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"]
     changes = (*TINY, f"data.store_root={root / 'data'}", "train.images=400", *cheap)
     overrides = [part for change in changes for part in ("--set", change)]
@@ -77,31 +73,22 @@ sys.exit(main())
 
 def start(root: Path, *words: str) -> Forked:
     """A sweep of trainings that take no time; what it says is in ``root/message``."""
-    for name, program in (("played", PLAYED), ("sweep", WITH_STAND_INS)):
-        (root / f"{name}.py").write_text(program)
+    (root / "played.py").write_text(PLAYED)
+    (root / "sweep.py").write_text(WITH_STAND_INS)
     place_empty_store(root / "runs")
     environment = {**os.environ, **QUIET, "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
-    words = (str(root / "sweep.py"), str(root / "played.py"), *command(root, *words))
-    message = root / "message"
+    words, message = (str(root / "sweep.py"), str(root / "played.py"), *command(root, *words)), root / "message"
     message.unlink(missing_ok=True)
     return Forked.script(words, env=environment, stdout=message, stderr=message)
 
 
 def left_running(root: Path) -> list[str]:
-    """Command lines of what runs with ``root`` among its arguments."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if str(root) in line and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(line)
-    return found
+    running = psutil.process_iter(["cmdline", "status"])
+    lines = [" ".join(one.info["cmdline"] or ()) for one in running if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [line for line in lines if str(root) in line]
 
 
 def folder_of(root: Path, trial: str = "") -> Path:
-    """The sweep's folder, or a trial's."""
     (found,) = (root / "runs").glob(f"sweep-*.{trial}" if trial else "sweep-digits-????????")
     return found
 
@@ -116,18 +103,13 @@ def recorded(folder: Path, artifacts: str = "") -> tuple[Run, list[str]]:
 SEED = "train.seed"
 
 
-def trial_of(seed: int) -> str:
-    return f"train.seed-{seed}"
-
-
 def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_path: Path) -> None:
     words = ["--vary", f"{SEED}=2,1,0", "--note", "does sharing pay?"]
     first = start(tmp_path, *words)
     wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("sweep-*seed-1/begun")))
     first.send_signal(signal.SIGTERM)
     code, message = first.wait(PATIENCE_SECONDS), (tmp_path / "message").read_text()
-    assert code == 75, message
-    assert left_running(tmp_path) == []
+    assert code == 75 and left_running(tmp_path) == [], message
     assert "1 of 3 trials are done; the same command continues" in message
     assert recorded(folder_of(tmp_path))[0].info.status == "KILLED"
 
@@ -136,9 +118,9 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     assert code == 3, message
     assert f"{SEED}=2: 1 stage" in message and "(done)" in message and f"{SEED}=1: done" in message
     assert message.count(f"{SEED}=0: exit code 3") == 2 and "    ddpm_ds: error: too bad; try another" in message
-    logs = [(folder_of(tmp_path, trial_of(seed)) / "output.log").read_text() for seed in (2, 1, 0)]
+    logs = [(folder_of(tmp_path, f"{SEED}-{seed}") / "output.log").read_text() for seed in (2, 1, 0)]
     assert [log.count("started") for log in logs] == [1, 2, 1]
-    output = f"failed/{folder_of(tmp_path, trial_of(0)).name}"
+    output = f"failed/{folder_of(tmp_path, SEED + '-0').name}"
     parent, files = recorded(folder_of(tmp_path), output)
     assert (parent.info.status, parent.data.params["vary"]) == ("FAILED", f"{SEED}=2,1,0")
     assert (parent.data.tags[NOTE_TAG], files) == ("does sharing pay?", [f"{output}/output.log"])
@@ -161,18 +143,6 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     assert open_run(folder).status == "FINISHED" and open_run(folder).metrics["step"] == list(range(2, 51, 2))
 
 
-def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "output.log"
-
-    def run(program: str) -> tuple[int, tuple[str, ...]]:
-        return run_command([sys.executable, "-c", program], log, [])
-
-    assert run("import sys; sys.exit('ddpm_ds: error: the first')") == (1, ("ddpm_ds: error: the first",))
-    assert run("print('[2026-11-21 launcher]\\n\\nbut why'); raise SystemExit(76)") == (76, ("but why",))
-    assert run("pass") == (0, ()) and "the first" in log.read_text()
-    assert run("import os; os.kill(os.getpid(), 15)")[0] == -15
-
-
 def made_of(*items: str, processes: int = 1, folder: Path = Path("runs/sweep-x")) -> list[Trial]:
     spec, overrides = REPOSITORY / "launch" / "specs" / "digits.yaml", ["train.seed=3"]
     options = {"processes": processes, "stages": 1, "device": "cpu"}
@@ -183,18 +153,14 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     other = str(REPOSITORY / "ds_configs" / "zero0_fp32.json")
     found = made_of("processes=1,2", "unet.channels=32,64", "ds.gradient_clipping=0.5", folder=tmp_path / "sweep-x")
     combinations = [(1, 32), (1, 64), (2, 32), (2, 64)]
-    assert [trial.run_dir.name.removeprefix("sweep-x.") for trial in found] == [
-        f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5" for count, channels in combinations
-    ]
     assert [(len(trial.draft.grid.hosts), trial.draft.spec.unet.channels) for trial in found] == combinations
+    assert found[0].run_dir.name == "sweep-x.processes-1-unet.channels-32-ds.gradient-clipping-0.5"
     trial = found[-1]
     trial.prepare(["train.seed=3"])
     config = read_ds_config(trial.run_dir / "asked_ds_config.json", [])
     assert config["gradient_clipping"] == 0.5 and trial.draft.spec.train.seed == 3
     labels = json.loads((trial.run_dir / "tags.json").read_text())
-    settings = flatten({"unet": {"channels": 64}, "ema": {}, "ds_config": {"gradient_clipping": 0.5, "zero": 1}})
-    shown = parameters(settings, {VARIED_TAG: labels[VARIED_TAG]})
-    assert set(shown) == {"unet.channels", "ds_config.gradient_clipping"}
+    assert labels[VARIED_TAG].split()[1:] == ["unet.channels", "ds_config.gradient_clipping"]
     precisions = [trial.draft.ds.precision for trial in made_of(f"deepspeed_config={CONFIG},{other}")]
     assert precisions == ["fp16", "fp32"]
     same = [trial.run_dir.name for trial in made_of("data.path=a/b,a-b", "data.source=folder")]
@@ -206,14 +172,9 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     [
         (["precision=fp16"], "precision=fp16: precision can't be varied; use processes, deepspeed_config, a key"),
         (["processes"], "write NAME=VALUE,VALUE"),
-        (["processes=1,"], "write NAME=VALUE,VALUE"),
         (["processes=1,1"], "comes twice"),
-        (["processes=1", "processes=2"], "processes comes twice"),
         (["processes=1,0"], "trial processes=0: '0' is not a whole number from 1 to 65,536"),
-        (["logging.experiment=a,b"], "logging.experiment can't be varied"),
-        (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
         (["unet.chanels=32"], "did you mean unet.channels?"),
-        (["ds.zero_optimization.stage=1,three"], 'zero_optimization.stage = "three" should be'),
         (["ds.pipeline.schedule=1f1b,folded"], "trial ds.pipeline.schedule=folded: "),
         ([f"train.seed={','.join(map(str, range(1001)))}"], "makes 1,001 trials, and 1,000 are the most"),
     ],
@@ -228,23 +189,19 @@ def test_nothing_is_started_unless_every_trial_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    varied = ["--vary", "train.seed=1,2"]
     for words, printed in (
-        (["--vary", "train.seed=1,2", "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
-        (["--vary", "train.seed=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
-        (["--vary", "train.seed=1,2", "stray"], "stray is no option of sweep"),
+        ([*varied, "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
+        ([*varied, "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
+        ([*varied, "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),
     ):
         assert main(command(tmp_path, *words)) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("ddpm-ds: error: "), lines
-        assert re.search(printed, lines[0]), lines
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("ddpm-ds: error: ") and printed in line
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "runs").touch()
-    assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
-    assert "can't be written" in capsys.readouterr().err
-    (tmp_path / "runs").unlink()
     monkeypatch.setattr(Tracker, "__init__", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
+    assert main(command(tmp_path, *varied)) == 2
     assert "can't be written (No space left on device)" in capsys.readouterr().err
 
 
@@ -262,3 +219,10 @@ def test_the_trials_are_shown_before_they_are_started_and_the_same_command_is_th
     assert shown(*varied, "--note", "again")[0] == first
     assert len({first, shown(*varied[:2])[0], shown(*varied, "--set", "train.seed=4")[0]}) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
+    for fault in ("first", "last"):
+        program = f"import sys; sys.exit('ddpm_ds: error: the {fault}')"
+        found = run_command([sys.executable, "-c", program], tmp_path / "output.log", [])
+        assert found == (1, (f"ddpm_ds: error: the {fault}",))

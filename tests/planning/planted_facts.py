@@ -19,41 +19,33 @@ from ddpm_ds.planning.finished_run import FinishedRun, Overflows, RankFacts, mac
 from ddpm_ds.planning.inputs import Workload, machine_like, rank_stages
 from ddpm_ds.planning.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout, Schedule
-from ddpm_ds.unet.layers import Layer
 from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 
 BATCH = 32
+KINDS = ("forward", "backward", "weight")
 LATENCY_SECONDS = 1e-4
 """Latency of a message, as the planner assumes it on a CPU."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A made-up machine and a way to train on it."""
-
     schedule: Schedule = "1f1b"
     ranks: int = 2
     replicas: int = 1
     micro_batches: int = 16
-    cuts: tuple[int, ...] | None = None
-    """None makes the ranks' flops as equal as can be."""
+    cuts: tuple[int, ...] | None = None  # None makes the ranks' flops as equal as can be
     interval: int = 0
     in_flight: int | Literal["auto"] = "auto"
-    replan: bool = False
-    accumulation: int | Literal["auto"] = "auto"
-    """The spec's ``train.accumulation``."""
+    accumulation: int | Literal["auto"] = "auto"  # of the spec
     warmup_images: int = 0
     workers: int = 2
     zero_stage: int = 0
-    start_seconds: float = 1e-6
-    """Seconds of a layer's forward before it computes."""
+    start_seconds: float = 1e-6  # of a layer's forward before it computes
     macs_per_second: float = 1e9
     bytes_per_second: float = float("inf")
-    read_seconds: float = 0.0
-    """To read an image, with two threads."""
-    update_seconds: float = 1e-9
-    """To step a parameter."""
+    read_seconds: float = 0.0  # to read an image, with two threads
+    update_seconds: float = 1e-9  # to step a parameter
 
     @cached_property
     def job(self) -> Workload:
@@ -64,23 +56,17 @@ class Bench:
         return Workload(spec, config_of(**found.as_json()), on_cpu=True)  # as a run records it
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        return self.job.layers
-
-    @property
     def images(self) -> int:
-        """Images of a micro-batch."""
         return BATCH // self.replicas // self.micro_batches
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         if self.cuts is not None:
-            return partition(self.layers, self.ranks, self.cuts, self.schedule)
-        return weighted(self.layers, [layer.macs for layer in self.layers], self.ranks, self.schedule)
+            return partition(self.job.layers, self.ranks, self.cuts, self.schedule)
+        return weighted(self.job.layers, [layer.macs for layer in self.job.layers], self.ranks, self.schedule)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON with which it would be trained."""
         return {
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
             "scheduler": {"type": "WarmupLR"},
@@ -91,7 +77,6 @@ class Bench:
                 "stages": self.ranks,
                 "schedule": self.schedule,
                 "in_flight": self.in_flight,
-                "replan": self.replan,
                 "partition": list(self.cuts) if self.cuts else "measured",
                 "activation_checkpoint_interval": self.interval,
             },
@@ -100,9 +85,9 @@ class Bench:
     def rank(self, number: int) -> tuple[RankFacts, RankCosts]:
         """A rank's trace without its waiting, and its costs for the simulator."""
         phases = []
-        stages = rank_stages(self.layers, self.bounds, self.schedule)[number]
+        stages = rank_stages(self.job.layers, self.bounds, self.schedule)[number]
         for stage in stages:
-            own = self.layers[stage.start : stage.stop]
+            own = self.job.layers[stage.start : stage.stop]
             forwards = [self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own]
             forward = sum(forwards)
             weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
@@ -122,7 +107,6 @@ class Bench:
         )
 
     def traced(self, **other: Any) -> FinishedRun:
-        """A traced step of it, with some facts replaced."""
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         sizes = self.images, self.micro_batches, self.interval, self.zero_stage
         layout = Layout(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)
@@ -141,7 +125,7 @@ class Bench:
             pauses=Pauses(),
             evaluation_seconds=0.0,
             machine=machine_like("cpu", 2**33, half=False, devices=layout.world_size, nodes=1),
-            startup={type(layer).__name__: start for layer in self.layers},
+            startup={type(layer).__name__: start for layer in self.job.layers},
         )
         return replace(facts, **other)
 
@@ -166,10 +150,8 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             "part": 0,
             **{f"{part}_seconds": getattr(own, f"{part}_seconds") for part in parts},
             "phases": [
-                {
-                    "forward_seconds_per_micro_batch": phase.forward_seconds,
-                    "backward_seconds_per_micro_batch": phase.backward_seconds,
-                    "weight_seconds_per_micro_batch": phase.weight_seconds,
+                {f"{kind}_seconds_per_micro_batch": getattr(phase, f"{kind}_seconds") for kind in KINDS}
+                | {
                     "wait_seconds": own.wait_seconds / len(own.phases),
                     "send_seconds": own.send_seconds / len(own.phases),
                     "activation_bytes": phase.activation_bytes,
@@ -181,13 +163,9 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         for rank, own in enumerate(facts.ranks)
         for replica in range(layout.replicas)
     ]
-    values = {
+    values = layout.sizes | {
         "schedule": layout.schedule,
-        "micro_batches": layout.micro_batches,
-        "micro_batch_images": layout.micro_batch_images,
         "pipeline_ranks": layout.stages,
-        "replicas": layout.replicas,
-        "tensor_size": layout.tensor.size,
         "zero_stage": layout.zero_stage,
         "precision": facts.job.precision,
         "device": "cpu" if facts.job.on_cpu else "cuda",

@@ -28,5 +28,4 @@ def small_machine(devices: int, *, kind: str = "l4", nodes: int = 1, **rates: An
 
 
 def small_predictor(devices: int, job: Workload | None = None, **rates: Any) -> Predictor:
-    """Predicts with computed times."""
     return Predictor(job or small_job(), small_machine(devices, **rates))

@@ -51,7 +51,6 @@ def test_an_all_reduce_goes_around_the_ring_twice() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "planned"])
 def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
-    """As a run of the same layout, cuts, order and hosts counts them (tests/pipeline/test_placement.py)."""
     job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
     layout, hosts = Layout(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
     bounds = partition(job.layers, 2, "flops", schedule)
@@ -62,11 +61,7 @@ def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
     for across in ACROSS_HOSTS:
         planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across_hosts=across), bounds, half)
         counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds, passes))
-        assert (planned.activations, planned.gradients, planned.weights) == (
-            counted.activations,
-            counted.gradients,
-            counted.weights,
-        )
+        assert replace(planned, sent={}) == replace(counted, sent={})
         assert list(planned.sent.values()) == list(counted.sent.values())
     here = step_traffic(job, small_machine(4), layout, bounds, half)
     assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts
@@ -97,10 +92,9 @@ def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
         for stage, own in ((1, job), (2, job), (1, small_job()))
     )
     assert scattered.reduce_seconds == pytest.approx(once.reduce_seconds / 2)  # each replica gets its own part only
-    assert once.reduce_seconds > 0 == each.reduce_seconds
+    assert once.reduce_seconds > 0 == each.reduce_seconds == once.weight_pass_seconds
     assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
-    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds) and once.weight_pass_seconds == 0
-    assert each.optimizer_seconds == once.optimizer_seconds
+    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds)
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])

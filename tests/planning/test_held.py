@@ -20,7 +20,6 @@ from ddpm_ds.diffusion.condition import Encoded
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.planning.decisions import ds_config
-from ddpm_ds.planning.predictor import Predictor
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
@@ -96,20 +95,15 @@ def test_predicted_memory_is_what_ranks_hold(
 
 
 def compared(spec: RunSpec, ranks: int, cases: list[tuple[dict[str, Any], Layout]], folder: Path) -> dict[str, float]:
-    """Predicted bytes of each case and rank in bytes that are held."""
-    predictors: list[Predictor] = []
-    values = []
-    for precision, layout in cases:
+    values, found = [], {}
+    for number, (precision, layout) in enumerate(cases):
         job = small_job(spec, on_cpu=True, **precision, zero_optimization={"stage": 1, "reduce_bucket_size": 50_000})
-        predictors.append(small_predictor(ranks, job, kind="cpu"))
-        values.append([spec.model_dump(mode="json"), ds_config(job, layout, predictors[-1].bounds(layout))])
+        predictor = small_predictor(ranks, job, kind="cpu")
+        values.append([spec.model_dump(mode="json"), ds_config(job, layout, predictor.bounds(layout))])
+        for rank in range(ranks):
+            found[rank, number] = predictor.predict(layout).memory[rank % layout.stages].total
     counted = run_cases(ranks, Path(__file__), values, folder)
-    return {
-        f"{precision} {layout} rank {rank}": predictor.predict(layout).memory[rank % layout.stages].total
-        / counted[rank][number]
-        for number, ((precision, layout), predictor) in enumerate(zip(cases, predictors, strict=True))
-        for rank in range(ranks)
-    }
+    return {f"{cases[number]} rank {rank}": size / counted[rank][number] for (rank, number), size in found.items()}
 
 
 def micro_batches(spec: RunSpec, images: int) -> Iterator[MicroBatch]:
@@ -129,7 +123,6 @@ def micro_batches(spec: RunSpec, images: int) -> Iterator[MicroBatch]:
 
 
 def living_bytes() -> int:
-    """Bytes of the tensors that Python knows."""
     gc.collect()
     storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -147,10 +140,6 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
         empty = Encoded(torch.zeros(1, text.tokens, text.context_channels), torch.zeros(1, text.pooled_channels or 0))
     objective = Denoising(spec, torch.device("cpu"), empty=empty)
     engine = build_engine(layers, bounds, ds, objective, seed=0)
-    if ds.layout.stages == 1:  # all layers, of which a split one counts this rank's part
-        assert sum(parameter.numel() for parameter in engine.module.parameters()) == sum(
-            one.parameters for one in layers
-        )
     engine.averages, batches = Ema(engine, spec.ema), micro_batches(spec, ds.layout.micro_batch_images)
     engine.train_batch(batches)
     held = living_bytes() - others

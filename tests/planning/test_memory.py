@@ -10,6 +10,7 @@ import pytest
 
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.planning import memory as memory_model
+from ddpm_ds.planning.decisions import fitted
 from ddpm_ds.planning.inputs import Workload, rank_stages
 from ddpm_ds.planning.memory import (
     COLLECTIVE_BYTES,
@@ -17,12 +18,12 @@ from ddpm_ds.planning.memory import (
     EIGHT_BIT_INTERMEDIATES,
     Memory,
     activation_bytes,
-    checkpoint_interval,
+    communicator_bytes,
     kept,
     moments,
     pipeline_memory,
 )
-from ddpm_ds.schema.layout import Layout
+from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.planning.small import ADAMW, EIGHT_BIT, FUSED, small_job
@@ -32,35 +33,33 @@ ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
 
 
 def memory(job: Workload, layout: Layout = ONE) -> Memory:
-    """The memory of a layout of one stage."""
     return pipeline_memory(job, layout, (0, len(job.layers)))[0]
 
 
 def whole(job: Workload) -> tuple[int, int]:
-    """Parameters, and kept elements of an image."""
     return sum(one.parameters for one in job.layers), sum(one.activation_elements for one in job.layers)
 
 
+def job_in(precision: str, **config: Any) -> Workload:
+    return small_job(**config | ({} if precision == "fp32" else {precision: {"enabled": True}}))
+
+
 @pytest.mark.parametrize(
-    ("precision", "zero", "weights", "gradients", "optimizer", "ema"),
+    ("precision", "zero", "sizes"),
     [
-        ("fp32", 0, 4, 4, 8, 4),  # no second fp32 copy of the weights
-        ("fp32", 1, 4, 4, 3, 1),  # a quarter of 12 and of 4
-        ("fp32", 2, 4, 1, 3, 1),
-        ("fp16", 0, 2, 2, 12, 4),
-        ("fp16", 1, 2, 2, 3, 1),
-        ("fp16", 2, 2, 0.5, 3, 1),
-        ("bf16", 0, 2, 2, 3, 1),  # DeepSpeed shares the optimizer without ZeRO
+        ("fp32", 0, (4, 4, 8, 4)),  # no second fp32 copy of the weights
+        ("fp32", 1, (4, 4, 3, 1)),  # a quarter of 12 and of 4
+        ("fp32", 2, (4, 1, 3, 1)),
+        ("fp16", 0, (2, 2, 12, 4)),
+        ("fp16", 1, (2, 2, 3, 1)),
+        ("fp16", 2, (2, 0.5, 3, 1)),
+        ("bf16", 0, (2, 2, 3, 1)),  # DeepSpeed shares the optimizer without ZeRO
     ],
 )
-def test_bytes_of_a_parameter(
-    precision: str, zero: int, weights: float, gradients: float, optimizer: float, ema: float
-) -> None:
-    config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
-    job = small_job(**config)
+def test_bytes_of_a_parameter(precision: str, zero: int, sizes: tuple[float, ...]) -> None:
+    job = job_in(precision)
     found = memory(job, replace(ONE, zero_stage=zero))
-    expected = [whole(job)[0] * size for size in (weights, gradients, optimizer, ema)]
-    # a quarter of the parameters is rounded up
+    expected = [whole(job)[0] * size for size in sizes]  # a quarter of the parameters is rounded up
     assert (found.weights, found.gradients, found.optimizer, found.ema) == pytest.approx(expected, abs=12)
 
 
@@ -79,11 +78,9 @@ def test_bytes_of_a_parameter(
 def test_bytes_of_a_step_on_flat_gradients(
     precision: str, zero: int, replicas: int, optimizer: dict[str, Any], expected: float
 ) -> None:
-    config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
-    config["optimizer"] = optimizer
-    config |= {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
+    blocks = {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
     layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=zero, replicas=replicas)
-    found = memory(small_job(**config), layout)
+    found = memory(job_in(precision, optimizer=optimizer, **blocks), layout)
     update = found.gradients + found.activations + found.buffers
     assert update == pytest.approx(whole(small_job())[0] * expected, abs=50)
 
@@ -93,37 +90,30 @@ def test_bytes_of_a_step_on_flat_gradients(
 )
 def test_moments_of_8_bits(precision: str, zero: int, replicas: int) -> None:
     """Two codes an element and two scales a block of weights, each in blocks of its own; 8 bytes of norms, biases."""
-    config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
-    job = small_job(optimizer=EIGHT_BIT, **config)
+    job = job_in(precision, optimizer=EIGHT_BIT)
     shapes = parameter_shapes(job.layers).values()
     weights = sum(2 * (256 + 4) * -(-math.prod(shape) // 256) for shape in shapes if len(shape) > 1)
     others = sum(8 * math.prod(shape) for shape in shapes if len(shape) == 1)
-    masters = 0 if precision == "fp32" and not zero else 4 * whole(job)[0]
-    shared = 1 if precision == "fp32" and not zero else replicas
+    masters, shared = (0, 1) if precision == "fp32" and not zero else (4 * whole(job)[0], replicas)
     found = memory(job, replace(ONE, zero_stage=zero, replicas=replicas))
     assert found.optimizer == pytest.approx((weights + others + masters) / shared, abs=8)
-    usual = memory(small_job(optimizer=FUSED, **config), replace(ONE, zero_stage=zero, replicas=replicas))
-    assert found.optimizer < usual.optimizer and found.ema == usual.ema
 
 
 def test_communicators_of_a_gpu() -> None:
     """The job's, a stage's replicas', a pipeline's, and one for each kind of message to and from each neighbour."""
-    job, layout = small_job(), Layout(3, 2, "1f1b", 1, 6, 0, 2, False)
-    cuts = (0, 4, 8, len(job.layers))
-    sizes = [rank.communicators for rank in pipeline_memory(job, layout, cuts)]
+    layout, cuts = Layout(3, 2, "1f1b", 1, 6, 0, 2, False), (0, 4, 8, len(small_job().layers))
+    sizes = [rank.communicators for rank in pipeline_memory(small_job(), layout, cuts)]
     assert sizes == [3 * COLLECTIVE_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
-    assert memory(job, replace(layout, stages=1)).communicators == 2 * COLLECTIVE_BYTES
     assert {rank.communicators for rank in pipeline_memory(small_job(on_cpu=True), layout, cuts)} == {0}
+    assert communicator_bytes(Layout(1, 1, "1f1b", 1, 6, 0, 2, False, tensor=TensorSplit(2)), 0) == 3 * COLLECTIVE_BYTES
 
 
 def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weights_there() -> None:
-    spec = tiny_spec(ema={"on_host": True})
-    layout = replace(ONE, zero_stage=2)
-    usual, found = memory(small_job(tiny_spec()), layout), memory(small_job(spec), layout)
+    layout, on_host = replace(ONE, zero_stage=2), small_job(tiny_spec(ema={"on_host": True}))
+    usual, found = memory(small_job(), layout), memory(on_host, layout)
     assert (found.ema, found.total, found.host) == (0, usual.total - usual.ema, 2 * usual.ema)
-    job, wanted = (small_job(tiny_spec(ema={"on_host": on_host})) for on_host in (True, False))
     offloaded = replace(layout, offload=True)
-    assert memory(job, offloaded) == memory(wanted, offloaded), "there they are in any case"
+    assert memory(on_host, offloaded) == memory(small_job(), offloaded), "there they are in any case"
 
 
 def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:
@@ -138,7 +128,8 @@ def test_auto_recomputes_where_activations_take_more_than_half_of_the_memory() -
     job = small_job()
     bounds, needed = (0, len(job.layers)), 20 * whole(job)[1] * 4
     assert activation_bytes(job, ONE, bounds) == needed == memory(job).activations
-    assert [checkpoint_interval(job, ONE, bounds, size) for size in (2 * needed, 2 * needed - 2)] == [0, 1]
+    open_layout = replace(ONE, checkpoint_interval="auto")
+    assert [fitted(job, open_layout, bounds, size).interval for size in (2 * needed, 2 * needed - 2)] == [0, 1]
 
 
 def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
@@ -150,21 +141,7 @@ def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
     assert memory(on_gpu).activations == 20 * elements * 2
 
 
-def test_the_first_of_two_stages_holds_two_micro_batches_and_the_second_what_it_received() -> None:
-    job = small_job()
-    layout, cut = Layout(2, 1, "1f1b", 3, 8, 0, 0, False), 5
-    bounds = (0, cut, len(job.layers))
-    kept_elements = [sum(one.activation_elements for one in part) for part in (job.layers[:cut], job.layers[cut:])]
-    received = rank_stages(job.layers, bounds, "1f1b")[1][0].received_elements
-    assert activation_bytes(job, layout, bounds) == 3 * 4 * max(2 * kept_elements[0], kept_elements[1])
-    assert [rank.activations for rank in pipeline_memory(job, layout, bounds)] == [
-        2 * 3 * kept_elements[0] * 4,
-        3 * (kept_elements[1] + received) * 4,
-    ]
-
-
 def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
-    """The tiny U-Net: the h that each layer after the first takes; its skips are among them."""
     layers = small_job().layers
     stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
     one, two = (kept(layers, stage, interval, 0, 1, holds_skips=False) for interval in (1, 2))
@@ -172,61 +149,19 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     assert one.beside == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
     wide = kept(layers, stage, 1, 1, 0, holds_skips=False)
     assert wide.layers == layers[0].activation_elements
-    assert wide.working > max(layer.activation_elements for layer in layers[1:])  # and what it begins with
     assert wide.working_copies == 4 * max(layer.parameters for layer in layers[1:])
     begins = {start - 1 for start in range(3, len(layers), 2)}
     pushed = {place for place, layer in enumerate(layers) if layer.pushes}
     assert two.beside == sum(sizes[place] for place in begins | pushed)
 
 
-def test_checkpointing_keeps_a_residual_that_is_closed_in_another_group_than_it_is_opened_in() -> None:
-    layers = small_job(tiny_text_spec()).layers
-    stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
-    sizes = [math.prod(layer.output_shape) for layer in layers]
-    begins = {start - 1 for start in range(4, len(layers), 3)}
-    pushed = {place for place, layer in enumerate(layers) if layer.pushes}
-    residuals = {place - 1 for place, layer in enumerate(layers) if layer.opens}
-    assert residuals - begins - pushed == {2, 7, 23, 29}
-    assert kept(layers, stage, 3, 0, 1, holds_skips=False).beside == sum(
-        sizes[place] for place in begins | pushed | residuals
-    )
-
-
 def test_encoders_are_held_where_text_is_read() -> None:
-    """Also where the first stage reads the pooled text alone, and nowhere else."""
     job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
     bounds = (0, 1, len(job.layers) - 1, len(job.layers))
     plain, encoding = (pipeline_memory(each, layout, bounds) for each in (job, replace(job, encoder_elements=1000)))
     assert [more.total - less.total for more, less in zip(encoding, plain, strict=True)] == [2000, 2000, 0]
     on_cpu = replace(job, encoder_elements=1000, on_cpu=True)
     assert [memory.encoders for memory in pipeline_memory(on_cpu, layout, bounds)] == [4000, 4000, 0]
-
-
-def test_text_is_held_for_each_micro_batch_in_flight_and_for_the_one_that_is_loaded_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By each rank whose layers read it, in the arithmetic's precision, beside 16 bits of the next."""
-    job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
-    bounds = (0, 3, 14, len(job.layers))  # the first rank has no transformer block
-    found = pipeline_memory(job, layout, bounds)
-    monkeypatch.setattr(memory_model, "context_elements", lambda layers, *segments: 0)
-    memory_model._kept_by_rank.cache_clear()
-    without = pipeline_memory(job, layout, bounds)
-    memory_model._kept_by_rank.cache_clear()
-    image = 5 * 6  # tokens x channels
-    more = [(a.activations - b.activations, a.buffers - b.buffers) for a, b in zip(found, without, strict=True)]
-    assert more == [(0, 0), (2 * 3 * 4 * image, 3 * 2 * image), (3 * 4 * image, 3 * 2 * image)]
-
-
-def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
-    layers, stop = small_job().layers, 7
-    stage = rank_stages(layers, (0, stop, len(layers)), "1f1b")[0][0]
-    held, left = (kept(layers, stage, 4, 0, 1, holds_skips=skips) for skips in (True, False))
-    sizes = [math.prod(layer.output_shape) for layer in layers]
-    pushed = {place for place, layer in enumerate(layers[:stop]) if layer.pushes}
-    assert len(pushed) > 2 and held.skips == sum(sizes[place] for place in pushed)
-    assert held.beside == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
-    assert left.skips == 0 and left.beside <= held.beside
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -236,9 +171,8 @@ def test_the_fold_is_fullest_at_one_moment_not_the_sum_of_two(ranks: int) -> Non
     for rank in range(ranks):
         held, seen = [0, 0], []
         for step in program("folded", 4 * ranks, ranks, rank):
-            if step.name in ("ForwardPass", "BackwardPass"):
-                held[step.phase] += 1 if step.name == "ForwardPass" else -1
-                seen.append(tuple(held))
+            held[step.phase] += (step.name == "ForwardPass") - (step.name == "BackwardPass")
+            seen.append(tuple(held))
         found = moments("folded", 4 * ranks, ranks, rank)
         for weights in ((1, 1), (5, 1), (1, 5)):
             most = max(weights[0] * down + weights[1] * up for down, up in seen)
@@ -249,3 +183,34 @@ def test_the_fold_is_fullest_at_one_moment_not_the_sum_of_two(ranks: int) -> Non
 def test_more_micro_batches_than_four_a_rank_fill_no_more(schedule: Any) -> None:
     for ranks, rank in ((2, 0), (2, 1), (3, 1), (5, 0), (5, 3)):
         assert set(moments(schedule, 4 * ranks, ranks, rank)) == set(moments(schedule, 7 * ranks, ranks, rank))
+
+
+def test_a_stage_keeps_what_it_received_and_in_a_fold_the_skips_for_the_other_phase() -> None:
+    layers, bounds = small_job().layers, (0, 7, len(small_job().layers))
+    sizes = [math.prod(layer.output_shape) for layer in layers]
+    (second,), (first,) = rank_stages(layers, bounds, "1f1b")[1], rank_stages(layers, bounds, "1f1b")[0]
+    assert kept(layers, second, 0, 0, 1, holds_skips=False).beside == second.received_elements > 0
+    pushed = {place for place, layer in enumerate(layers[:7]) if layer.pushes}
+    found = kept(layers, first, 4, 0, 1, holds_skips=True)
+    assert found.skips == sum(sizes[place] for place in pushed)
+    assert found.beside == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
+
+
+def test_checkpoints_keep_residuals_between_groups_and_ranks_the_text_of_each_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
+    layers, sizes = job.layers, [math.prod(layer.output_shape) for layer in job.layers]
+    begins = {start - 1 for start in range(4, len(layers), 3)}
+    kept_places = begins | {place - layer.opens for place, layer in enumerate(layers) if layer.pushes or layer.opens}
+    stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
+    assert kept(layers, stage, 3, 0, 1, holds_skips=False).beside == sum(sizes[place] for place in kept_places)
+    bounds, found = (0, 3, 14, len(layers)), []  # the first rank has no transformer block
+    for context in (memory_model.context_elements, lambda layers, *segments: 0):
+        monkeypatch.setattr(memory_model, "context_elements", context)
+        memory_model._kept_by_rank.cache_clear()
+        found.append(pipeline_memory(job, layout, bounds))
+    image = 5 * 6  # tokens x channels; in the arithmetic's precision for each in flight, in 16 bits for the next
+    more = [(a.activations - b.activations, a.buffers - b.buffers) for a, b in zip(*found, strict=True)]
+    assert more == [(0, 0), (2 * 3 * 4 * image, 3 * 2 * image), (3 * 4 * image, 3 * 2 * image)]
+    memory_model._kept_by_rank.cache_clear()

@@ -15,7 +15,7 @@ from ddpm_ds.planning import decisions
 from ddpm_ds.planning.costs import planned_costs
 from ddpm_ds.planning.decisions import choose_layout, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload
-from ddpm_ds.planning.memory import COLLECTIVE_BYTES, peak_bytes, pipeline_memory
+from ddpm_ds.planning.memory import peak_bytes, pipeline_memory
 from ddpm_ds.schema.layout import Layout, TensorSplit
 from ddpm_ds.unet.layers import BlockLayer
 from tests.ds_json import laid_out
@@ -28,7 +28,6 @@ SPLIT = replace(ONE, tensor=BY_TWO)
 
 
 def job_of(channels: int = 32, images: int = 8, **config: Any) -> Workload:
-    """Residual blocks alone, which are all split."""
     return small_job(
         tiny_spec(
             unet={"channels": channels, "attention_resolutions": [], "dropout": 0.0},
@@ -39,7 +38,6 @@ def job_of(channels: int = 32, images: int = 8, **config: Any) -> Workload:
 
 
 def all_grouped(job: Workload, devices: int) -> list[Layout]:
-    """All layouts of a job with tensor groups on devices of one node."""
     splits = tensor_splits(job, devices)
     return [layout for split in splits for layout in layouts(job, devices, offload=False, tensor=split)]
 
@@ -62,17 +60,6 @@ def test_sums_of_a_step_take_their_bytes_on_the_link_and_a_latency_each() -> Non
     assert planned_costs(job, machine, SPLIT, bounds, times, with_sums=False)[0].pass_seconds == 0
 
 
-def test_a_rank_of_a_group_holds_its_part_of_the_weights_and_less_of_the_activations() -> None:
-    job, bounds = job_of(), (0, len(job_of().layers))
-    many = [replace(layout, micro_batch_images=40) for layout in (ONE, SPLIT)]  # activations outweigh Adam's step
-    (whole,), (part,) = (pipeline_memory(job, layout, bounds) for layout in many)
-    layers = zip(job.layers, job.of(SPLIT).layers, strict=True)
-    halves = sum(one.weights - other.weights for one, other in layers if other.shards > 1)
-    assert whole.weights - part.weights == pytest.approx(4 * halves, rel=0.01)
-    assert 0.5 * whole.activations < part.activations < 0.85 * whole.activations
-    assert part.communicators - whole.communicators == 3 * COLLECTIVE_BYTES  # of the job, for the norm, the group's
-
-
 def test_groups_are_in_a_node_and_each_level_that_is_added_splits_something() -> None:
     assert {(one.size, one.levels) for one in tensor_splits(job_of(), 4)} == {
         (size, levels) for size in (2, 4) for levels in ((0,), (0, 1))
@@ -85,7 +72,6 @@ FAST_LINKS, SLOW_LINKS = ({"link_bandwidth": speed, "flops": 1e11, "layer_second
 
 
 def test_where_links_are_fast_and_there_is_one_image_at_a_time_groups_are_proposed_and_accepted() -> None:
-    """Two devices and one image: stages would take turns, and replicas have nothing to share."""
     job = job_of(channels=256, images=1)
     predictor = small_predictor(2, job, **FAST_LINKS)
     found = search(predictor, 3, grouped=all_grouped(job, 2))
@@ -120,16 +106,6 @@ def test_a_run_that_leaves_groups_open_has_them_where_they_are_fastest_and_its_d
     assert choose_layout(closed, "x.json", "aa", None).tensor is None
 
 
-@pytest.mark.parametrize("rates", [FAST_LINKS, SLOW_LINKS])
-def test_levels_that_are_open_are_the_fastest(rates: dict[str, float]) -> None:
-    """Level 0 has the largest sums, and level 1 most of the weights."""
-    predictor = small_predictor(2, job_of(256, 8, pipeline={"tensor": {"size": 2, "levels": "auto"}}), **rates)
-    found = choose_layout(predictor, "x.json", "aa", 1).tensor
-    layout = replace(ONE, micro_batches=1, micro_batch_images=8)
-    steps = {split: predictor.predict(replace(layout, tensor=split)).step_seconds for split in (BY_TWO, BY_ONE_LEVEL)}
-    assert found == min(steps, key=lambda split: steps[split])
-
-
 def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_among_the_slowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,7 +113,7 @@ def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_amon
     job, grouped = job_of(images=1024), all_grouped(job_of(images=1024), 2)
     alone = Layout(1, 2, "1f1b", 8, 64, 4, 2, True)
     needs = [peak_bytes(job, layout, (0, len(job.layers))) for layout in (alone, *grouped)]
-    assert needs[0] == min(needs) < min(needs[1:])
+    assert needs[0] < min(needs[1:])
     predictor = small_predictor(2, job, memory_bytes=math.ceil(needs[0] / USABLE_MEMORY))
     found = search(predictor, 1, [alone], grouped)
     assert found.in_groups is None
@@ -152,3 +128,11 @@ def test_a_lower_bound_without_cuts_is_one() -> None:
         for layout in layouts(predictor.job, 4, offload=False, tensor=split):
             if predictor.cut(layout) is not None:
                 assert predictor.least_seconds(layout) <= predictor.predict(layout).step_seconds * (1 + 1e-9)
+
+
+def test_a_rank_of_a_group_holds_its_part_of_the_weights() -> None:
+    job, bounds = job_of(), (0, len(job_of().layers))
+    (whole,), (part,) = (pipeline_memory(job, layout, bounds) for layout in (ONE, SPLIT))
+    layers = zip(job.layers, job.of(SPLIT).layers, strict=True)
+    halves = sum(one.weights - other.weights for one, other in layers if other.shards > 1)
+    assert whole.weights - part.weights == pytest.approx(4 * halves, rel=0.01)

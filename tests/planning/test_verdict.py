@@ -15,7 +15,7 @@ import yaml
 from ddpm_ds.config.ds_model import changed as with_keys
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.planning.finished_run import FinishedRun, Overflows
-from ddpm_ds.planning.memory import pipeline_memory
+from ddpm_ds.planning.memory import peak_bytes
 from ddpm_ds.planning.verdict import (
     LEAST_GAIN,
     USEFUL,
@@ -53,13 +53,15 @@ FAULTS = {
     "optimizer": Bench(update_seconds=1e-6, replicas=2, micro_batches=8),
 }
 """By the cost that it causes, one fault each."""
+IN_A_FOLD = {
+    "imbalance": {"cuts": (2, 8, 15)},
+    "bubble": {"micro_batches": 4},
+    "communication": {"bytes_per_second": 2e6},
+}
 FOLDED = {
-    "data wait": replace(FAULTS["data wait"], schedule="folded"),
-    "imbalance": Bench(schedule="folded", cuts=(2, 8, 15)),
-    "bubble": Bench(schedule="folded", micro_batches=4),
-    "communication": Bench(schedule="folded", bytes_per_second=2e6),
-    "low utilisation": Bench(schedule="folded", start_seconds=3e-4),
-    "recomputation": Bench(schedule="folded", interval=1),
+    name: replace(bench, schedule="folded", **IN_A_FOLD.get(name, {}))  # type: ignore[arg-type]
+    for name, bench in FAULTS.items()
+    if name != "optimizer"
 }
 ORDERED = {name: replace(bench, schedule="planned") for name, bench in FOLDED.items() if name != "bubble"}
 ORDERED["communication"] = replace(ORDERED["communication"], micro_batches=4)
@@ -72,7 +74,6 @@ judged = functools.cache(lambda bench: verdict(bench.traced()))
 
 
 def edit(found: Verdict) -> str:
-    """The change to try as it is typed."""
     return "" if found.change is None else found.change.edit
 
 
@@ -80,29 +81,22 @@ def edit(found: Verdict) -> str:
 def test_the_fault_is_named_with_an_accepted_change_that_saves_as_predicted(
     fault: str, bench: Bench, tmp_path: Path
 ) -> None:
-    """The same machine, simulated with the change, takes so much less."""
     assert bench.images * bench.micro_batches * bench.replicas == BATCH
     before, found = bench.traced(), judged(bench)
-    assert found.top == fault and not found.healthy
+    assert found.top == fault and not found.healthy and found.change is not None
     assert sum(found.shares.values()) == pytest.approx(1.0) and min(found.shares.values()) >= 0
-    assert found.change is not None
     assert bench.schedule != "1f1b" or found.change.edit == EDITS[fault]
     check_accepted(before, found.change, tmp_path)
     saved = 1 - changed(bench, found.change).traced().step_seconds / before.step_seconds
-    assert found.change.gain == pytest.approx(saved, abs=0.02)
-    assert saved > 0.02
+    assert saved > 0.02 and found.change.gain == pytest.approx(saved, abs=0.02)
 
 
 def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
-    """Resolve the run's files with the change as it would be typed."""
-    options = shlex.split(change.edit)
-    assert set(options[::2]) == {"--set"}
-    spec, config = folder / "spec.yaml", folder / "ds_config.json"
+    options, spec, config = shlex.split(change.edit), folder / "spec.yaml", folder / "ds_config.json"
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config.given))
-    world_size = facts.layout.stages * facts.layout.replicas
-    plan = drafted(spec, options[1::2], config, world_size=world_size, stages=None)
-    assert plan.ds.layout.batch_images == BATCH
+    plan = drafted(spec, options[1::2], config, world_size=facts.layout.world_size, stages=None)
+    assert set(options[::2]) == {"--set"} and plan.ds.layout.batch_images == BATCH
 
 
 @pytest.mark.parametrize(
@@ -110,14 +104,13 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     [
         Bench(micro_batches=8, accumulation=8, warmup_images=320, replicas=2),
         Bench(schedule="folded", micro_batches=8, cuts=(2, 8, 15)),
-        Bench(schedule="planned", micro_batches=8, in_flight=3, replan=True),
-        Bench(ranks=1, micro_batches=8, in_flight=4, replan=True, replicas=2),
+        Bench(schedule="planned", micro_batches=8, in_flight=3),
+        Bench(ranks=1, micro_batches=8, in_flight=4, replicas=2),
     ],
 )
 def test_training_accepts_every_change_that_is_proposed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's JSON has numbers that follow from others; a change of one takes the others with it."""
     monkeypatch.setattr("ddpm_ds.planning.verdict.MOST_LAYOUTS", 1000)
     monkeypatch.setattr("ddpm_ds.planning.verdict.MUCH_MORE", -1000.0)
     facts = bench.traced(pauses=Pauses(100.0, 20.0, 20.0), evaluation_seconds=10.0)
@@ -131,7 +124,6 @@ def test_training_accepts_every_change_that_is_proposed(
 
 
 def changed(bench: Bench, change: Change) -> Bench:
-    """The machine with a change made."""
     fields = {
         "data.workers": "workers",
         "ds.gradient_accumulation_steps": "micro_batches",
@@ -148,35 +140,30 @@ def changed(bench: Bench, change: Change) -> Bench:
 
 
 def test_other_stages_are_named_where_they_save_far_more() -> None:
-    """Eight stages of few layers each are uneven, and send much; two are not (EDITS)."""
     change = judged(Bench(ranks=8, micro_batches=32)).change
     assert change is not None and change.settings["ds.pipeline.stages"] == 1 and change.gain > 0.2
 
 
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
     found = verdict(Bench(schedule="folded", micro_batches=32).traced())
-    assert found.healthy
-    assert found.shares[USEFUL] > 0.9
+    assert found.healthy and found.shares[USEFUL] > 0.9
     assert "\nhealthy: no cost takes 5% of the time; largest cost: imbalance, " in text(found, RUN)
     assert tags(found)["verdict.top"] == "healthy"
 
 
 def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short() -> None:
     found = judged(FAULTS["data wait"])
-    said = text(found, RUN)
-    assert said.startswith("where the time went\n\n  useful work ") and " 67.9%  #####" in said
-    assert " ".join(said.split()).count(" data wait 23.1% ######### ") == 1
-    assert "\nlargest cost: data wait, 23.1%: rank 0 waits 16 ms of a 73.7 ms step" in said
+    printed, words = text(found, RUN), " ".join(text(found, RUN).split())
+    assert printed.startswith("where the time went\n\n  useful work ") and " data wait 23.1% ######### " in words
+    assert "\nlargest cost: data wait, 23.1%: rank 0 waits 16 ms of a 73.7 ms step" in printed
     files = "--spec 'runs/a b/spec.yaml' --deepspeed_config 'runs/a b/ds_config.json'"
     command = f"try next: ddpm-ds train {files} --processes 2 --set data.workers=3"
-    assert command in said.splitlines()
-    assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
-    assert all(len(line) <= 112 or line == command for line in said.splitlines())
+    assert command in printed.splitlines()
+    assert "23% less time per image, 1.30 times the images per second" in words
+    assert all(len(line) <= 112 or line == command for line in printed.splitlines())
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=3"}
-    starting = judged(FAULTS["low utilisation"])  # which has another name in the text than as a tag
-    said = text(starting, RUN)
-    assert "\nlargest cost: kernel start-up, " in said and "low utilisation" not in said
-    assert tags(starting)["verdict.top"] == "low utilisation"
+    starting = text(judged(FAULTS["low utilisation"]), RUN)  # which has another name than the tag
+    assert "\nlargest cost: kernel start-up, " in starting
 
 
 def test_as_many_threads_as_keep_up() -> None:
@@ -189,15 +176,14 @@ def test_as_many_threads_as_keep_up() -> None:
     assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=11"
 
 
-def with_memory(facts: FinishedRun, size: int) -> FinishedRun:
-    return replace(facts, machine=replace(facts.machine, memory_bytes=size))
+def with_memory(facts: FinishedRun, more: int) -> FinishedRun:
+    """A run on a machine with the memory that its layout needs to keep all activations, and a few bytes more."""
+    needed = peak_bytes(facts.job, replace(facts.layout, checkpoint_interval=0), facts.bounds)
+    return replace(facts, machine=replace(facts.machine, memory_bytes=needed + more))
 
 
 def test_activations_that_are_kept_fit_by_the_planners_memory() -> None:
-    facts = FAULTS["recomputation"].traced()
-    kept = replace(facts.layout, checkpoint_interval=0)
-    needed = max(memory.total for memory in pipeline_memory(facts.job, kept, facts.bounds))
-    scarce, enough = (verdict(with_memory(facts, size)) for size in (needed - 1, needed))
+    scarce, enough = (verdict(with_memory(FAULTS["recomputation"].traced(), more)) for more in (-1, 0))
     assert scarce.top == "recomputation" and "activation_checkpoint_interval" not in edit(scarce)
     assert "activation_checkpoint_interval" in edit(enough)
 
@@ -205,35 +191,24 @@ def test_activations_that_are_kept_fit_by_the_planners_memory() -> None:
 def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devices_are_on_a_host(
     tmp_path: Path,
 ) -> None:
+    def groups(facts: FinishedRun) -> list[Change]:
+        return [one for one in changes(facts, traced_predictor(facts), shares(facts)) if "tensor" in one.edit]
+
     bench = Bench(ranks=1, replicas=2, micro_batches=1, interval=1, macs_per_second=1e7)
-    facts = bench.traced()
-    kept = replace(facts.layout, checkpoint_interval=0)
-    (needed,) = pipeline_memory(facts.job, kept, facts.bounds)
-    scarce = with_memory(facts, needed.total - 1)
-    together, apart = (replace(scarce, host_devices=count) for count in (2, 1))
-    found = [one for one in changes(together, traced_predictor(together), shares(together)) if "tensor" in one.edit]
-    (change,) = found
+    together = replace(with_memory(bench.traced(), -1), host_devices=2)
+    (change,) = groups(together)
     assert change.gain > LEAST_GAIN and change.settings["ds.pipeline.tensor.size"] == 2
-    assert "keeps all activations in " in change.words
-    assert "tensor" not in " ".join(one.edit for one in changes(apart, traced_predictor(apart), shares(apart)))
-    roomy = replace(facts, host_devices=2)
-    assert "tensor" not in " ".join(one.edit for one in changes(roomy, traced_predictor(roomy), shares(roomy)))
-    assert verdict(together).change == change
+    assert "keeps all activations in " in change.words and verdict(together).change == change
+    assert groups(replace(together, host_devices=1)) == groups(bench.traced(host_devices=2)) == []
     quick = replace(bench, macs_per_second=4.5e8).traced(machine=together.machine, host_devices=2)
-    (slow,) = [one for one in changes(quick, traced_predictor(quick), shares(quick)) if "tensor" in one.edit]
+    (slow,) = groups(quick)
     assert slow.gain < LEAST_GAIN, "on links without a limit it would be 1.3 %"
     check_accepted(together, change, tmp_path)
 
 
-def test_micro_batches_that_may_not_fit_are_not_named() -> None:
-    facts = FAULTS["low utilisation"].traced()
-    assert "micro_batch" not in edit(verdict(with_memory(facts, 0)))
-
-
 def test_skipped_steps_are_a_cost_with_a_loss_scale_to_begin_with() -> None:
     found = verdict(Bench().traced(overflows=Overflows(8, 32, 2.0**16, 2.0**8)))
-    assert found.top == "overflow steps"
-    assert found.shares["overflow steps"] == pytest.approx(0.25)
+    assert found.top == "overflow steps" and found.shares["overflow steps"] == pytest.approx(0.25)
     assert found.change is not None and found.change.gain == pytest.approx(0.25)
     assert found.change.edit == "--set ds.fp16.initial_scale_power=8"
     found = verdict(Bench().traced(overflows=Overflows(8, 32, 2.0**16, 2.0**16)))  # the scale comes back
@@ -250,8 +225,7 @@ def test_skipped_steps_are_a_cost_with_a_loss_scale_to_begin_with() -> None:
 )
 def test_pauses_are_a_share_of_the_run(pauses: Pauses, evaluation_seconds: float, top: str, typed: str) -> None:
     found = verdict(Bench().traced(pauses=pauses, evaluation_seconds=evaluation_seconds))
-    assert found.top == top
-    assert found.shares[top] == pytest.approx(0.2)
+    assert found.top == top and found.shares[top] == pytest.approx(0.2)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert found.change is not None and found.change.edit == typed
     assert found.change.gain == pytest.approx(0.2, abs=0.04)
@@ -263,14 +237,7 @@ def test_without_a_better_setting_nothing_is_named() -> None:
     busy = replace(facts, ranks=(replace(rank, load_seconds=facts.step_seconds),), step_seconds=2 * facts.step_seconds)
     found = verdict(busy)
     assert (found.top, found.change) == ("transfers", None)
-    assert found.shares["transfers"] == pytest.approx(0.5, abs=0.01)
     assert "try next: nothing" in text(found, RUN)
-
-
-def test_unequal_stages_of_a_planned_run_are_no_bubble() -> None:
-    """Four equal stages with eight micro-batches wait for 6% of a step at most (tests/planning/test_scheduler.py)."""
-    found = shares(Bench(schedule="planned", ranks=4, micro_batches=8).traced())
-    assert found["bubble"] <= 0.06 < found["imbalance"]
 
 
 def test_waiting_is_never_explained_twice() -> None:
@@ -291,4 +258,4 @@ def test_no_change_gives_graphs_up() -> None:
     for replayed in (False, True):
         facts = replace(eager, job=job, replayed=replayed)
         others = _fastest_layouts(facts, traced_predictor(facts), 1.0, same_stages=False)
-        assert bool(others) == (not replayed)
+        assert bool(others) != replayed
