@@ -103,29 +103,6 @@ class Timeline(Observer):
             self._recording.begin_step(step)
         else:
             self.finish()
-<<<<<<< HEAD
-            if self._replan is not None and self._follow(self._replan):
-                self._steps, self._done = range(step, step + len(self._steps)), False
-                self._recording = Recording(self._engine, step)
-            self._replan = None
-
-    def _follow(self, replan: Callable[[Summary], tuple[Program, ...]]) -> bool:
-        """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are new."""
-        seen = self._summary_of_last  # empty if it failed
-        programs = decided_by_rank_0(lambda: replan(seen) if seen else self._engine.programs, tuple[Program, ...])
-        if programs == self._engine.programs:
-            self._report.log("the passes keep their order: the one made from the traced steps is the same")
-            return False
-        self._engine.follow(programs)
-        self._engine.send_next_step_through_host()
-        if dist.get_rank() == 0:
-            self._seconds_before = self._summary_of_last["step_seconds"]
-            file = self._folder.parent / PROGRAMS
-            if keep(self._report, "", {file: written(self._engine.programs)}):
-                self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
-        return True
-=======
->>>>>>> pla
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
@@ -142,16 +119,8 @@ class Timeline(Observer):
                 ranks, error = aligned(traces)
                 summary = self._summary(ranks, error, peak)
                 first, last = summary["first_step"], summary["last_step"]
-<<<<<<< HEAD
-                values = timeline_metrics(summary, self._macs)
-                if self._seconds_before:
-                    values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
-                self._report.observed(values, last)
-                if keep(self._report, "trace", self._files(ranks, summary)):
-=======
                 self._report.observed(timeline_metrics(summary, self._macs), last)
-                if keep(self._report, "trace", lambda: self._write(ranks, summary)):
->>>>>>> pla
+                if keep(self._report, "trace", self._files(ranks, summary)):
                     suffixes = ".png and .json" if self._engine.num_stages > 1 else ".json"
                     self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}{suffixes}")
 

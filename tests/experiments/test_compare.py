@@ -32,17 +32,10 @@ def plant(folder: Path, points: Mapping[str, list[float]], *, stages: list[int],
         (folder / "spec.yaml").write_text(yaml.safe_dump({"unet": {"channels": 8}, "train": {"seed": 3}}))
         (folder / "ds_config.json").write_text(json.dumps({"pipeline": {"stages": count}}))
     if ended:
-<<<<<<< HEAD
         append_event(folder / EVENTS, {"finish": ended})
-    for place in range(4):
-        values = {metric: values[place] for metric, values in points.items() if place < len(values)}
-        with (folder / "metrics.jsonl").open("a") as file:
-=======
-        events.append({"finish": ended})
     with (folder / "metrics.jsonl").open("a") as file:
         for place in range(4):
             values = {metric: values[place] for metric, values in points.items() if place < len(values)}
->>>>>>> pla
             file.write(json.dumps({"step": 10 * (place + 1), **values}) + "\n")
     (folder / "evaluations.jsonl").write_text(json.dumps({"step": 40, "eval/loss": 0.3}) + "\n")
     (folder / "observations.jsonl").write_text(json.dumps({"step": 20, "flops/stage1_gflops": 2.5}) + "\n")
