@@ -30,9 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices
 from ddpm_ds.data.order import BucketOrder, Order
-from ddpm_ds.ground import keyed
 from ddpm_ds.ground.errors import HostError, SpecError
-from ddpm_ds.ground.keyed import Stream
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.ground.units import gib
 from ddpm_ds.schema.types import HeldOut
 
@@ -228,7 +227,8 @@ class _Reads(Dataset[_Read]):
         fields = {name: field for name, field in cache.fields.items() if name in self.fields}
         draws = None
         if cache.text is not None:
-            draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
+            drawn = Draws(self.order.seed, torch.from_numpy(index), {Stream.CAPTION: 1})
+            draws = drawn.bits(Stream.CAPTION)[:, 0].numpy()
         read = list[Tensor]()
         for values in fields.values():
             shape = (len(stored), *values.shape[1:])

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from ddpm_ds.ground import keyed
-from ddpm_ds.ground.keyed import Stream
+from ddpm_ds.ground.keyed import Draws, Stream
 
 MASK = 0xFFFFFFFF
 WORD = st.integers(0, MASK)
@@ -31,12 +31,24 @@ KNOWN_ANSWERS = (
 )
 
 DRAWS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "bits": lambda images, count: keyed.bits(3, 1, images, count),
-    "uniform": lambda images, count: keyed.uniform(3, 1, images, count),
+    "bits": lambda images, count: bits(3, 1, images, count),
+    "uniform": lambda images, count: uniform(3, 1, images, count),
     "normal": lambda images, count: keyed.normal(3, 1, images, count),
     "keep_mask": lambda images, count: keyed.keep_mask(3, 16, images, count, 0.3),
-    "integers": lambda images, count: keyed.integers(3, 1, images, 1000)[:, None].expand(-1, count),
+    "integers": lambda images, count: integers(3, 1, images, 1000)[:, None].expand(-1, count),
 }
+
+
+def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
+    return Draws(seed, images, {stream: count}).bits(stream)
+
+
+def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
+    return Draws(seed, images, {stream: count}).uniform(stream)
+
+
+def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
+    return Draws(seed, images, {stream: 1}).integers(stream, high)
 
 
 def philox_of_integers(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
@@ -80,7 +92,7 @@ def test_the_reference_gives_the_known_answers_of_philox(
 @settings(max_examples=50, deadline=None)
 @given(seed=WORD, stream=WORD, images=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4))
 def test_bits_are_philox_for_every_key_and_counter(seed: int, stream: int, images: list[int]) -> None:
-    words = keyed.bits(seed, stream, torch.tensor(images), 12)
+    words = bits(seed, stream, torch.tensor(images), 12)
     for row, image in zip(words.tolist(), images, strict=True):
         blocks = [philox_of_integers((block, image & MASK, image >> 32, 0), (seed, stream)) for block in range(3)]
         assert row == [word for block in blocks for word in block]
@@ -107,16 +119,16 @@ def test_a_draw_does_not_depend_on_the_batch_or_the_count(draw: Callable[[Tensor
 
 def test_draws_of_several_streams_are_those_of_each() -> None:
     images, words, normals = torch.tensor([0, 7, 2**40]), {4: 10, 0: 2, 5: 1, 2**32 - 1: 6}, {1: 7, 3: 2}
-    together = keyed.Draws(3, images, words, normals)
+    together = Draws(3, images, words, normals)
     for stream, count in words.items():
-        assert torch.equal(together.bits(stream), keyed.bits(3, stream, images, count))
-        assert torch.equal(together.uniform(stream), keyed.uniform(3, stream, images, count))
-        assert torch.equal(together.integers(stream, 1000), keyed.integers(3, stream, images, 1000))
-        assert torch.equal(together.coins(stream), keyed.integers(3, stream, images, 2).bool())
+        assert torch.equal(together.bits(stream), bits(3, stream, images, count))
+        assert torch.equal(together.uniform(stream), uniform(3, stream, images, count))
+        assert torch.equal(together.integers(stream, 1000), integers(3, stream, images, 1000))
+        assert torch.equal(together.coins(stream), integers(3, stream, images, 2).bool())
     for stream, count in normals.items():
         assert torch.equal(together.normal(stream), keyed.normal(3, stream, images, count))
     with pytest.raises(ValueError, match="stream = -1"):
-        keyed.Draws(3, images, {0: 1, -1: 1})
+        Draws(3, images, {0: 1, -1: 1})
 
 
 def test_torch_generator_is_neither_read_nor_moved() -> None:
@@ -128,7 +140,7 @@ def test_torch_generator_is_neither_read_nor_moved() -> None:
 
 
 def test_uniform_is_uniform() -> None:
-    draws = keyed.uniform(0, Stream.LABEL_DROP, torch.arange(1000), 200)
+    draws = uniform(0, Stream.LABEL_DROP, torch.arange(1000), 200)
     assert draws.dtype == torch.float32
     assert abs(draws.mean() - 0.5) < 4 * math.sqrt(1 / 12 / draws.numel())
     assert abs(draws.var() - 1 / 12) < 1e-3
@@ -165,16 +177,16 @@ def test_normal_neighbours_images_streams_and_seeds_are_uncorrelated(power: int)
 def test_extreme_words_stay_below_1_and_finite(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.arange(3)
     monkeypatch.setattr(keyed, "_philox", lambda *_: [torch.full((3, 1), word)] * 4)
-    drawn = keyed.uniform(0, 0, images, 2)
+    drawn = uniform(0, 0, images, 2)
     assert drawn.min() >= 0.0 and drawn.max() < 1.0
     assert keyed.normal(0, 0, images, 4).isfinite().all()
     for high in (1, 1000, 2**31):
-        index = keyed.integers(0, 0, images, high)
+        index = integers(0, 0, images, high)
         assert index.min() >= 0 and index.max() < high
 
 
 def test_integers_cover_every_value_evenly() -> None:
-    drawn = keyed.integers(0, Stream.TIMESTEP, torch.arange(100_000), 1000)
+    drawn = integers(0, Stream.TIMESTEP, torch.arange(100_000), 1000)
     counts = torch.bincount(drawn, minlength=1000)
     assert counts.shape == (1000,) and counts.min() > 0
     assert stats.chisquare(counts.numpy()).pvalue > 0.01
@@ -226,10 +238,10 @@ def test_streams_that_are_counted_on_from_meet_no_other() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: keyed.bits(-1, 0, torch.arange(1), 1),
-        lambda: keyed.bits(0, 2**32, torch.arange(1), 1),
-        lambda: keyed.integers(0, 0, torch.arange(1), 0),
-        lambda: keyed.integers(0, 0, torch.arange(1), 2**31 + 1),
+        lambda: bits(-1, 0, torch.arange(1), 1),
+        lambda: bits(0, 2**32, torch.arange(1), 1),
+        lambda: integers(0, 0, torch.arange(1), 0),
+        lambda: integers(0, 0, torch.arange(1), 2**31 + 1),
         lambda: keyed.keep_mask(0, 0, torch.arange(1), 1, 1.0),
         lambda: keyed.keep_mask(0, 0, torch.arange(1), 1, -0.1),
     ],
