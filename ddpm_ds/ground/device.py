@@ -70,10 +70,10 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         return torch.device("cpu")
     if local_size > devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible})"
         raise LayoutError(
-            f"{local_size} processes were started on a host with {devices} CUDA devices"
-            f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES = {visible})'}; "
-            f"start {devices} (deepspeed --num_gpus {devices}) or use --device cpu"
+            f"{local_size} processes were started on a host with {devices} CUDA devices{shown}; start {devices} "
+            f"(deepspeed --num_gpus {devices}) or use --device cpu"
         )
     for name, why in LOCKING_ENVIRONMENT.items():
         if stages > 1 and (value := os.environ.get(name, "0")) not in ("", "0"):
@@ -83,9 +83,8 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
             check_architecture(torch.cuda.get_device_name(local_rank), torch.cuda.get_device_capability(local_rank))
             torch.cuda.set_device(local_rank)
     except RuntimeError as error:
-        raise LayoutError(
-            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); see nvidia-smi"
-        ) from None
+        why = str(error).splitlines()[0]
+        raise LayoutError(f"CUDA device {local_rank} can't be used ({why}); see nvidia-smi") from None
     if chosen and os.environ.get("RANK") == "0":
         settings = ", ".join(f"{name}={value}" for name, value in chosen.items())
         print(f"set for messages between GPUs (docs/gpu.md): {settings}", flush=True)
@@ -160,10 +159,8 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def _prepare_messages() -> dict[str, str]:
-    """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them.
-
-    NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
-    """
+    """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them."""
+    # NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
     if os.environ.get("WORLD_SIZE", "1") == "1" or _hidden() or not _gpus():
         return {}
     chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
@@ -172,9 +169,7 @@ def _prepare_messages() -> dict[str, str]:
 
 
 def check_cuda(devices: int) -> None:
-    """Raise LayoutError if this host has a GPU that CUDA can't use: its driver is too old or broken, or
-    CUDA_VISIBLE_DEVICES is wrong. ``devices`` is PyTorch's count of CUDA devices.
-    """
+    """Raise LayoutError if this host has a GPU that CUDA can't use; ``devices`` is PyTorch's count of CUDA devices."""
     if torch.version.cuda is None or _hidden() or not (devices or _gpus()):
         return
     with warnings.catch_warnings(record=True) as caught:
@@ -182,12 +177,6 @@ def check_cuda(devices: int) -> None:
         if torch.cuda.is_available():
             return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",")]
-    if not devices and len(set(names)) < len(names):
-        raise LayoutError(
-            f"CUDA_VISIBLE_DEVICES = {visible} names a GPU twice, so that CUDA shows none; name each once, or use "
-            "--device cpu"
-        )
     why = str(caught[-1].message).removeprefix("CUDA initialization: ").split(". ")[0] if caught else "no device"
     try:
         pynvml.nvmlInit()
@@ -223,8 +212,7 @@ def check_architecture(name: str, capability: tuple[int, int]) -> None:
 
 def _hidden() -> bool:
     """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty or begins with an invalid number."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    return not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 
 
 def _gpus() -> int:
@@ -237,7 +225,6 @@ def _gpus() -> int:
 
 
 def _why_no_device() -> str:
-    """Explain why PyTorch has no CUDA device on a host without a usable GPU, with the fix."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
     if _hidden():

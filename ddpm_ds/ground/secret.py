@@ -1,8 +1,7 @@
 """Detection and removal of secrets in environment variables, addresses and other programs' messages. Imports no torch.
 
 Of an address only scheme, host, port and path are shown. Messages of MLflow, database drivers and HTTP clients lose all
-that the environment has in secret variables or in other parts of addresses. Secrets never appear on command lines, and
-only its owner can read a file that holds any. How users pass secrets: docs/security.md.
+that the environment has in secret variables or in other parts of addresses. How users pass secrets: docs/security.md.
 """
 
 import functools
@@ -10,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import quote, unquote, unquote_plus
 
 SHORTEST = 4
@@ -118,11 +116,3 @@ def _character(one: str) -> str:
     escaped = (json.dumps(one)[1:-1], repr(f"{one}'")[1:-2], f"\\{one}")
     written = [re.escape(way) for way in (quote(one, safe="", errors="surrogateescape"), *escaped, one)]
     return f"(?:{'|'.join([*written, *(SPACES if one.isspace() else ())])})"
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, even while it is being written; raises OSError."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-        os.fchmod(file.fileno(), 0o600)  # the file may have existed
-        file.truncate()
-        file.write(content)
