@@ -13,7 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -93,15 +93,13 @@ def ssh_to(host: str) -> list[str]:
     return ["ssh", *as_user, *options, *([] if named else [name])]
 
 
-def _lines_of(path: Path, what: str, fix: str) -> Iterator[tuple[str, str]]:
-    """Yield each line of a file that is not empty, with its place for messages; raises SpecError."""
+def _lines_of(path: Path, what: str, fix: str) -> list[tuple[str, str]]:
+    """Return the lines of a file that are not empty, with their places for messages; raises SpecError."""
     try:
-        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
+        lines = map(str.strip, read_text(path, MOST_CONFIG_BYTES).splitlines())
     except OSError as error:
         raise SpecError(f"{what} can't be read ({error.strerror}); {fix}") from None
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if line:
-            yield f"{what}, line {number}", line
+    return [(f"{what}, line {number}", line) for number, line in enumerate(lines, start=1) if line]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -110,17 +108,17 @@ def read_hostfile(path: Path) -> dict[str, int]:
     for place, line in _lines_of(path, f"hostfile {path}", "give --hostfile a file that can"):
         if line.startswith("#"):
             continue
-        where = f"{place}: {line!r}"
         entry = _ENTRY.match(line)
-        if entry is None:
-            raise SpecError(f"{where} is not HOST slots=N; write it as: worker-1 slots=4")
-        host, slots = entry[1], int(entry[2])
-        if host in hosts:
-            raise SpecError(f"{where} names {host} a second time; keep one line for each host")
-        if slots + sum(hosts.values()) > MOST_PROCESSES:
-            raise SpecError(f"{where} makes more than {MOST_PROCESSES:,} processes; use fewer slots")
-        if slots == 0:
-            raise SpecError(f"{where} gives no process to {host}; delete the line, or give it slots=1 or more")
+        host, slots = (entry[1], int(entry[2])) if entry else ("", 0)
+        total = slots + sum(hosts.values())
+        faults = {
+            "is not HOST slots=N; write it as: worker-1 slots=4": entry is None,
+            f"names {host} a second time; keep one line for each host": host in hosts,
+            f"makes more than {MOST_PROCESSES:,} processes; use fewer slots": total > MOST_PROCESSES,
+            f"gives no process to {host}; delete the line, or give it slots=1 or more": slots == 0,
+        }
+        if fault := next((fault for fault, found in faults.items() if found), ""):
+            raise SpecError(f"{place}: {line!r} {fault}")
         hosts[host] = slots
     if not hosts:
         raise SpecError(f"hostfile {path} names no host; add a line such as: worker-1 slots=4")
@@ -160,10 +158,8 @@ def read_environment(path: Path) -> dict[str, str]:
             continue
         name, equals, value = line.partition("=")
         text = f"{name}={shown(name, value)}" if equals else shown(line, line)
-        raise SpecError(
-            f"{place}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, without export, quotes, $, "
-            "backslash, backquote or comment"
-        )
+        plain = "without export, quotes, $, backslash, backquote or comment"
+        raise SpecError(f"{place}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, {plain}")
     return values
 
 

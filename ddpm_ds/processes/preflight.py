@@ -48,16 +48,12 @@ class Cell(NamedTuple):
 
 
 Findings = tuple[dict[str, str], dict[str, Cell], int]
-"""Facts of a host that training compares (:func:`ddpm_ds.processes.hosts.facts`), by name; all else, by column; the
-number of GPUs."""
+"""Facts of a host that training compares (:func:`ddpm_ds.processes.hosts.facts`); all else, by column; its GPUs."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Hosts with their processes, and the way to start a program there with DeepSpeed's ``environment``.
-
-    A ``local`` fleet is this machine alone, which needs no ssh. An answer may take ``seconds``.
-    """
+    """Hosts and their ``slots``, and how a program is started there; ``local``: this machine alone, without ssh."""
 
     slots: Mapping[str, int]
     python: str

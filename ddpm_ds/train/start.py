@@ -32,7 +32,7 @@ from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
+from ddpm_ds.processes.watchdog import DeviceWork, Watchdog
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.progress import ProgressLine
@@ -120,9 +120,9 @@ def started(
         for rank in range(dist.get_world_size()):
             stage, _, part = plan.grid.coordinates(rank)
             names.append(rendezvous.name(rank, stage, part if plan.grid.tensor > 1 else None))
-        own_rank, work = dist.get_rank(), DeviceWork.of(device)
-        store, dead, hang = make_store(own_rank, len(names)), asked.dead_seconds, asked.hang_seconds
-        with Watchdog(own_rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
+        rank, store, work = rendezvous.rank, rendezvous.store, DeviceWork.of(device)
+        dead, hang = asked.dead_seconds, asked.hang_seconds
+        with Watchdog(rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
             yield prepared, watchdog
         dist.barrier()
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, newest
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.pipeline.messages import broadcast_object
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -69,6 +71,16 @@ def ranks(folder: Path, count: int, log: Callable[[str], None], **options: Any) 
     """The writers of ranks that see one folder."""
     store = HashStore()
     return [Writer(folder, rank, count, log=log, store=store, **options) for rank in range(count)]
+
+
+def store_of(rank: int, world_size: int) -> Store:
+    """A store that rank 0 serves; collective."""
+    patience = timedelta(seconds=60)
+    if world_size == 1:
+        return HashStore()
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience) if rank == 0 else None
+    port = broadcast_object(served and served.port, int)
+    return served or TCPStore("127.0.0.1", port, timeout=patience)
 
 
 def save(

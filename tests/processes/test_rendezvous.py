@@ -156,8 +156,7 @@ def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:
 
 def test_ranks_with_different_secrets_end_with_a_line_about_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_rank_2(together: Rendezvous) -> object:
-        assert isinstance(together._store, SealedStore)
-        together._store._secret = b"another"
+        together.store._secret = b"another"
         return agree(together)
 
     ended = meet(agree, agree, as_rank_2)
@@ -203,7 +202,7 @@ def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         return together.agree("images", {})
 
     ended = meet(goes_on, goes_on, dies)
-    assert any("rank 2 has gone while starting" in str(error) for error in ended[:2])
+    assert any("lost while starting: rank 2" in str(error) for error in ended[:2])
 
 
 @pytest.mark.parametrize("somebody", [False, True])

@@ -64,6 +64,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.1)
     yield folder
     assert left_running(folder) == []
 
@@ -135,7 +136,7 @@ def supervised(
         then(line)
 
     with received_signals():  # a supervisor leaves signals ignored; this process goes on
-        ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
+        ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, log=log)
         return ended.code, said
 
 
@@ -194,7 +195,7 @@ def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path, o
     [
         (supervisor._Start, "_wait_until_gone"),
         (supervisor, "exit_code"),
-        (supervisor._Start, "_kill"),
+        (supervisor.Processes, "kill"),
         (ExitFile, "read"),
         (ExitFile, "close"),
     ],
