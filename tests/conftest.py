@@ -1,8 +1,6 @@
 """What all tests share. One thread a process unless OMP_NUM_THREADS says otherwise: many tests start several
 processes, and idle threads that spin slow each other down."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

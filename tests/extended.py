@@ -3,8 +3,6 @@
 As a script: trains with all four, draws and exports. python tests/extended.py RUN_DIR PICTURES.npz
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from pathlib import Path

@@ -3,8 +3,6 @@
 deepspeed tests/fake_training.py --run-dir DIR PART [PART ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ A server, one for all workers of a test run, has imported them and forks a proce
 that sends to MLflow. Questions and answers are lines of JSON.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -27,7 +25,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, NoReturn, Self, cast
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, (f"{REPOSITORY}", f"{REPOSITORY}/launch", os.environ.get("PYTHONPATH"))))
@@ -135,7 +133,7 @@ class Forked:
         self._polling = threading.Lock()  # the server can say only once that a process has ended
 
     @classmethod
-    def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Forked:
+    def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Self:
         """A script with its arguments; its output is appended to two files, or to one."""
         details = {"words": list(words), "environment": dict(env), "stdout": str(stdout), "stderr": str(stderr)}
         return cls(server().ask("script", details))

@@ -5,8 +5,6 @@ mean of each block of 4x4 pixels plus white noise. Given y, x is Gaussian again:
 covariance does not depend on y. All arrays are float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The Hugging Face hub's HTTP interface on loopback, as far as uploads and downloads of models use it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

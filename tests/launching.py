@@ -1,7 +1,5 @@
 """Start real processes, and tiny runs to give them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub: repositories are folders, of which files are copied to a cache."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

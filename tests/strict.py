@@ -13,8 +13,6 @@ ends with the code :data:`LOCKED`. Other settings for tests: ``STRICT_FOLDERS``,
 colons between them; ``STRICT_MUTANT``, one of :data:`MUTANTS`, what is broken on purpose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

@@ -1,7 +1,5 @@
 """A command as a person sees it: typed in a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """The program that proves a GPU: what it reports of checks that pass, fail, crash and hang, and what a CPU can run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What a run spec chooses by name: a source, schedule, objective or sampler needs one entry of a registry, no more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from hashlib import sha256

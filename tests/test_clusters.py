@@ -1,8 +1,6 @@
 """The files of launch/clusters: each platform's variables make the ranks of one run, its signals and grace periods save
 it, and its file is what the platform reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 What Docker does besides is done here by hand: mounts of a step, variables, user, working folder, process 1's command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Hostile specs, JSONs, option values and files: each is one line and exit code 2, within seconds and a GiB, and leaves
 nothing behind."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

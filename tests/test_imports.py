@@ -1,7 +1,5 @@
 """The house: imports follow the arrow from spec to samples and never run back (docs/design.md)."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a wheel holds is enough to train: it has the presets and examples that a clone has beside the package."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

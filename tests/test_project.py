@@ -1,7 +1,5 @@
 """Files that hosting sites, hooks and language models read: they call the project's own checks and name its pages."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

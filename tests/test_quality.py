@@ -1,7 +1,5 @@
 """launch/quality.py: which runs it starts, how many at a time, what its classifier and its tables say of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

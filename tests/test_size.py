@@ -1,7 +1,5 @@
 """No room has more lines of Python than the table of docs/design.md allows it."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real runs under a transport that is as strict as NCCL: none locks, and each comes where it came before."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How long a checkpoint holds training up and takes to be written: ``python -m tests.checkpoint.measure FOLDER``."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Small checkpoints for tests: values that follow from (kind, name, images), cut into fragments anywhere."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

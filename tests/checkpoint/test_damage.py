@@ -1,7 +1,5 @@
 """A flipped, cut, lengthened or missing file is refused or passed over: no value is ever read wrong."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The folder of checkpoints: names, keep rules, replacing, what a run leaves behind, and cleaning up."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

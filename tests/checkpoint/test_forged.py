@@ -1,7 +1,5 @@
 """Checkpoints that someone has changed and given right checksums: one line, and the older checkpoint is taken."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

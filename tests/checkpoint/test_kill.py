@@ -1,7 +1,5 @@
 """SIGKILL at any moment of writing: what has a checkpoint's name is a whole checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """Parameters whose parts lie with the ranks of tensor groups: whole by name, and read by any other sharing of them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Writing beside training: complete or not there, whatever fails; and read back the same from any layout."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Which device a process gets, what CUDA's environment then holds, and what is wrong with a GPU that can't be used."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

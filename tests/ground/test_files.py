@@ -1,7 +1,5 @@
 """Files that are complete or as they were, and what killed writers leave."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Random draws are pure functions of (seed, stream, image index), with the statistics they claim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

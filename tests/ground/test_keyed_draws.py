@@ -1,8 +1,6 @@
 """Draws by one kernel are those of PyTorch's operations, as built on a GPU. In Triton's interpreter
 ``unet/test_interpreted.py`` compares them, on any machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes and speeds as people write them, and what is said of others."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -1,7 +1,5 @@
 """What is secret, and that no message shows it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

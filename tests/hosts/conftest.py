@@ -1,7 +1,5 @@
 """Hosts for the tests of this folder, where they can be made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -8,8 +8,6 @@ the machine's. A namespace lives as long as a process that ends when its standar
 killed; none has a name outside, so nothing can be left over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -19,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import psutil
 
@@ -53,7 +52,7 @@ PidFile none
 class Host:
     """One of the hosts: its ``name`` is worker-1 or worker-2, its ``port`` the switch's end of its link."""
 
-    def __init__(self, hosts: Hosts, index: int) -> None:
+    def __init__(self, hosts: "Hosts", index: int) -> None:
         self.name, self.address = f"worker-{index}", f"{NETWORK}.{index}"
         self.folder = hosts.folder / self.name
         self.home = self.folder / "home"
@@ -178,7 +177,7 @@ class Hosts:
         self.environment_file = folder / "deepspeed_env"
         self._hosts: list[Host] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
         make_key(self.key)
         self.ssh_config.write_text(SSH_CONFIG.format(key=self.key))

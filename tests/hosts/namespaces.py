@@ -1,7 +1,5 @@
 """Namespaces that live as long as a process holds them, and the network devices in them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

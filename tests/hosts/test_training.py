@@ -1,7 +1,5 @@
 """Training across hosts gives what training on one host gives, with any launcher or disaster; and doctor sees both."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Where ranks are started: the hosts that take part and the variables of ranks are those of DeepSpeed's launcher."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A run that is asked to stop, and started again, is the run that never was; nothing of it is written down twice."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

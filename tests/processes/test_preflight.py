@@ -1,7 +1,5 @@
 """``ddpm-ds doctor``: hosts behind an ssh that stays on this machine, what differs, and what each one lacks."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shlex

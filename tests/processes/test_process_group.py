@@ -1,7 +1,5 @@
 """The process group of a program: who waits for how long, and what is said where it can't be made."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

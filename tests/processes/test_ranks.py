@@ -1,7 +1,5 @@
 """The beginning of every program, and how it notices that its launcher has gone."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Rendezvous of ranks and the store by which they meet: who joins, who is missing, and who may write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Requests to one rank from outside; ``test_preemption.py`` shows how several ranks agree, in whole runs."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """The batch script of Slurm with stand-ins for Slurm: what it starts and passes on, and when it queues itself again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """``ddpm-ds run``: signals, exit codes, leftovers and restarts, with DeepSpeed's launcher and a quick stand-in."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

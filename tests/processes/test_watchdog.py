@@ -1,7 +1,5 @@
 """A rank that dies or hangs is named by the others, which end; one that is busy, frozen with us, or done is not."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -3,8 +3,6 @@
 Rank 1 hangs. The others wait for it, each in another way: in a collective, for a message, for a device.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
