@@ -63,9 +63,6 @@ class Handler(BaseHTTPRequestHandler):
                         for file, data in found.files.items()
                     ]
                     self._answer(entries)
-            case ["api", "models", owner, name, "auth-check", "write"]:
-                if (found := self._found(f"{owner}/{name}")) is not None:
-                    self._answer({}) if self._user[0] in found.writers else self._refuse(403, "no rights")
             case [owner, name, "resolve", head, *place]:
                 if (found := self._found(f"{owner}/{name}")) is not None:
                     data = found.files["/".join(place)]

@@ -1,7 +1,6 @@
 """The program that proves a GPU: what it reports of checks that pass, fail, crash and hang, and what a CPU can run."""
 
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,23 +119,6 @@ def test_a_row_of_tests_counts_them_and_names_failures(tmp_path: Path) -> None:
     (row,) = check_gpu.gpu_tests(check_gpu.Machine(tmp_path, "cpu"), tmp_path)
     expected = r"1 failed, 1 passed, 1 skipped.* in .*; FAILED .*test_fails.*"
     assert row.result == "fail" and re.fullmatch(expected, row.measured)
-
-
-def test_rows_of_the_benchmark_stand_below_the_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"row": "1f1b", "images_per_second": 190.0, "peak_bytes": 2**30, "step_seconds": {"median": 0.5}}
-    report = {"rows": [row], "not_run": [{"row": "lucidrains", "reason": "is not installed"}]}
-
-    def bench(machine: Any, name: str, *words: Any, seconds: float) -> None:
-        words[words.index("--json") + 1].write_text(json.dumps(report))
-
-    monkeypatch.setattr(check_gpu.Machine, "run", bench)
-    first, *rows = check_gpu.unets(check_gpu.Machine(tmp_path, "cpu"))
-    assert re.fullmatch(r"CIFAR-10, [\d,]+ parameters", first.name)
-    assert re.fullmatch(r"predicted [\d.,]+ images/s, [\d.]+ GiB", first.measured)
-    assert rows == [
-        Finding("CIFAR-10, 1f1b", "190 images/s, 500 ms a step, 1.00 GiB"),
-        Finding("CIFAR-10, lucidrains", "is not installed", "skipped"),
-    ]
 
 
 def test_a_unet_that_would_not_fit_the_device_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,20 +115,10 @@ def test_images_are_those_of_the_command_line(run_dir: Path, tmp_path: Path) -> 
         assert (written.int() - image[0].int()).abs().max() <= 1
 
 
-def test_classes_come_in_turn_unless_labels_say_otherwise(trained: Trained) -> None:
-    in_turn = sample(trained, 12, sampler=FAST_SAMPLER)
-    assert torch.equal(in_turn, sample(trained, 12, sampler=FAST_SAMPLER, labels=range(10)))
-    assert not torch.equal(in_turn, sample(trained, 12, sampler=FAST_SAMPLER, labels=[3]))
-    assert not torch.equal(in_turn, sample(trained, 12, sampler=FAST_SAMPLER, labels=None))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)},
-            "sampler.eta = 0.5 is used only with sampler.kind: ddim",
-        ),
+        ({"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)}, "sampler.eta = 0.5 is used only with sampler.kind:"),
         ({"sampler": SamplerSpec(steps=2000)}, "sampler.steps = 2000 is above the 1000 timesteps"),
         ({"labels": []}, "labels = [] names no class; use None"),
         ({"labels": [3, 10]}, "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),

@@ -51,13 +51,6 @@ def test_keep_rules_applied_at_every_checkpoint_keep_what_they_keep_at_the_end(
     assert present == [name for name in everything if name not in to_delete(everything, keep_last, keep_every)]
 
 
-def test_writer_applies_the_keep_rules(tmp_path: Path) -> None:
-    for images in (10, 20, 30, 40, 50):
-        assert save(tmp_path, images, keep_last=2, keep_every_images=20) == []
-    assert names(tmp_path) == named(20, 40, 50)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*named(20, 40, 50), "latest"]
-
-
 def test_names_are_sorted_and_no_checkpoint_is_none_but_none_that_is_good_is_an_error(tmp_path: Path) -> None:
     said: list[str] = []
     complete = ["images-000000020", "images-000000100", "images-1000000000000"]

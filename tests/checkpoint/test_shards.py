@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Span, check_coverage
+from ddpm_ds.checkpoint.manifest import MANIFEST, Span, check_coverage
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.ground.errors import CheckpointError
@@ -127,17 +127,6 @@ def test_what_lies_on_the_disk_is_each_ranks_own_part(tmp_path: Path) -> None:
     found = open_tensors(tmp_path / "weights.safetensors")
     for name, shape in SHAPES.items():
         assert found.get_tensor(name).equal(values_of("ema", name, 1, ELEMENTS[name]).view(shape))
-
-
-def test_a_rank_of_the_same_sharing_reads_its_own_file_alone(tmp_path: Path) -> None:
-    """So a rank reads no more than its share, and no bit is made anew."""
-    path = written(tmp_path, SPLIT)
-    for rank, number, name, shard, start, length in SPLIT.pieces():
-        if shard is not None:
-            reader = Reader(path)
-            found = reader.read_part("exp_avg", name, shard, start, length)
-            assert found.equal(part("exp_avg", name, 1, shard)[start : start + length])
-            assert reader._verified == {STATE, f"replica{number}-tensor{rank}.safetensors"}
 
 
 def test_a_checkpoint_has_the_bytes_that_it_always_had(tmp_path: Path) -> None:

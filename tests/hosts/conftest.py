@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.hosts import Hosts
-from tests.hosts.namespaces import PROGRAMS, why_not
+from tests.hosts.hosts import PROGRAMS, Hosts, why_not
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -27,5 +26,5 @@ def can_make_hosts() -> None:
 @pytest.fixture(scope="module")
 def hosts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Hosts that share the tests' temporary folders."""
-    with Hosts(tmp_path_factory.mktemp("hosts") / "made", visible=[tmp_path_factory.getbasetemp()]) as hosts:
+    with Hosts(tmp_path_factory.mktemp("hosts") / "made", visible=tmp_path_factory.getbasetemp()) as hosts:
         yield hosts

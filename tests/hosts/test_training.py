@@ -33,10 +33,11 @@ def run_dir_with_store(folder: Path, store: Path) -> Path:
 def test_doctor_finds_equal_hosts_good_and_adds_up_over_their_network(hosts: Hosts, tmp_path: Path) -> None:
     hostfile = hosts.hostfile(tmp_path / "hostfile")
     command = ["ddpm-ds", "doctor", "--hostfile", str(hostfile), "--deepspeed_config", "ds_configs/zero2_fp16.json"]
-    done = hosts[0].run(command, env={"MLFLOW_TRACKING_TOKEN": "hush"}, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("gloo") == 2, done.stdout
-    assert "! " not in done.stdout and "hush" not in done.stdout
-    assert not hosts[1].processes(r"ddpm_ds\.cluster")
+    output = tmp_path / "output"
+    code = hosts[0].start(command, {"MLFLOW_TRACKING_TOKEN": "hush"}, output).wait(PATIENCE_SECONDS)
+    said = output.read_text()
+    assert code == 0 and said.count("gloo") == 2 and "! " not in said and "hush" not in said, said
+    assert not hosts[1].processes(r"ddpm_ds\.")
 
 
 def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(

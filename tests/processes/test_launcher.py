@@ -72,7 +72,6 @@ def test_the_gpus_of_this_host_are_counted_by_cuda(monkeypatch: pytest.MonkeyPat
     for starts, found in ((0, 3), (100, 0)):  # 100: no device, such as one that is hidden
         monkeypatch.setattr(supervisor.ctypes, "CDLL", lambda name, starts=starts: driver(starts, 3))
         assert gpus() == found
-    monkeypatch.undo()
     monkeypatch.setattr(supervisor.ctypes, "CDLL", lambda name: ctypes.PyDLL("no such library"))
     assert gpus() == 0
 
@@ -89,7 +88,6 @@ def test_the_gpus_of_this_host_are_counted_by_cuda(monkeypatch: pytest.MonkeyPat
             "type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of",
         ),
         ("--max-restarts 1 -- --hostfile nowhere {script}", "hostfile nowhere can't be read"),
-        ("--", "add --run-dir DIR"),
         ("launch/train.py --run-dir", "add --run-dir DIR"),
         ("--hostfile own {script}", "line 1: 'GLOO_SOCKET_IFNAME' is not NAME=VALUE"),
     ],

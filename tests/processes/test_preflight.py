@@ -16,7 +16,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.processes import preflight
 from ddpm_ds.processes.preflight import Cell, Fleet, examined, look
 from ddpm_ds.processes.ranks import free_port
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, place_program
 
 SSH = """#!/bin/sh
 # Runs the last word as the shell of another host would; hosts named no-* can't be reached.
@@ -39,22 +39,15 @@ def fleet(*hosts: str, **changes: Any) -> Fleet:
 
 
 def question(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "spec": SPEC,
-        "overrides": [],
-        "ds_config": None,
-        "run_dir": str(tmp_path / "runs"),
-        "run_bytes": 0,
-    }
-    return {**given, **changes}
+    usual = {"spec": SPEC, "overrides": [], "ds_config": None, "run_bytes": 0}
+    return {**usual, "run_dir": str(tmp_path / "runs"), **changes}
 
 
 @pytest.fixture
 def own_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder := tmp_path / "bin").mkdir()
+    folder = tmp_path / "bin"
     for name, text in (("ssh", SSH.replace("$own", str(folder))), ("hostname", HOSTNAME), ("pdsh", "")):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+        place_program(folder, name, text)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     for name in ("PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
         monkeypatch.delenv(name, raising=False)
@@ -109,11 +102,7 @@ ALIKE = {"version of torch": "2.14.1", "ddpm_ds/*.py": "ab" * 32, "digits.yaml: 
         ("version of torch", "2.11.0", "! b, version of torch: 2.11.0, others have 2.14.1; install the same versions"),
         ("version of torch", None, "! b, version of torch: missing, others have 2.14.1; install the same versions"),
         ("ddpm_ds/*.py", "cd" * 32, f"! b, ddpm_ds/*.py: {'cd' * 20}, others have {'ab' * 20}; bring all hosts to"),
-        (
-            "digits.yaml: train.seed",
-            "7",
-            "! b, digits.yaml: train.seed: 7, others have 3; give all hosts the same file",
-        ),
+        ("digits.yaml: train.seed", "7", "! b, digits.yaml: train.seed: 7, others have 3; give all hosts the same f"),
     ],
 )
 def test_only_what_differs_is_shown_with_both_values_and_the_fix(
