@@ -24,7 +24,7 @@ CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
 DESCRIPTION = """\
 Ask every host of a hostfile over ssh, as DeepSpeed's pdsh launcher would start training there, and show what differs,
-devices, open files, disks and the port; then make one all-reduce. Nothing is changed on any host.
+devices and disks; then make one all-reduce. Nothing is changed on any host.
 
   ddpm-ds doctor --hostfile hostfile --deepspeed_config ds_configs/zero2_fp16.json
   ddpm-ds doctor                 this machine alone
@@ -44,7 +44,7 @@ class Hosts:
 class DoctorOptions(SpecOptions, Hosts):
     deepspeed_config: Path | None = option("compare this file as well", "JSON", names=("--deepspeed_config",))
     run_dir: Path = option(f"where runs will go (default {OUTPUT_ROOT})", "DIR", default=OUTPUT_ROOT)
-    master_port: int = option("default %(default)s", "PORT", port, default=DEFAULT_PORT)
+    master_port: int = option("of the all-reduce (default %(default)s)", "PORT", port, default=DEFAULT_PORT)
     no_network: bool = flag("skip the all-reduce")
     timeout_seconds: int = option("time after which a host is given up (60)", "S", positive, default=60)
 
