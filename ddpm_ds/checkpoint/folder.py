@@ -136,10 +136,7 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename checkpoints of more than ``after`` images, so that no resume uses them; return the new names.
-
-    They are damaged, or were abandoned when the run resumed from an older checkpoint.
-    """
+    """Rename checkpoints of more than ``after`` images, damaged or abandoned by a resume; return the new names."""
     abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -61,18 +62,25 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
     return ["ssh", *asks_nothing, *ssh_to(host)[1:], shlex.join(words)]
 
 
+def answer_of(words: Sequence[str], seconds: int) -> tuple[list[str], str]:
+    """Return the lines that a command prints, of which a login shell may have printed some, and why it failed."""
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(words, timeout=seconds, **quiet)
+    except subprocess.TimeoutExpired:
+        return [], f"no answer in {seconds} s"
+    except OSError as error:
+        return [], str(error)
+    why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1].strip()
+    return done.stdout.strip().splitlines(), why if done.returncode else ""
+
+
 def address_of(host: str) -> str:
     """Return a host's first address, as DeepSpeed asks for it, but over ssh as pdsh calls it; raises SpecError."""
-    words = ssh(host, ["hostname", "-I"])
-    try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-        addresses = done.stdout.strip().rpartition("\n")[2].split()  # a login shell may print before it
-        if done.returncode == 0 and addresses:
-            return addresses[0]
-        why = [f"exit code {done.returncode}", *done.stderr.splitlines()][-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
+    lines, why = answer_of(words := ssh(host, ["hostname", "-I"]), 60)
+    if why or not lines:
+        raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
+    return lines[-1].split()[0]
 
 
 def ssh_to(host: str) -> list[str]:
@@ -129,17 +137,12 @@ def this_host(names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that means this machine: its host name, its address or an ssh alias; USER@ may
     precede it. Raises SpecError as :func:`ssh_to`.
     """
-    named = {name: name.rpartition("@")[2] for name in names}
-    own = socket.gethostname()
+    named, own = {name: name.rpartition("@")[2] for name in names}, socket.gethostname()
     for wanted in (own, own.partition(".")[0]):
-        for name, host in named.items():
-            if host == wanted:
-                return name
+        if found := next((name for name, host in named.items() if host == wanted), None):
+            return found
     for name, host in named.items():
-        settings: list[str] = []
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            words = ["ssh", "-G", *ssh_to(name)[1:]]  # prints its settings without connecting
-            settings = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+        settings, _ = answer_of(["ssh", "-G", *ssh_to(name)[1:]], 10)  # prints its settings without connecting
         address = dict(line.partition(" ")[::2] for line in settings).get("hostname", host)
         with contextlib.suppress(OSError, UnicodeError):
             for family, kind, protocol, _, own_address in socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM):

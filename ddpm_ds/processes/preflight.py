@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.host import processors
 from ddpm_ds.ground.units import GIB, counted, gib
-from ddpm_ds.processes.hosts import REMEDIES, address_of, facts, ssh, ssh_to, use_interface_towards
+from ddpm_ds.processes.hosts import REMEDIES, address_of, answer_of, facts, ssh, ssh_to, use_interface_towards
 from ddpm_ds.processes.supervisor import gpus
 from ddpm_ds.schema.section import flatten
 
@@ -66,25 +65,14 @@ class Fleet:
             program = [self.python, "-u", "-m", __name__, what, json.dumps(questions[host]), str(self.seconds)]
             words = shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *program])
             command = ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {words}"]
-            try:
-                done = subprocess.run(
-                    command if self.local else ssh(host, command),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=self.seconds,
-                )
-                why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1]
-                for line in done.stdout.splitlines():
-                    if line.startswith(MARK):
-                        return json.loads(line.removeprefix(MARK))
-            except subprocess.TimeoutExpired:
-                why = f"no answer in {self.seconds} s"
+            lines, why = answer_of(command if self.local else ssh(host, command), self.seconds)
+            for line in lines:
+                if line.startswith(MARK):
+                    return json.loads(line.removeprefix(MARK))
             least = f"cd {shlex.quote(self.folder)} && {shlex.quote(self.python)} -c 'import ddpm_ds'"
             must = least if self.local else shlex.join([*ssh_to(host), least])
             fix = f"this must work without a question, within --timeout-seconds: {must}"
-            return Cell("no", why.strip(), NETWORK if what == "all_reduce" else fix)
+            return Cell("no", why or "no answer", NETWORK if what == "all_reduce" else fix)
 
         with ThreadPoolExecutor(len(questions)) as pool:
             return dict(zip(questions, pool.map(answer, questions), strict=True))

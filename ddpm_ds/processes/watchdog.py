@@ -34,7 +34,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory, print_to_stderr
@@ -88,11 +87,6 @@ class DeviceWork:
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self._is_done, self._done = is_done, False
         self._asking = threading.Thread()
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceWork | None:
-        """Return the query of a CUDA device's current stream; None for a CPU, which works in the main thread."""
-        return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
 
     def is_unfinished(self) -> bool:
         def ask() -> None:

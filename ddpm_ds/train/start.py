@@ -120,8 +120,8 @@ def started(
         for rank in range(dist.get_world_size()):
             stage, _, part = plan.grid.coordinates(rank)
             names.append(rendezvous.name(rank, stage, part if plan.grid.tensor > 1 else None))
-        rank, store, work = rendezvous.rank, rendezvous.store, DeviceWork.of(device)
-        dead, hang = asked.dead_seconds, asked.hang_seconds
+        rank, store, dead, hang = rendezvous.rank, rendezvous.store, asked.dead_seconds, asked.hang_seconds
+        work = DeviceWork(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
         with Watchdog(rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
             yield prepared, watchdog
         dist.barrier()

@@ -145,7 +145,6 @@ def test_a_device_has_unfinished_work_unless_it_says_that_it_is_done(monkeypatch
 
     assert not DeviceWork(lambda: True).is_unfinished() and DeviceWork(lambda: False).is_unfinished()
     assert not DeviceWork(failed).is_unfinished()
-    assert DeviceWork.of(torch.device("cpu")) is None
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.01)
     work = DeviceWork(blocked)
     assert work.is_unfinished() and work.is_unfinished() and len(asked) == 1
