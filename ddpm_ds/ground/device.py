@@ -33,8 +33,7 @@ LOCKING_ENVIRONMENT = {
 """Variables that deadlock a pipeline of several stages unless they are 0, with the reason."""
 
 KEPT_MEMORY = {"MMAP_THRESHOLD": (-3, 2**31 - 1), "TRIM_THRESHOLD": (-1, -1), "TOP_PAD": (-2, 64 * 2**20)}
-"""Settings of glibc's malloc by environment name: (parameter number, value). It keeps large blocks for the next pass:
-the system would clear every page again (docs/performance.md)."""
+"""(parameter, value) of glibc's malloc by environment name, to keep blocks for the next pass (docs/performance.md)."""
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
@@ -44,8 +43,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
     :data:`MESSAGE_ENVIRONMENT`. CUDA gets cuDNN's benchmark mode, since shapes stay the same from step to step.
 
-    Raises LayoutError if CUDA was requested but is missing or unusable, has fewer devices than local processes, or its
-    environment would deadlock a pipeline.
+    Raises LayoutError if CUDA can't be used as ``wanted``, by so many local processes, or without a deadlock.
     """
     asked_by = "--device" if wanted != "auto" else "DS_ACCELERATOR"
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
@@ -136,12 +134,6 @@ def share_threads(device: torch.device) -> None:
         torch.set_num_threads(max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def limit_memory(device: torch.device, size: int | None) -> None:
-    """Let PyTorch's allocator reserve at most ``size`` bytes of a GPU, if given."""
-    if size is not None and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(size / memory_bytes(device), 1.0), device)
-
-
 def host_memory() -> int:
     """Return the bytes of memory that this process may use: the host's, or less if a control group limits it."""
     most = int(psutil.virtual_memory().total)
@@ -192,12 +184,9 @@ def check_cuda(devices: int) -> None:
 
 
 def check_architecture(name: str, capability: tuple[int, int]) -> None:
-    """Raise LayoutError if this PyTorch has no kernels for a GPU.
-
-    Kernels of one architecture run on later ones of the same major number, and code for ``compute_XY`` on all later
-    ones, for which the driver compiles it.
-    """
+    """Raise LayoutError if this PyTorch has no kernels for a GPU."""
     built = torch.cuda.get_arch_list()
+    # Kernels run on later architectures of their major number, and code for compute_XY on all later ones.
     for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
         made_for = (int(major), int(minor))
         later = made_for < capability and (kind == "compute" or made_for[0] == capability[0])
@@ -216,7 +205,7 @@ def _hidden() -> bool:
 
 
 def _gpus() -> int:
-    """Return the number of GPUs that a process may use on this host, from NVIDIA's driver or its device files."""
+    """Return the number of this host's GPUs, from NVIDIA's driver or its device files."""
     try:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())

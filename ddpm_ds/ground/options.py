@@ -29,8 +29,7 @@ from ddpm_ds.ground.units import (
     MOST_SEED,
 )
 
-HIDDEN = ""
-"""Help of an option that --help leaves out."""
+HIDDEN = ""  # help of an option that --help leaves out
 
 
 def option(
@@ -135,10 +134,8 @@ def step_range(text: str) -> range:
 
 def valid_text(text: str) -> str:
     """Parse text that is written down, whose bytes must be UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise OptionError(f"{text!r} is not UTF-8 text") from None
+    if text.encode(errors="replace").decode() != text:
+        raise OptionError(f"{text!r} is not UTF-8 text")
     return text
 
 

@@ -19,8 +19,6 @@ The device of the hanging rank becomes idle, while all others wait, for it or fo
 computation looks like one that waits: then all ranks wait, and none is blamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -32,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -250,7 +248,7 @@ class Watchdog:
         self._stopped.set()
         self._heartbeat.leave()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -24,7 +24,7 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import Subset, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.text import check_text
-from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
+from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, memory_bytes, share_threads
 from ddpm_ds.ground.errors import HostError, SpecError, one_line
 from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -83,7 +83,8 @@ class Prepared:
 
 def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: ProgressLine | None) -> Rendezvous:
     """Meet the other ranks on this process's ``device``; HostError if they would run something else. Collective."""
-    limit_memory(device, asked.memory_budget)
+    if asked.memory_budget is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(asked.memory_budget / memory_bytes(device), 1.0), device)
     use_host_accelerator()
     share_threads(device)
     with progress.doing("waiting for all processes") if progress is not None else contextlib.nullcontext():
