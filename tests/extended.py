@@ -30,19 +30,10 @@ from ddpm_ds.schema.choices import (
     SourceChoice,
 )
 
-REGISTRIES: dict[str, dict[str, Any]] = {
-    "data.source": SOURCES,
-    "diffusion.schedule": SCHEDULES,
-    "diffusion.objective": OBJECTIVES,
-    "sampler.kind": SAMPLERS,
-}
+KEYS = ("data.source", "diffusion.schedule", "diffusion.objective", "sampler.kind")
+REGISTRIES: dict[str, dict[str, Any]] = dict(zip(KEYS, (SOURCES, SCHEDULES, OBJECTIVES, SAMPLERS), strict=True))
 """All names, by the key of the spec that takes them."""
-DOING: dict[str, dict[str, Any]] = {
-    "data.source": OPENERS,
-    "diffusion.schedule": NOISE,
-    "diffusion.objective": TARGETS,
-    "sampler.kind": STEPS,
-}
+DOING: dict[str, dict[str, Any]] = dict(zip(KEYS, (OPENERS, NOISE, TARGETS, STEPS), strict=True))
 """What is behind the names."""
 NEW = {"data.source": "npz", "diffusion.schedule": "flat", "diffusion.objective": "minus_eps", "sampler.kind": "jump"}
 """The names that :func:`register` adds."""

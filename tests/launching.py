@@ -161,15 +161,8 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
     """A U-Net of a few thousand parameters that has everything: attention, skips over several stages, dropout."""
     values: dict[str, dict[str, Any]] = {
         "data": {"source": "digits", "image_size": 8, "channels": 1, "horizontal_flips": True},
-        "unet": {
-            "channels": 8,
-            "multipliers": [1, 2],
-            "blocks_per_level": 1,
-            "attention_resolutions": [4],
-            "norm_groups": 4,
-            "dropout": 0.1,
-            "classes": 10,
-        },
+        "unet": {"channels": 8, "multipliers": [1, 2], "blocks_per_level": 1, "attention_resolutions": [4]}
+        | {"norm_groups": 4, "dropout": 0.1, "classes": 10},
         "diffusion": {},
         "optimizer": {"learning_rate": 1e-3},
         "train": {"images": 64, "batch_images": 16, "seed": 3, "label_drop": 0.2},

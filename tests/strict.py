@@ -33,21 +33,9 @@ from torch.futures import Future
 
 LOCKED = 86
 COLLECTIVES = (
-    "all_gather_single",
-    "allgather",
-    "_allgather_base",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "scatter",
-    "barrier",
+    *("all_gather_single", "allgather", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall"),
+    *("alltoall_base", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("_reduce_scatter_base", "scatter", "barrier"),
 )
 """Methods of a process group that ``torch.distributed`` calls, in one of the versions of PyTorch that are accepted."""
 

@@ -111,23 +111,12 @@ def test_a_source_with_a_path_says_what_it_takes_it_for(registered: None) -> Non
 
 
 def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> None:
-    others = {
-        "source": "cifar10",
-        "path": tmp_path,
-        "image_size": 16,
-        "crop_from": 12,
-        "channels": 3,
-        "store_root": tmp_path,
-    }
+    others = {"source": "cifar10", "path": tmp_path, "image_size": 16, "crop_from": 12, "channels": 3}
+    others |= {"store_root": tmp_path, "name": "a/b", "split": "test", "image_column": "x", "label_column": "y"}
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
-    others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
-    of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
-    of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
-    of_training |= {"buckets"}  # each has a store of its own: tests/data/test_buckets.py
     of_training |= {"normalise", "held_out", "flips_negate", "missing_chunks"}
-    of_training |= {"held_out_path"}  # it names a store of its own: tests/data/test_held_out.py
-    of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
-    of_training |= {"buckets"}  # each names a store of its own: tests/data/test_buckets.py
+    # These name stores of their own, as far as they decide what is stored; they have tests of their own.
+    of_training |= {"autoencoder", "residual_of", "buckets", "held_out_path", "condition"}
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.ground.errors import LONGEST_LINE, MOST_FAULTS, UserError
-from ddpm_ds.schema.section import Section
 
 pytestmark = pytest.mark.launch
 
@@ -33,12 +32,7 @@ DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 ZERO2 = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 MOST_SECONDS, HANG_SECONDS = 5.0, 60
 MOST_BYTES = 2**30
-SPEC_KEYS = [
-    f"{name}.{key}"
-    for name, field in RunSpec.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    for key in field.annotation.model_fields
-] + ["name"]
+SPEC_KEYS = sorted(SPEC.all_keys())
 
 profile = settings(
     deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)

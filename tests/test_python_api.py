@@ -179,21 +179,16 @@ def test_what_an_argument_does_not_take_is_one_line_that_names_it(
     ("name", "argument", "value", "message"),
     [
         ("plan", "processes", 10**9, "plan: processes = 1000000000 should be a whole number from 1 to 65,536"),
-        ("plan", "flops", 0, "flops = 0 should be a "),
-        ("sample", "count", 10**12, "sample: count = 1000000000000 should be a whole number from 1 to 1,000,000"),
         ("sample", "first", 2**49, "should be a whole number from 0 to 2^48"),
-        ("SamplerSpec", "sigma_min", 0, "sigma_min = 0 should be a "),
         ("sample", "labels", "3", 'labels = "3" should be a list, each a whole number or "all" or null'),
         ("sample", "trained", "runs/digits", 'trained = "runs/digits" should be a Trained'),
         ("sample", "sampler", SamplerSpec().model_copy(update={"steps": 10**9}), "sampler.steps = 1000000000: input"),
         ("plan", "spec", tiny_spec().model_copy(update={"name": 5}), "plan: spec.name = 5: input should be"),
         ("plan", "overrides", "ds.zero_optimization.stage=1", "should be a list, each text"),
-        ("plan", "times", 5, "plan: times = 5 should be a function or null"),
         ("load_trained", "device", "meta", "device = meta is none of cpu, cuda and a numbered one such as cuda:0"),
         ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
         ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
         ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),
-        ("SamplerSpec", "kind", "euler", 'sampler.kind = "euler" should be "ddpm" or "ddim"'),
     ],
 )
 def test_the_line_says_what_the_argument_takes(
@@ -226,11 +221,10 @@ def test_a_plan_leaves_the_environment_unchanged_for_later_processes(
         plan(tiny_spec(), json_path, processes=2, device_kind="l4", device_memory=1)
 
 
-def test_a_plan_is_for_this_machines_gpu_where_it_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_is_for_this_machines_gpu_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L4")
     monkeypatch.setattr("ddpm_ds.ground.device.memory_bytes", lambda device, sharing=None: 2**34)
-    json_path = write_json(tmp_path / "ds.json", {"optimizer": {"type": "AdamW", "params": {}}})
-    found = plan(tiny_spec(), json_path, processes=2, top=1).predictor.machine
+    found = plan(tiny_spec(), "zero0_fp32", processes=2, top=1).predictor.machine
     assert (found.kind, found.memory_bytes) == ("l4", 2**34)

@@ -13,20 +13,8 @@ import pytest
 from ddpm_ds.experiments.sweep import LOG, run_command
 from ddpm_ds.ground.errors import OutputError
 from ddpm_ds.ground.files import open_regular, replace_file, temporary_beside, until_changed
-from ddpm_ds.tracking.run_folder import (
-    EVENTS,
-    LABELS,
-    LOCK,
-    METRICS,
-    RESUMES,
-    EventFile,
-    RunFolder,
-    claim_folder,
-    disk_errors_reported,
-    read_points,
-    unsent,
-    write_labels,
-)
+from ddpm_ds.tracking import run_folder
+from ddpm_ds.tracking.run_folder import EVENTS, LABELS, METRICS, RunFolder
 from tests.launching import hanging
 
 
@@ -78,21 +66,10 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(
     assert (caught.value.strerror, caught.value.filename) == (REASONS[kind], "it")
 
 
-def test_a_file_that_is_written_may_be_missing_and_one_that_is_read_may_not(tmp_path: Path) -> None:
-    with open_regular(tmp_path / "new", "ab") as file:
-        file.write(b"1")
-    with open_regular(tmp_path / "new", "ab+") as file:
-        file.write(b"2")
-    with open_regular(tmp_path / "new") as file:
-        assert file.read() == b"12"
-    with pytest.raises(FileNotFoundError):
-        open_regular(tmp_path / "missing")
-
-
 OPENED: dict[str, Callable[[Path], Any]] = {
-    LOCK: claim_folder,
+    run_folder.LOCK: run_folder.claim_folder,
     METRICS: lambda run_dir: RunFolder(run_dir).append(METRICS, {}, 1),
-    RESUMES: lambda run_dir: RunFolder(run_dir).add_resume(run_dir / "images-1", []),
+    run_folder.RESUMES: lambda run_dir: RunFolder(run_dir).add_resume(run_dir / "images-1", []),
     LOG: lambda run_dir: run_command([sys.executable, "-c", ""], run_dir / LOG, []),
 }
 
@@ -101,7 +78,7 @@ OPENED: dict[str, Callable[[Path], Any]] = {
 def test_a_named_pipe_in_a_run_s_folder_is_one_line(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     refused = pytest.raises(OutputError, match=r"can't be written \(it is a named pipe, not a file\)")
-    with hanging(), refused, disk_errors_reported(tmp_path):
+    with hanging(), refused, run_folder.disk_errors_reported(tmp_path):
         OPENED[name](tmp_path)
 
 
@@ -109,7 +86,7 @@ def test_files_that_are_written_whole_take_the_place_of_a_named_pipe(tmp_path: P
     for name in (LABELS, "content"):
         os.mkfifo(tmp_path / name)
     with hanging():
-        write_labels(tmp_path, {"a": "b"})
+        run_folder.write_labels(tmp_path, {"a": "b"})
         replace_file(tmp_path / "content", b"c")
     assert (tmp_path / "content").read_bytes() == b"c" and b'"a": "b"' in (tmp_path / LABELS).read_bytes()
 
@@ -118,12 +95,12 @@ def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> No
     os.mkfifo(tmp_path / EVENTS)
     said: list[str] = []
     with hanging():
-        assert not EventFile(tmp_path / EVENTS, said.append).append({"text": "a", "name": "b"})
-        assert unsent(tmp_path / EVENTS) is None
+        assert not run_folder.EventFile(tmp_path / EVENTS, said.append).append({"text": "a", "name": "b"})
+        assert run_folder.unsent(tmp_path / EVENTS) is None
     assert len(said) == 1 and "can't be written (it is a named pipe, not a file); training continues" in said[0]
     os.mkfifo(tmp_path / METRICS)
     with hanging():
-        assert read_points(tmp_path / METRICS) == []
+        assert run_folder.read_points(tmp_path / METRICS) == []
 
 
 def test_results_from_a_file_are_kept_until_it_changes(tmp_path: Path) -> None:
