@@ -22,7 +22,6 @@ def named(*images: int) -> list[str]:
 @pytest.mark.parametrize(
     ("images", "keep_last", "keep_every", "kept"),
     [
-        ([10, 20, 30], None, None, [10, 20, 30]),
         ([10, 20, 30], None, 10, [10, 20, 30]),
         ([10, 20, 30], 2, None, [20, 30]),
         ([10, 20, 30], 5, None, [10, 20, 30]),

@@ -45,10 +45,12 @@ def refused(folder: Path) -> None:
     assert said and all(line.isprintable() and "images-000000002" in line for line in said)
 
 
-def edit_header(
-    checkpoint: Path, change: Callable[[dict[str, Any]], object], length: int | None = None, part: str = PART
+def forge_header(
+    folder: Path, change: Callable[[dict[str, Any]], object], length: int | None = None, part: str = PART
 ) -> None:
-    path = checkpoint / part
+    """Change a header of the newest checkpoint, with right checksums; it is refused."""
+    newest = folder / "images-000000002"
+    path = newest / part
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:end])
@@ -56,6 +58,10 @@ def edit_header(
     change(header)
     text = json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + raw[end:])
+    sign(newest)
+    refused(folder)
+    with pytest.raises(CheckpointError):
+        check(newest, 2)
 
 
 VALUES: list[Any] = [None, True, "1", [], {}, -1, 0.5, 10**30, float("nan"), float("inf"), 2**63]
@@ -125,21 +131,13 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_with_a_right_checksum(folder: Path, name: str) -> None:
-    newest = folder / "images-000000002"
-    edit_header(newest, HEADERS[name])
-    sign(newest)
-    refused(folder)
-    with pytest.raises(CheckpointError):
-        check(newest, 2)
+def test_a_header_with_a_right_checksum_is_refused(folder: Path, name: str) -> None:
+    forge_header(folder, HEADERS[name])
 
 
 @pytest.mark.parametrize("length", [0, 7, 2**24, 2**31, 2**63, 2**64 - 1])
-def test_a_header_of_another_length(folder: Path, length: int) -> None:
-    newest = folder / "images-000000002"
-    edit_header(newest, lambda header: None, length)
-    sign(newest)
-    refused(folder)
+def test_a_header_of_another_length_is_refused(folder: Path, length: int) -> None:
+    forge_header(folder, lambda header: None, length)
 
 
 characters = st.characters(exclude_categories=["Cs"])  # UTF-8 by its name is a second to find out

@@ -137,21 +137,20 @@ def test_torch_generator_is_neither_read_nor_moved() -> None:
     assert all(torch.equal(a, draw(torch.arange(4), 9)) for a, draw in zip(first, DRAWS.values(), strict=True))
 
 
-def test_uniform_is_uniform() -> None:
+def test_uniform_is_uniform_and_normal_is_normal() -> None:
     draws = uniform(0, Stream.LABEL_DROP, torch.arange(1000), 200)
     assert draws.dtype == torch.float32
-    assert abs(draws.mean() - 0.5) < 4 * math.sqrt(1 / 12 / draws.numel())
-    assert abs(draws.var() - 1 / 12) < 1e-3
     assert stats.kstest(draws.flatten().numpy(), "uniform").pvalue > 0.01
-
-
-def test_normal_is_normal() -> None:
     draws = keyed.normal(0, Stream.NOISE, torch.arange(1000), 200)
     assert draws.dtype == torch.float32
-    assert abs(draws.mean()) < 4 / math.sqrt(draws.numel())
     assert abs(draws.var() - 1) < 4 * math.sqrt(2 / draws.numel())
-    assert stats.kstest(draws.flatten().numpy(), "norm").pvalue > 0.01
-    for part in (draws[:, 0::2], draws[:, 1::2], draws[0::2], draws[:, :1]):  # sines, cosines, some images, one pixel
+    for part in (
+        draws[:, 0::2],
+        draws[:, 1::2],
+        draws[0::2],
+        draws[:, :1],
+        draws,
+    ):  # sines, cosines, some images, one pixel
         assert stats.kstest(part.flatten().numpy(), "norm").pvalue > 0.01
 
 
@@ -184,10 +183,8 @@ def test_extreme_words_stay_below_1_and_finite(word: int, monkeypatch: pytest.Mo
 
 
 def test_integers_cover_every_value_evenly() -> None:
-    drawn = integers(0, Stream.TIMESTEP, torch.arange(100_000), 1000)
-    counts = torch.bincount(drawn, minlength=1000)
-    assert counts.shape == (1000,) and counts.min() > 0
-    assert stats.chisquare(counts.numpy()).pvalue > 0.01
+    counts = torch.bincount(integers(0, Stream.TIMESTEP, torch.arange(100_000), 1000), minlength=1000)
+    assert counts.shape == (1000,) and stats.chisquare(counts.numpy()).pvalue > 0.01
 
 
 @pytest.mark.parametrize("drop", [0.001, 0.1, 0.3, 0.5, 0.9])
