@@ -88,6 +88,5 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store of MLflow without runs, to be copied."""
     place_empty_store(folder := tmp_path_factory.mktemp("store"))
     return folder / "mlflow.db"

@@ -51,7 +51,6 @@ def _flat(spec: DiffusionSpec) -> Tensor:
 
 
 def register() -> None:
-    """Add one choice of each kind."""
     SOURCES["npz"] = SourceChoice("arrays of numpy", path="FILE.npz")
     OPENERS["npz"] = _npz
     SCHEDULES["flat"] = ScheduleChoice("equal betas")
@@ -68,7 +67,6 @@ def register() -> None:
 
 
 def main(run_dir: Path, pictures: str) -> None:
-    """Train, draw and export, and print the exit codes."""
     register()
     changes = [f"{key}={name}" for key, name in NEW.items()]
     changes += [f"data.path={pictures}", f"data.store_root={run_dir.parent}", "unet.channels=8", "unet.norm_groups=4"]

@@ -82,7 +82,6 @@ class Server:
         return self.pid is not None
 
     def ask(self, question: str, details: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
-        """The answer to a question, which may come with open files."""
         with self._asking:
             send(self._socket, {"question": question, **details}, fds)
             return receive(self._socket)[0]
@@ -96,7 +95,6 @@ def send(to: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
 
 
 def receive(sender: socket.socket) -> tuple[Any, list[int]]:
-    """The value and the open files of the next line; None at the end."""
     try:
         line, fds, _, _ = socket.recv_fds(sender, 1, 8)
     except ConnectionResetError:  # ended before it has read everything
@@ -162,7 +160,6 @@ class Forked:
 
 @contextlib.contextmanager
 def pipes() -> Iterator[tuple[IO[bytes], IO[bytes], list[int]]]:
-    """Our ends of a worker's standard input and output, and, inside this context, the worker's."""
     (read, orders), (replies, written) = os.pipe(), os.pipe()
     try:
         yield os.fdopen(orders, "wb"), os.fdopen(replies, "rb"), [read, written]
@@ -259,7 +256,6 @@ def run(program: Callable[[], object]) -> NoReturn:
 
 
 def become(fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module with the given standard input and output."""
     for number, fd in enumerate(fds):
         move(fd, number)
     os.environ.clear()
@@ -271,7 +267,6 @@ def become(fds: Sequence[int], module: str, arguments: Sequence[str], environmen
 
 
 def move(fd: int, number: int) -> None:
-    """Give an open file another number."""
     if fd != number:
         os.dup2(fd, number)
         os.close(fd)

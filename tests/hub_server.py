@@ -165,7 +165,6 @@ def _oid(data: bytes) -> str:
 
 @contextmanager
 def hub_served() -> Iterator[HubServer]:
-    """A hub while the context lasts."""
     with HubServer() as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -188,13 +188,11 @@ def tiny_text_spec(levels: int = 2, **sections: dict[str, Any]) -> RunSpec:
 
 
 def place_program(folder: Path, name: str, script: str) -> None:
-    """Put a program into a folder, which is made if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(script)
     (folder / name).chmod(0o755)
 
 
 def write_json(path: Path, value: Any) -> Path:
-    """Write ``value`` as JSON and return the path."""
     path.write_text(json.dumps(value, indent=2))
     return path

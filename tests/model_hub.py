@@ -32,6 +32,5 @@ class ModelHub:
         return str(copy)
 
     def downloaded(self, name: str) -> set[str]:
-        """The files of a repository that were downloaded."""
         copy = self.cache / name
         return {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}

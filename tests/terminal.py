@@ -35,7 +35,6 @@ class Terminal:
         self._terminal, self.text = ours, ""
 
     def read(self, until: Callable[[str], bool]) -> None:
-        """Read until the text that has appeared is enough, or the command has ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not until(self.text) and time.monotonic() < deadline:
             try:

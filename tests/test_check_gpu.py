@@ -51,7 +51,6 @@ def hangs(machine: Any) -> Iterator[Any]:
 
 
 def run(folder: Path, *options: str) -> tuple[int, str]:
-    """The exit code of the program, and its report."""
     out = folder / "report.md"
     code = check_gpu.main(["--device", "cpu", "--out", str(out), *options])
     return code, out.read_text() if out.exists() else ""

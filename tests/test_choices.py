@@ -28,7 +28,6 @@ DOCUMENTS = {"data.source": "data.md", "diffusion.schedule": "export.md", "sampl
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """One more choice of each kind, added after all others were read."""
     for key in NEW:
         SPEC.schema(key.split("."))
     extended.register()
@@ -39,7 +38,6 @@ def registered() -> Iterator[None]:
 
 
 def pictures(path: Path, seed: int = 0) -> Path:
-    """A file of 16 small dark and bright pictures."""
     values = np.random.default_rng(seed).integers(0, 100, (16, 8, 8), np.uint8)
     labels = np.arange(16) % 2
     np.savez(path, images=values + 150 * labels.astype(np.uint8)[:, None, None], labels=labels)

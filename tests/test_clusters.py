@@ -62,7 +62,6 @@ def typed(platform: str, variables: dict[str, str], home: Path) -> list[str]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], Place]]:
-    """The program and the place that ``ddpm-ds train`` would start."""
     found: list[tuple[list[str], Place]] = []
 
     def supervised(program: Sequence[str], place: Place, **options: object) -> Outcome:

@@ -24,7 +24,6 @@ WAY_OUT = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf")
 
 
 def steps() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile, each with what follows it on one line."""
     text = "\n".join(line for line in FILE.read_text().splitlines() if not line.startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines if line.strip()]

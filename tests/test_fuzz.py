@@ -133,7 +133,6 @@ def attack(arguments: Sequence[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty working folder, with what no file can be beside it."""
     root = tmp_path_factory.mktemp("fuzz")
     (root / "work").mkdir()
     os.mkfifo(root / "pipe")
@@ -146,7 +145,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def no_files(folder: Path) -> list[str]:
-    """Return paths that can't be read as a file."""
     names = ("pipe", "loop", "folder", "sparse", "loop/x", "pipe/x", "missing", "x" * 300, "zero\0byte", "d/" * 3000)
     return [str(folder.parent / name) for name in names] + ["/dev/zero", "/dev/null", "", "/proc/self/mem", "\udcff"]
 
@@ -156,7 +154,6 @@ def dry_run(spec: Path | str = DIGITS, config: Path | str = ZERO2, *options: str
 
 
 def put(values: Any, dotted: str, value: object) -> None:
-    """Put a value into nested blocks, which are made."""
     *blocks, name = dotted.split(".")
     for block in blocks:
         if not isinstance(values.get(block), dict):

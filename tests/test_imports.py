@@ -37,7 +37,6 @@ NOT_IN = dict.fromkeys(LIGHT, HEAVY) | {
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted module name inside the package."""
     return module.split(".")[1]
 
 

@@ -100,7 +100,6 @@ def test_a_run_is_its_folder_and_leaves_out_what_a_rollback_has_undone(run_dir: 
 
 @pytest.fixture(scope="module")
 def trained() -> Trained:
-    """Weights of ten classes."""
     return trained_of(tiny_spec())
 
 

@@ -35,7 +35,6 @@ def describe(images: int, shapes: Shapes = SHAPES) -> Description:
 
 
 def scalars(images: int) -> dict[str, Any]:
-    """The content of ``state.json``."""
     counters = dict.fromkeys(("skipped_images", "skipped_steps", "rollbacks"), 0)
     seen = {"images_seen": images, "steps": images // 10, "optimizer_steps": images // 10}
     return {**seen, **counters, "learning_rate": 1e-4, "lr_scheduler": None, "loss_scaler": {}}
@@ -66,7 +65,6 @@ def total(shapes: Shapes = SHAPES) -> int:
 
 
 def ranks(folder: Path, count: int, log: Callable[[str], None], **options: Any) -> list[Writer]:
-    """The writers of ranks that see one folder."""
     store = HashStore()
     return [Writer(folder, rank, count, log=log, store=store, **options) for rank in range(count)]
 
@@ -113,6 +111,5 @@ def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
 
 
 def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """The newest good checkpoint of a run of one rank."""
     found = newest(folder, log)
     return found.path if found else None

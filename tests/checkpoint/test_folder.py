@@ -132,7 +132,6 @@ def test_hosts_that_see_other_folders_are_named_on_all_ranks(folders: str, words
 
 
 def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path) -> None:
-    """And what it meets is the error of all."""
     save(tmp_path, 3)
     answers: list[Any] = []
 

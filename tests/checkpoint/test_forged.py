@@ -39,7 +39,6 @@ def sign(checkpoint: Path, change: Callable[[dict[str, Any]], object] = lambda m
 
 
 def refused(folder: Path) -> None:
-    """The newest checkpoint is refused, in a line for each damaged part, for the older one."""
     said: list[str] = []
     assert newest_good(folder, said.append) == folder / "images-000000001", said
     assert said and all(line.isprintable() and "images-000000002" in line for line in said)

@@ -52,7 +52,6 @@ class Sharing:
         return found
 
     def fragments(self, images: int) -> dict[str, list[Fragment]]:
-        """What each rank writes, by the name of its file."""
         files = {
             f"replica{n}-tensor{r}": list[Fragment]() for r in range(self.ranks) for n in range(len(self.cuts) + 1)
         }
@@ -82,7 +81,6 @@ def sharings(draw: st.DrawFn) -> Sharing:
 
 
 def written(folder: Path, sharing: Sharing, images: int = 1) -> Path:
-    """A checkpoint, by all ranks."""
     files, store, said = sharing.fragments(images), HashStore(), list[str]()
     writers = [Writer(folder, rank, len(files), log=said.append, store=store) for rank in range(len(files))]
     for writer, (name, fragments) in zip(writers, files.items(), strict=True):
@@ -232,7 +230,6 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole checkpoint, and after it one of split parameters."""
     save(tmp_path, 1)
     written(tmp_path, Sharing(2, SPLIT.runs), images=2)
     return tmp_path

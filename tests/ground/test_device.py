@@ -263,7 +263,6 @@ def test_the_table_of_the_docs_has_these_variables_and_values() -> None:
 def test_a_rank_starts_without_mlflow_and_the_compiler_which_can_still_be_imported_and_needs_no_triton(
     tmp_path: Path,
 ) -> None:
-    """One process for all, since each imports PyTorch."""
     (tmp_path / "mlflow.py").touch()  # MLflow's own import takes as long as PyTorch's
     program = """
 import sys

@@ -34,7 +34,6 @@ def test_the_next_writer_of_an_output_removes_what_killed_ones_left(tmp_path: Pa
 
 
 def place(kind: str, path: Path) -> None:
-    """Put something other than a regular file at a path."""
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":

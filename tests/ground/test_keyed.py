@@ -61,7 +61,6 @@ def philox_of_integers(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[
 
 
 def keep_of_integers(seed: int, stream: int, image: int, count: int, drop: float) -> list[bool]:
-    """`keep_mask` of one image on unsigned Python integers."""
     key_0, key_1, _, _ = philox_of_integers((0, image & MASK, image >> 32, 0), (seed, stream))
     kept = []
     for element in range(count):

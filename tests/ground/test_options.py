@@ -62,14 +62,12 @@ def test_a_folder_of_somebody_else_can_not_be_used(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home folder, which is not the working folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "home"
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, argparse.Action]]:
-    """All options and arguments of all verbs, with the parser of each."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
@@ -131,7 +129,6 @@ def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_fo
 
 
 def _paths(section: Any) -> list[str]:
-    """The fields of a section of the spec that are paths."""
     fields = section.model_fields if isinstance(section, type) and issubclass(section, Section) else {}
     return [key for key, field in fields.items() if "Path" in str(field.annotation)]
 

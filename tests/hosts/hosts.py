@@ -81,7 +81,6 @@ class Namespace:
         self.pid = psutil.Process(self._holder.pid).children()[0].pid
 
     def end(self) -> None:
-        """Kill everything in it."""
         with contextlib.suppress(ProcessLookupError):
             if self._holder.poll() is None:
                 os.kill(self.pid, signal.SIGKILL)
@@ -93,7 +92,6 @@ class Namespace:
         subprocess.run(command, env={"PATH": SYSTEM_PATH}, check=True, input="\n".join(lines), text=True)
 
     def ip(self, *lines: str) -> None:
-        """Run commands of ``ip`` in it."""
         self.call("ip", "-batch", "-", lines=lines)
 
 
@@ -118,7 +116,6 @@ class Host(Namespace):
             raise
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], output: Path) -> subprocess.Popen[str]:
-        """Start a program in the repository; both its streams go to ``output``."""
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
             "HOME": str(self.home),
@@ -221,5 +218,4 @@ class Hosts(list[Host]):
 
 
 def make_key(path: Path) -> None:
-    """An ed25519 key without a password, and its public half beside it."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)

@@ -24,7 +24,6 @@ TRAIN_SECONDS = 240.0
 
 
 def run_dir_with_store(folder: Path, store: Path) -> Path:
-    """A run folder to be, beside a store for its MLflow run and the images."""
     place_digits(folder)
     shutil.copy(store, folder / "mlflow.db")
     return folder / "run"
@@ -76,7 +75,6 @@ LOGGED = {"system/cpu_utilization_percentage", "system/worker-2/cpu_utilization_
 
 
 def set_images(spec: Path, images: int) -> None:
-    """Write the spec of a run of so many images."""
     values = yaml.safe_load((REPOSITORY / "launch" / "specs" / "digits.yaml").read_text())
     values["train"]["images"] = images
     spec.write_text(yaml.safe_dump(values))

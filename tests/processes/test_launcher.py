@@ -25,7 +25,6 @@ SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
 
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:
-    """This host and two others."""
     file = tmp_path / "hostfile"
     file.write_text(f"{OWN} slots=2\nworker-2 slots=2\nworker-3 slots=2\n")
     return file

@@ -31,7 +31,6 @@ SPEC = str(REPOSITORY / "launch" / "specs" / "digits.yaml")
 
 
 def fleet(*hosts: str, **changes: Any) -> Fleet:
-    """Two processes on each host."""
     options = {"folder": str(REPOSITORY), "environment": {"PYTHONPATH": str(REPOSITORY)}, "local": False, "seconds": 60}
     return Fleet(dict.fromkeys(hosts, 2), **{"python": sys.executable, **options, **changes})
 

@@ -35,7 +35,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listens_at(port: int) -> set[str]:
-    """Addresses at which this process listens on a port."""
     found = psutil.Process(os.getpid()).net_connections("tcp")
     return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
 
@@ -111,7 +110,6 @@ def take_part(rank: int, part: Part, seconds: float = 30.0) -> object:
 
 
 def meet(*parts: Part, seconds: float = 30.0) -> list[Any]:
-    """Each rank's result or error, when all have ended."""
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(take_part, range(len(parts)), parts, [seconds] * len(parts)))
 

@@ -51,7 +51,6 @@ class Job:
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def run(self, ends: int | str, **environment: str) -> tuple[int, list[str]]:
-        """Its exit code, and the requests to Slurm."""
         return self.end(self.start(ends, **environment))
 
     def end(self, script: subprocess.Popen[str]) -> tuple[int, list[str]]:

@@ -75,7 +75,6 @@ case "$*" in *" -i key "*) echo Welcome; echo 10.0.0.7 10.1.0.7 ;; *) echo "no k
 
 @pytest.fixture
 def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Several hosts, and a launcher in the place of DeepSpeed's."""
     package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
     package.mkdir(parents=True)
     (package / "runner.py").write_text(STAND_IN)
@@ -113,7 +112,6 @@ def test_hosts_that_start_again_on_their_own_meet_at_the_same_port(
 
 
 def playing(run_dir: Path, *parts: str) -> list[str]:
-    """A script that plays one of ``parts`` at each start."""
     return [str(SCRIPT), "--run-dir", str(run_dir), *parts]
 
 
@@ -140,18 +138,15 @@ def start(command: list[str], *options: str) -> subprocess.Popen[str]:
 
 
 def finish(run: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """The exit code, and what the supervisor itself logged."""
     _, said = run.communicate(timeout=PATIENCE_SECONDS)
     return run.returncode, re.findall(r"ddpm-ds run: (.*)", said)
 
 
 def ready(run_dir: Path) -> Callable[[], bool]:
-    """Whether both ranks of the first start have written their process ids."""
     return lambda: sum(path.read_text() != "" for path in run_dir.glob("start-0-*")) == 2
 
 
 def left_running(run_dir: Path) -> list[str]:
-    """Command lines of processes with ``run_dir`` among their arguments, and of helpers of ranks."""
     helpers = {int(path.read_text()) for path in run_dir.glob("helper-*")}
     found = []
     for process in psutil.process_iter():

@@ -47,7 +47,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
-    """Makes the watchdogs of several ranks, in this process."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     served, made = connect(0, 0, TIMEOUT), list[Watchdog]()
 

@@ -33,7 +33,6 @@ class Device:
         return all(work.done() for work in self._given)
 
     def read(self) -> None:
-        """As ``item()`` of a tensor."""
         self._given[-1].result()
 
 
