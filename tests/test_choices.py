@@ -13,7 +13,7 @@ from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
 from ddpm_ds.data.spec import DataSpec, TextSpec
-from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
+from ddpm_ds.diffusion.choices import NOISE, ContinuousSchedule
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.choices import SCHEDULES, SOURCES
@@ -130,13 +130,6 @@ def test_what_diffusers_does_not_know_is_refused_by_name(registered: None, key: 
     spec = tiny_spec(diffusion={key.split(".")[1]: NEW[key]})
     with pytest.raises(ValueError, match=rf'^{key} = "{NEW[key]}": diffusers has none like it; draw with'):
         scheduler_config(spec.diffusion, spec.sampler)
-
-
-def test_no_name_of_diffusers_stands_for_two_of_ours() -> None:
-    schedules = [one.diffusers for one in NOISE.values() if one.diffusers not in ("trained_betas", None)]
-    predictions = [one.diffusers for one in TARGETS.values() if one.diffusers is not None]
-    for names in (schedules, predictions):
-        assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("key", REGISTRIES)

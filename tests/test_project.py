@@ -54,8 +54,3 @@ def test_the_site_has_every_page_for_language_models_too(tmp_path: Path) -> None
     )
     for name in linked:
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "docs" / name).read_bytes()
-
-
-def test_security_is_described_in_one_place() -> None:
-    text = (REPOSITORY / "SECURITY.md").read_text()
-    assert "(docs/security.md)" in text and len(text.splitlines()) < 12

@@ -13,19 +13,6 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.spec import DataSpec
 
 
-def planted(seed: int, factor: float = 1.0) -> quality.Run:
-    scores = dict(zip(quality.SCORES, (2.0 + seed, 0.5, 0.9, 0.99), strict=True))
-    return quality.Run(scores, [factor * loss for loss in (0.8, 0.4, 0.2 + seed)])
-
-
-def test_the_table_gives_mean_and_spread_and_by_how_much_layouts_differ() -> None:
-    first, layout = [planted(seed) for seed in range(3)], [planted(seed, 1.0 + 1e-6 * seed) for seed in range(3)]
-    _, *lines = quality.table({"ddpm": first, "edm": first, "folded": layout}).splitlines()
-    rows = {line.split()[0]: line.split() for line in lines}
-    assert rows["edm"][:6] == ["edm", "3", "3", "(2", "to", "4)"] and rows["edm"][-1] == "0.99)"
-    assert rows["folded"][-1] == "2.0e-06"
-
-
 def test_every_run_is_trained_and_scored_once_and_a_second_command_adds_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,13 +79,7 @@ def store_of(rank: int, world_size: int) -> Store:
     return served or TCPStore("127.0.0.1", port, timeout=patience)
 
 
-def save(
-    folder: Path,
-    images: int,
-    cuts: Sequence[int] = (50,),
-    shapes: Shapes = SHAPES,
-    **options: Any,
-) -> list[str]:
+def save(folder: Path, images: int, cuts: Sequence[int] = (50,), shapes: Shapes = SHAPES, **options: Any) -> list[str]:
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))

@@ -46,12 +46,7 @@ def damage(path: Path, how: str, where: float, amount: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    name=st.sampled_from(FILES),
-    how=damages,
-    kind=st.sampled_from(KINDS),
-    parameter=st.sampled_from(list(SHAPES)),
-)
+@given(name=st.sampled_from(FILES), how=damages, kind=st.sampled_from(KINDS), parameter=st.sampled_from(list(SHAPES)))
 def test_damage_is_refused_or_the_older_checkpoint_is_taken(
     folder: Path, name: str, how: tuple[str, float, int], kind: str, parameter: str
 ) -> None:

@@ -148,9 +148,7 @@ json_values = st.recursive(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    file=st.sampled_from([MANIFEST, STATE]),
-    path=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    value=json_values,
+    file=st.sampled_from([MANIFEST, STATE]), path=st.lists(st.integers(0, 5), min_size=1, max_size=4), value=json_values
 )
 def test_any_value_in_the_place_of_another(folder: Path, file: str, path: list[int], value: object) -> None:
     newest = folder / "images-000000002"

@@ -116,10 +116,7 @@ def test_what_lies_on_the_disk_is_each_ranks_own_part(tmp_path: Path) -> None:
     path = written(tmp_path, SPLIT)
     keys = {name: open_tensors(path / f"replica0-tensor{name}.safetensors").keys() for name in (0, 1)}
     assert set(keys[0]) >= {"ema/0.conv.weight~0.2.3@0", "ema/0.conv.bias@0", "ema/2.weight~0.2.20@0"}
-    assert {key for key in keys[1] if key.startswith("ema/")} == {
-        "ema/0.conv.weight~1.2.3@0",
-        "ema/2.weight~1.2.20@0",
-    }
+    assert {key for key in keys[1] if key.startswith("ema/")} == {"ema/0.conv.weight~1.2.3@0", "ema/2.weight~1.2.20@0"}
     consolidate(path, tmp_path / "weights.safetensors")
     found = open_tensors(tmp_path / "weights.safetensors")
     for name, shape in SHAPES.items():
@@ -164,8 +161,7 @@ def test_a_key_says_which_values_they_are(span: Span) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["ema/w@00", "ema/w@\u0661", "ema/w~0.2.03@0", "ema/w~0.2@0", "ema/w~-1.2.3@0", "ema/w@0\n", "/w@0"],
+    "key", ["ema/w@00", "ema/w@\u0661", "ema/w~0.2.03@0", "ema/w~0.2@0", "ema/w~-1.2.3@0", "ema/w@0\n", "/w@0"]
 )
 def test_a_key_that_is_not_written_is_none(key: str) -> None:
     span = Span.of(key, 7)

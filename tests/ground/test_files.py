@@ -12,9 +12,9 @@ import pytest
 
 from ddpm_ds.experiments.sweep import LOG, run_command
 from ddpm_ds.ground.errors import OutputError
-from ddpm_ds.ground.files import open_regular, replace_file, temporary_beside, until_changed
+from ddpm_ds.ground.files import open_regular, temporary_beside, until_changed
 from ddpm_ds.tracking import run_folder
-from ddpm_ds.tracking.run_folder import EVENTS, LABELS, METRICS, RunFolder
+from ddpm_ds.tracking.run_folder import EVENTS, METRICS, RunFolder
 from tests.launching import hanging
 
 
@@ -79,15 +79,6 @@ def test_a_named_pipe_in_a_run_s_folder_is_one_line(name: str, tmp_path: Path) -
     refused = pytest.raises(OutputError, match=r"can't be written \(it is a named pipe, not a file\)")
     with hanging(), refused, run_folder.disk_errors_reported(tmp_path):
         OPENED[name](tmp_path)
-
-
-def test_files_that_are_written_whole_take_the_place_of_a_named_pipe(tmp_path: Path) -> None:
-    for name in (LABELS, "content"):
-        os.mkfifo(tmp_path / name)
-    with hanging():
-        run_folder.write_labels(tmp_path, {"a": "b"})
-        replace_file(tmp_path / "content", b"c")
-    assert (tmp_path / "content").read_bytes() == b"c" and b'"a": "b"' in (tmp_path / LABELS).read_bytes()
 
 
 def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> None:
