@@ -18,7 +18,6 @@ class Repository:
     private: bool
     writers: tuple[str, ...] = ("me",)
     commits: list[str] = field(default_factory=list)
-    """Messages."""
     files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b""})
 
     @property
@@ -35,12 +34,9 @@ class HubServer(ThreadingHTTPServer):
         self.tokens = {"hf_mine": ("me", "write"), "hf_reader": ("me", "read"), "hf_other": ("other", "write")}
         """Users and roles."""
         self.repositories: dict[str, Repository] = {}
-        self.objects: dict[str, bytes] = {}
-        """Content that was uploaded by LFS, by its SHA-256."""
-        self.asked: list[tuple[str, str, str | None]] = []
-        """Method, path and authorization of each request."""
-        self.fails_at = ""
-        """Part of the path of requests that are answered by 500."""
+        self.objects: dict[str, bytes] = {}  # uploaded by LFS, by SHA-256
+        self.asked: list[tuple[str, str, str | None]] = []  # method, path and authorization
+        self.fails_at = ""  # part of the path of requests that are refused
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,11 +54,8 @@ class Handler(BaseHTTPRequestHandler):
                     self._answer({"id": f"{owner}/{name}", **facts})
             case ["api", "models", owner, name, "tree", *_]:
                 if (found := self._found(f"{owner}/{name}")) is not None:
-                    entries = [
-                        {"type": "file", "path": file, "size": len(data), "oid": _oid(data)}
-                        for file, data in found.files.items()
-                    ]
-                    self._answer(entries)
+                    sizes = {file: {"size": len(data), "oid": _oid(data)} for file, data in found.files.items()}
+                    self._answer([{"type": "file", "path": file, **size} for file, size in sizes.items()])
             case [owner, name, "resolve", head, *place]:
                 if (found := self._found(f"{owner}/{name}")) is not None:
                     data = found.files["/".join(place)]
@@ -90,11 +83,9 @@ class Handler(BaseHTTPRequestHandler):
                 pairs = zip(files, modes, strict=True)
                 self._answer({"files": [{"path": f["path"], "uploadMode": m, "shouldIgnore": False} for f, m in pairs]})
             case [_, _, "info", "lfs", "objects", "batch"]:
-                wanted = json.loads(content)["objects"]
-                at = f"{self.server.address}/lfs/"
-                self._answer(
-                    {"objects": [{**each, "actions": {"upload": {"href": at + each["oid"]}}} for each in wanted]}
-                )
+                wanted, at = json.loads(content)["objects"], f"{self.server.address}/lfs/"
+                uploads = [{**each, "actions": {"upload": {"href": at + each["oid"]}}} for each in wanted]
+                self._answer({"objects": uploads})
             case ["api", "models", owner, name, "commit", "main"]:
                 self._commit(self.server.repositories[f"{owner}/{name}"], content, f"{owner}/{name}")
 

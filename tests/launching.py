@@ -100,8 +100,7 @@ def wait_for(
     running: Callable[[], bool] = lambda: True,
     pause: float = 0.01,
 ) -> Any:
-    """The first true result of ``happened``, called every ``pause`` seconds; fails with the text of ``output`` after
-    ``seconds``, or when nothing is ``running`` any more."""
+    """The first true result of ``happened``; fails with ``output`` after ``seconds``, or if nothing is ``running``."""
     until = time.monotonic() + seconds
     while not (result := happened()):
         assert running(), f"ended before it happened and printed {output()[-6000:]}"

@@ -114,20 +114,6 @@ def test_images_are_those_of_the_command_line(run_dir: Path, tmp_path: Path) -> 
         assert (written.int() - image[0].int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)}, "sampler.eta = 0.5 is used only with sampler.kind:"),
-        ({"sampler": SamplerSpec(steps=2000)}, "sampler.steps = 2000 is above the 1000 timesteps"),
-        ({"labels": []}, "labels = [] names no class; use None"),
-        ({"labels": [3, 10]}, "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
-    ],
-)
-def test_what_can_not_be_drawn_is_one_line(trained: Trained, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(message)):
-        sample(trained, 1, **options)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(ddpm_ds, name) for name in ddpm_ds.__all__ if name != "UserError"
 }
@@ -179,6 +165,10 @@ def test_what_an_argument_does_not_take_is_one_line_that_names_it(
     [
         ("plan", "processes", 10**9, "plan: processes = 1000000000 should be a whole number from 1 to 65,536"),
         ("sample", "first", 2**49, "should be a whole number from 0 to 2^48"),
+        ("sample", "sampler", SamplerSpec(kind="dpm_solver", eta=0.5), "sampler.eta = 0.5 is used only with sampler"),
+        ("sample", "sampler", SamplerSpec(steps=2000), "sampler.steps = 2000 is above the 1000 timesteps"),
+        ("sample", "labels", [], "labels = [] names no class; use None"),
+        ("sample", "labels", [3, 10], "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("sample", "labels", "3", 'labels = "3" should be a list, each a whole number or "all" or null'),
         ("sample", "trained", "runs/digits", 'trained = "runs/digits" should be a Trained'),
         ("sample", "sampler", SamplerSpec().model_copy(update={"steps": 10**9}), "sampler.steps = 1000000000: input"),

@@ -83,14 +83,6 @@ def test_a_strangers_words_are_nobodys(stores: tuple[SealedStore, SealedStore, d
     assert rank_0.get("moved") == b"", "a seal is of one key"
 
 
-def test_another_runs_secret_opens_nothing(
-    stores: tuple[SealedStore, SealedStore, dist.Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(RUN_SECRET, "theirs")
-    SealedStore(stores[2]).set("verdict", "stop")
-    assert stores[0].get("verdict") == b""
-
-
 Part = Callable[[Rendezvous], object]
 _environment = threading.Lock()
 _names = threading.local()
