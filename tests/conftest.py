@@ -1,5 +1,4 @@
-"""What all tests share. One thread a process unless OMP_NUM_THREADS says otherwise: many tests start several
-processes, and idle threads that spin slow each other down."""
+"""What all tests share. A process has one thread, unless OMP_NUM_THREADS says otherwise: others would spin."""
 
 import gc
 import os
@@ -43,8 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need programs as long ones. Files that take long come first, so that several workers end at about
-    the same time, on the quick ones."""
+    """Mark tests that need programs as long ones. Files that take long come first, so that workers end together."""
     for item in items:
         if item.get_closest_marker("needs_programs"):
             item.add_marker(pytest.mark.long)
@@ -70,8 +68,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _own_process() -> Iterator[None]:
-    """A test leaves no variables and no signals to the next: verbs that run in the test's process say that it is rank 0
-    of one, and ignore signals when their work is done."""
+    """A test leaves no variables and no signals to the next: verbs set those of their process."""
     variables, handlers = dict(os.environ), {number: signal.getsignal(number) for number in SUPERVISOR_SIGNALS}
     yield
     os.environ.clear()

@@ -43,8 +43,7 @@ DETACHED = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, 
 
 
 class Server:
-    """A process that forks others for all workers of the test run; the first of them starts it, and it ends with the
-    last."""
+    """A process that forks others for all workers of the test run; it starts with the first and ends with the last."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()

@@ -11,12 +11,12 @@ import pytest
 
 from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import cache_path
-from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
+from ddpm_ds.data.sources import FIELD_OPENERS
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.diffusion.choices import NOISE, ContinuousSchedule
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from ddpm_ds.ground.errors import SpecError
-from ddpm_ds.schema.choices import SCHEDULES, SOURCES
+from ddpm_ds.schema.choices import SCHEDULES
 from tests import extended
 from tests.extended import DOING, NEW, REGISTRIES
 from tests.launching import REPOSITORY, run_ranks, tiny_spec
@@ -89,11 +89,6 @@ def test_the_spec_takes_registered_names_and_lists_them_for_an_unknown_one(regis
 def test_every_name_has_something_behind_it(key: str) -> None:
     behind = {**DOING[key], **FIELD_OPENERS} if key == "data.source" else DOING[key]
     assert list(REGISTRIES[key]) == list(behind)
-
-
-def test_sources_can_be_opened_as_the_pictures_or_arrays_that_they_claim() -> None:
-    assert list(OPENERS) == [name for name, source in SOURCES.items() if source.pictures]
-    assert list(FIELD_OPENERS) == [name for name, source in SOURCES.items() if source.arrays]
 
 
 def test_the_spec_knows_which_schedules_have_continuous_levels() -> None:

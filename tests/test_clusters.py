@@ -1,5 +1,4 @@
-"""The files of launch/clusters: each platform's variables make the ranks of one run, its signals and grace periods save
-it, and its file is what the platform reads."""
+"""The files of launch/clusters: variables make the ranks of one run, grace periods save it, platforms can read them."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Hostile specs, JSONs, option values and files: each is one line and exit code 2, within seconds and a GiB, and leaves
-nothing behind."""
+"""Hostile specs, JSONs, options and files: one line, exit code 2, within seconds and a GiB, and nothing left behind."""
 
 import argparse
 import contextlib

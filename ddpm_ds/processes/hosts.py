@@ -28,19 +28,15 @@ from ddpm_ds.ground.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
 """Variables with ssh options for pdsh: one replaces its usual ones, the other precedes them."""
-USUAL_ARGUMENTS = "-a -x"
-"""Options that forward neither agent nor X11."""
-DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Default hostfile of DeepSpeed's launcher."""
+USUAL_ARGUMENTS = "-a -x"  # forward neither agent nor X11
+DEFAULT_HOSTFILE = Path("/job/hostfile")  # of DeepSpeed's launcher
 ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
 """File of variables that are sent to all hosts, and the variable that names another file, as in DeepSpeed."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable that names gloo's interface; its default belongs to the host's name, and fails if that is loopback."""
-
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Prefixes of variables that DeepSpeed's launcher puts on command lines; NCCL only with its CUDA accelerator. It prints
 every variable with NCCL in its name, with its value, on every host."""
-
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 """Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
 

@@ -181,13 +181,8 @@ def print_once(line: str) -> None:
 
 def record_exit(code: int) -> int:
     """Record that this rank exits as intended with ``code``, and return it. Never fails."""
-    _record(str(code))
+    record(str(code))
     return code
-
-
-def record_training() -> None:
-    """Record that this rank listens to requests and watches the others, and may outlive one that fails."""
-    _record(TRAINING)
 
 
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
@@ -204,7 +199,7 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     faulthandler.enable(2)  # for a crash outside of Python, as on an image file truncated while it is read
     if stoppable:
         SignalThread(leave)
-    _record(STARTED)
+    record(STARTED)
     try:
         code = main()
         handle(STOP_SIGNALS if stoppable else (), signal.SIG_IGN)
@@ -215,7 +210,8 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
         raise
 
 
-def _record(word: str) -> None:
+def record(word: str) -> None:
+    """Record an exit code, :data:`STARTED`, or :data:`TRAINING`: this rank watches the others and may outlive them."""
     if path := _exit_file():
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:  # its supervisor may just have ended
             file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())  # in one write, so that lines don't mix

@@ -138,7 +138,7 @@ class Rendezvous:
 
         def beat() -> None:
             with contextlib.suppress(dist.DistError):  # rank 0 has gone
-                for count in itertools.count():
+                for count in itertools.count() if self.world_size > 1 else ():
                     self.store.set(f"beat/{self.rank}", str(count))
                     if self._closed.wait(BEAT_SECONDS):
                         return
@@ -230,8 +230,8 @@ class Rendezvous:
 
     def _wait(self, keys: list[str], awaited: Sequence[int]) -> None:
         """Wait for the keys of the ``awaited`` ranks, looking up missing ones no more often than ranks beat."""
-        store = self.store
-        started = looked_at = time.monotonic()
+        store, started = self.store, time.monotonic()
+        looked_at = started
         received = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]) and (text := store.get(REFUSAL)):

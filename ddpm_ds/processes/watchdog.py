@@ -40,7 +40,6 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 BEAT_SECONDS, JUDGE_SECONDS = 0.5, 0.2
 LAST_WORDS_SECONDS = 3.0
 """Time for which rank 0 keeps the store open at its end, so that the others can read that it leaves, and why."""
-
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2

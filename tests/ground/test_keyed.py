@@ -75,8 +75,10 @@ def keep_of_integers(seed: int, stream: int, image: int, count: int, drop: float
     return kept
 
 
-def correlation(a: Tensor, b: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack((a.flatten().double(), b.flatten().double())))[0, 1])
+def assert_uncorrelated(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+    for name, (a, b) in pairs.items():
+        correlation = torch.corrcoef(torch.stack((a.flatten().double(), b.flatten().double())))[0, 1]
+        assert abs(correlation) < 4.5 / math.sqrt(a.numel()), name
 
 
 @pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
@@ -157,7 +159,7 @@ def test_uniform_is_uniform_and_normal_is_normal() -> None:
 def test_normal_neighbours_images_streams_and_seeds_are_uncorrelated(power: int) -> None:
     images = torch.arange(500)
     noise = keyed.normal(0, Stream.NOISE, images, 200) ** power
-    others = {
+    pairs = {
         "the two of a Box-Muller pair": (noise[:, 0::2], noise[:, 1::2]),
         "pairs": (noise[:, :-2], noise[:, 2:]),
         "images": (noise[:-1], noise[1:]),
@@ -165,8 +167,7 @@ def test_normal_neighbours_images_streams_and_seeds_are_uncorrelated(power: int)
         "seeds": (noise, keyed.normal(1, Stream.NOISE, images, 200) ** power),
         "2^32 images later": (noise, keyed.normal(0, Stream.NOISE, images + 2**32, 200) ** power),
     }
-    for name, (a, b) in others.items():
-        assert abs(correlation(a, b)) < 4.5 / math.sqrt(a.numel()), name
+    assert_uncorrelated(pairs)
 
 
 @pytest.mark.parametrize("word", [0, 1, MASK - 1, MASK])
@@ -203,17 +204,13 @@ def test_keep_mask_drops_at_its_rate_in_every_layer_image_and_element(drop: floa
 def test_keep_mask_is_independent_between_elements_images_layers_and_seeds() -> None:
     images = torch.arange(64)
     mask = keyed.keep_mask(0, Stream.DROPOUT, images, 8192, 0.5)
-    others = {
-        "halves of a word": (mask[:, 0::2], mask[:, 1::2]),
-        "words": (mask[:, :-2], mask[:, 2:]),
-        "rows of an image 32 wide": (mask[:, :-32], mask[:, 32:]),
-        "channels of an image 32 x 32": (mask[:, :-1024], mask[:, 1024:]),
-        "images": (mask[:-1], mask[1:]),
-        "layers": (mask, keyed.keep_mask(0, Stream.DROPOUT + 1, images, 8192, 0.5)),
-        "seeds": (mask, keyed.keep_mask(1, Stream.DROPOUT, images, 8192, 0.5)),
-    }
-    for name, (a, b) in others.items():
-        assert abs(correlation(a, b)) < 4.5 / math.sqrt(a.numel()), name
+    pairs = {
+        f"elements that are {apart} away": (mask[:, :-apart], mask[:, apart:]) for apart in (2, 32, 1024)
+    }  # as words, rows of an image 32 wide, and its channels
+    pairs |= {"halves of a word": (mask[:, 0::2], mask[:, 1::2]), "images": (mask[:-1], mask[1:])}
+    pairs["layers"] = mask, keyed.keep_mask(0, Stream.DROPOUT + 1, images, 8192, 0.5)
+    pairs["seeds"] = mask, keyed.keep_mask(1, Stream.DROPOUT, images, 8192, 0.5)
+    assert_uncorrelated(pairs)
 
 
 def test_streams_that_are_counted_on_from_meet_no_other() -> None:

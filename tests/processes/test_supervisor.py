@@ -307,7 +307,6 @@ def test_a_restart_resumes_from_the_newest_save(parts: str, option: str, resumed
         (247, 75, "1", {}, 76),  # the same so early that the launcher's signal ended the others at once
         (247, 75, "", {}, 76),  # before it could record that it had started
         (1, 75, "", {}, 75),  # each rank was asked to stop, by a scheduler that also ended the launcher
-        (255, None, "", {}, 76),
         (-9, None, "0", {}, 76),
         (241, None, "0", {"stopping": True}, 75),  # the signal came before the rank could handle it
         (1, None, "0", {"stopping": True}, 1),  # saving failed

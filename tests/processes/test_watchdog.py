@@ -295,9 +295,7 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
     script.write_text(RANK_0)
     server = Forked.script([str(script)], env=os.environ, stdout=said, stderr=tmp_path / "warnings")
     try:
-        while not (said.exists() and said.read_text().endswith("\n")):
-            assert server.poll() is None, said.read_text()
-            time.sleep(0.01)
+        wait_for(lambda: said.exists() and said.read_text().endswith("\n"), running=lambda: server.poll() is None)
         port = int(said.read_text())
         stores = [SealedStore(dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)) for _ in range(2)]
         first, _ = (watchdog_of(rank + 1, 3, store, events, dead_seconds=60) for rank, store in enumerate(stores))
