@@ -86,24 +86,6 @@ def test_a_check_that_fails_is_exit_code_1_with_its_log_and_the_others_run(
         assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--device cuda", "PyTorch finds no CUDA device; write --device cpu"),
-        ("--out nowhere/report.md", "--out nowhere/report.md can't be written"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    options: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert run(tmp_path, *options.split())[0] == 2
-    output = capsys.readouterr()
-    assert output.out == "" and output.err.count("\n") == 1
-    assert output.err.startswith("check_gpu: error: ") and said in output.err
-
-
 @pytest.mark.long
 @pytest.mark.launch
 def test_all_that_a_cpu_can_run_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

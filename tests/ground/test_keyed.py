@@ -226,7 +226,6 @@ def test_streams_that_are_counted_on_from_meet_no_other() -> None:
     [
         lambda: bits(-1, 0, torch.arange(1), 1),
         lambda: bits(0, 2**32, torch.arange(1), 1),
-        lambda: integers(0, 0, torch.arange(1), 0),
         lambda: integers(0, 0, torch.arange(1), 2**31 + 1),
         lambda: keyed.keep_mask(0, 0, torch.arange(1), 1, 1.0),
         lambda: keyed.keep_mask(0, 0, torch.arange(1), 1, -0.1),
