@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -60,9 +59,10 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 def answer_of(words: Sequence[str], seconds: int) -> tuple[list[str], str]:
     """Return the lines that a command prints, of which a login shell may have printed some, and why it failed."""
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(words, timeout=seconds, **quiet)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return [], f"no answer in {seconds} s"
     except OSError as error:

@@ -60,8 +60,7 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
     return str(error.value)
 
 
-ALL = 2**50
-"""Bytes of the host's memory."""
+ALL = 2**50  # bytes of the host's memory
 
 
 @pytest.mark.parametrize(

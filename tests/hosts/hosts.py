@@ -32,8 +32,7 @@ NETWORK = "10.77.0"
 SWITCH = "[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; echo ready; read -r line"
 TRAVELS = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """What DeepSpeed's launcher sets on every host (``Hosts.environment_file``)."""
-UNMETERED = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}
-"""Spares each host the process that measures it."""
+UNMETERED = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}  # spares each host the process that measures it
 
 SSH_CONFIG = """Host *
     StrictHostKeyChecking no
