@@ -1,7 +1,5 @@
 """Calls in processes of their own: Triton decides when it is imported whether it interprets kernels or builds them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""What all tests share. One thread a process unless OMP_NUM_THREADS says otherwise: many tests start several
-processes, and idle threads that spin slow each other down."""
-
-from __future__ import annotations
+"""What all tests share. A process has one thread, unless OMP_NUM_THREADS says otherwise: others would spin."""
 
 import gc
 import os
@@ -55,8 +52,7 @@ def alone() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need programs as long ones. Files that take long come first, so that several workers end at about
-    the same time, on the quick ones."""
+    """Mark tests that need programs as long ones. Files that take long come first, so that workers end together."""
     for item in items:
         if item.get_closest_marker("needs_programs"):
             item.add_marker(pytest.mark.long)
@@ -82,8 +78,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _own_process() -> Iterator[None]:
-    """A test leaves no variables and no signals to the next: verbs that run in the test's process say that it is rank 0
-    of one, and ignore signals when their work is done."""
+    """A test leaves no variables and no signals to the next: verbs set those of their process."""
     variables, handlers = dict(os.environ), {number: signal.getsignal(number) for number in SUPERVISOR_SIGNALS}
     yield
     os.environ.clear()
@@ -100,6 +95,5 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store of MLflow without runs, to be copied."""
     place_empty_store(folder := tmp_path_factory.mktemp("store"))
     return folder / "mlflow.db"

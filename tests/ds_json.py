@@ -1,7 +1,5 @@
 """DeepSpeed JSONs of tests, checked and resolved as training does it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 As a script: trains with all four, draws and exports. python tests/extended.py RUN_DIR PICTURES.npz
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -32,19 +30,10 @@ from ddpm_ds.schema.choices import (
     SourceChoice,
 )
 
-REGISTRIES: dict[str, dict[str, Any]] = {
-    "data.source": SOURCES,
-    "diffusion.schedule": SCHEDULES,
-    "diffusion.objective": OBJECTIVES,
-    "sampler.kind": SAMPLERS,
-}
+KEYS = ("data.source", "diffusion.schedule", "diffusion.objective", "sampler.kind")
+REGISTRIES: dict[str, dict[str, Any]] = dict(zip(KEYS, (SOURCES, SCHEDULES, OBJECTIVES, SAMPLERS), strict=True))
 """All names, by the key of the spec that takes them."""
-DOING: dict[str, dict[str, Any]] = {
-    "data.source": OPENERS,
-    "diffusion.schedule": NOISE,
-    "diffusion.objective": TARGETS,
-    "sampler.kind": STEPS,
-}
+DOING: dict[str, dict[str, Any]] = dict(zip(KEYS, (OPENERS, NOISE, TARGETS, STEPS), strict=True))
 """What is behind the names."""
 NEW = {"data.source": "npz", "diffusion.schedule": "flat", "diffusion.objective": "minus_eps", "sampler.kind": "jump"}
 """The names that :func:`register` adds."""
@@ -62,7 +51,6 @@ def _flat(spec: DiffusionSpec) -> Tensor:
 
 
 def register() -> None:
-    """Add one choice of each kind."""
     SOURCES["npz"] = SourceChoice("arrays of numpy", path="FILE.npz")
     OPENERS["npz"] = _npz
     SCHEDULES["flat"] = ScheduleChoice("equal betas")
@@ -79,7 +67,6 @@ def register() -> None:
 
 
 def main(run_dir: Path, pictures: str) -> None:
-    """Train, draw and export, and print the exit codes."""
     register()
     changes = [f"{key}={name}" for key, name in NEW.items()]
     changes += [f"data.path={pictures}", f"data.store_root={run_dir.parent}", "unet.channels=8", "unet.norm_groups=4"]

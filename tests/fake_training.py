@@ -3,8 +3,6 @@
 deepspeed tests/fake_training.py --run-dir DIR PART [PART ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -14,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddpm_ds.processes.ranks import Launcher, record_training, recorded, set_environment
+from ddpm_ds.processes.ranks import TRAINING, Launcher, record, recorded, set_environment
 
 
 def main() -> int:
@@ -40,7 +38,7 @@ def main() -> int:
         return int(part)
     begun, _, code = part.partition(":")
     if begun == "training":
-        record_training()
+        record(TRAINING)
     if code and rank == 0:  # when the other one is there
         while not (folder / f"start-{starts}-rank-1").exists():
             time.sleep(0.01)

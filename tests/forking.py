@@ -4,8 +4,6 @@ A server, one for all workers of a test run, has imported them and forks a proce
 that sends to MLflow. Questions and answers are lines of JSON.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -27,7 +25,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, NoReturn, Self, cast
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, (f"{REPOSITORY}", f"{REPOSITORY}/launch", os.environ.get("PYTHONPATH"))))
@@ -45,8 +43,7 @@ DETACHED = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, 
 
 
 class Server:
-    """A process that forks others for all workers of the test run; the first of them starts it, and it ends with the
-    last."""
+    """A process that forks others for all workers of the test run; it starts with the first and ends with the last."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -84,7 +81,6 @@ class Server:
         return self.pid is not None
 
     def ask(self, question: str, details: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
-        """The answer to a question, which may come with open files."""
         with self._asking:
             send(self._socket, {"question": question, **details}, fds)
             return receive(self._socket)[0]
@@ -98,7 +94,6 @@ def send(to: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
 
 
 def receive(sender: socket.socket) -> tuple[Any, list[int]]:
-    """The value and the open files of the next line; None at the end."""
     try:
         line, fds, _, _ = socket.recv_fds(sender, 1, 8)
     except ConnectionResetError:  # ended before it has read everything
@@ -135,7 +130,7 @@ class Forked:
         self._polling = threading.Lock()  # the server can say only once that a process has ended
 
     @classmethod
-    def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Forked:
+    def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Self:
         """A script with its arguments; its output is appended to two files, or to one."""
         details = {"words": list(words), "environment": dict(env), "stdout": str(stdout), "stderr": str(stderr)}
         return cls(server().ask("script", details))
@@ -164,7 +159,6 @@ class Forked:
 
 @contextlib.contextmanager
 def pipes() -> Iterator[tuple[IO[bytes], IO[bytes], list[int]]]:
-    """Our ends of a worker's standard input and output, and, inside this context, the worker's."""
     (read, orders), (replies, written) = os.pipe(), os.pipe()
     try:
         yield os.fdopen(orders, "wb"), os.fdopen(replies, "rb"), [read, written]
@@ -261,7 +255,6 @@ def run(program: Callable[[], object]) -> NoReturn:
 
 
 def become(fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module with the given standard input and output."""
     for number, fd in enumerate(fds):
         move(fd, number)
     os.environ.clear()
@@ -273,7 +266,6 @@ def become(fds: Sequence[int], module: str, arguments: Sequence[str], environmen
 
 
 def move(fd: int, number: int) -> None:
-    """Give an open file another number."""
     if fd != number:
         os.dup2(fd, number)
         os.close(fd)

@@ -5,8 +5,6 @@ mean of each block of 4x4 pixels plus white noise. Given y, x is Gaussian again:
 covariance does not depend on y. All arrays are float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +18,10 @@ from numpy.typing import NDArray
 
 from ddpm_ds.evaluate.ensembles import FieldScorer, FieldScores
 
-GRID = 16
-"""Height and width of a field, in pixels."""
-BLOCK = 4
-"""Height and width of an observed block, in pixels."""
-LENGTH = 4.0
-"""Length of the covariance, in pixels."""
-NOISE = 0.2
-"""Standard deviation of an observation's noise."""
+GRID, BLOCK = 16, 4
+"""Height and width of a field, and of an observed block, in pixels."""
+LENGTH, NOISE = 4.0, 0.2
+"""Length of the covariance in pixels, and standard deviation of an observation's noise."""
 
 Array = NDArray[np.float64]
 
@@ -41,16 +35,11 @@ def field_scores(members: Any, truths: Any, masks: Any = None, channels: Sequenc
     return scorer.scores()
 
 
-def _distances() -> Array:
-    """Return the distances of all pairs of pixels, (256, 256)."""
-    places = np.stack(np.divmod(np.arange(GRID**2), GRID), axis=1).astype(float)
-    return np.linalg.norm(places[:, None] - places, axis=-1)
-
-
 @cache
 def covariance() -> Array:
     """Return the covariance of a field's pixels, (256, 256). Source: Rasmussen and Williams 2006, eq. 4.17."""
-    scaled = math.sqrt(3.0) * _distances() / LENGTH
+    places = np.stack(np.divmod(np.arange(GRID**2), GRID), axis=1).astype(float)
+    scaled = math.sqrt(3.0) * np.linalg.norm(places[:, None] - places, axis=-1) / LENGTH
     return (1.0 + scaled) * np.exp(-scaled)
 
 
@@ -116,8 +105,7 @@ def posterior_crps(truths: Array, observations: Array) -> float:
 
 
 def gaussian_crps(mean: Array | float, sd: Array | float, truth: Array) -> Array:
-    """Return the CRPS of Gaussian forecasts, in the shape of `truth`. Source: Gneiting and Raftery 2007, section
-    4.2."""
+    """Return the CRPS of Gaussian forecasts, in the shape of `truth` (Gneiting and Raftery 2007, section 4.2)."""
     z = (truth - mean) / sd
     below, density = torch.special.ndtr(torch.from_numpy(z)).numpy(), np.exp(-(z**2) / 2.0) / math.sqrt(2.0 * math.pi)
     return sd * (z * (2.0 * below - 1.0) + 2.0 * density - 1.0 / math.sqrt(math.pi))
@@ -160,9 +148,7 @@ def verdict(members: Array, truths: Array, observations: Array) -> Verdict:
 
 
 def write_pairs(path: Path, count: int, seed: int) -> None:
-    """Write fields and observations to learn from: an .npz file with `image` (N, 1, 16, 16) and `condition`
-    (N, 1, 4, 4), float32.
-    """
+    """Write an .npz file to learn from: `image` (N, 1, 16, 16) and `condition` (N, 1, 4, 4), float32."""
     generator = np.random.default_rng(seed)
     fields = draw_fields(count, generator)
     condition = observe(fields, generator)

@@ -1,7 +1,5 @@
 """Start real processes, and tiny runs to give them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -102,8 +100,7 @@ def wait_for(
     running: Callable[[], bool] = lambda: True,
     pause: float = 0.01,
 ) -> Any:
-    """The first true result of ``happened``, called every ``pause`` seconds; fails with the text of ``output`` after
-    ``seconds``, or when nothing is ``running`` any more."""
+    """The first true result of ``happened``; fails with ``output`` after ``seconds``, or if nothing is ``running``."""
     until = time.monotonic() + seconds
     while not (result := happened()):
         assert running(), f"ended before it happened and printed {output()[-6000:]}"
@@ -163,15 +160,8 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
     """A U-Net of a few thousand parameters that has everything: attention, skips over several stages, dropout."""
     values: dict[str, dict[str, Any]] = {
         "data": {"source": "digits", "image_size": 8, "channels": 1, "horizontal_flips": True},
-        "unet": {
-            "channels": 8,
-            "multipliers": [1, 2],
-            "blocks_per_level": 1,
-            "attention_resolutions": [4],
-            "norm_groups": 4,
-            "dropout": 0.1,
-            "classes": 10,
-        },
+        "unet": {"channels": 8, "multipliers": [1, 2], "blocks_per_level": 1, "attention_resolutions": [4]}
+        | {"norm_groups": 4, "dropout": 0.1, "classes": 10},
         "diffusion": {},
         "optimizer": {"learning_rate": 1e-3},
         "train": {"images": 64, "batch_images": 16, "seed": 3, "label_drop": 0.2},
@@ -196,7 +186,12 @@ def tiny_text_spec(levels: int = 2, **sections: dict[str, Any]) -> RunSpec:
     return tiny_spec(**values)
 
 
+def place_program(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(script)
+    (folder / name).chmod(0o755)
+
+
 def write_json(path: Path, value: Any) -> Path:
-    """Write ``value`` as JSON and return the path."""
     path.write_text(json.dumps(value, indent=2))
     return path

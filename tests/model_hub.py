@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub: repositories are folders, of which files are copied to a cache."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -34,6 +32,5 @@ class ModelHub:
         return str(copy)
 
     def downloaded(self, name: str) -> set[str]:
-        """The files of a repository that were downloaded."""
         copy = self.cache / name
         return {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}

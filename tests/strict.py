@@ -13,8 +13,6 @@ ends with the code :data:`LOCKED`. Other settings for tests: ``STRICT_FOLDERS``,
 colons between them; ``STRICT_MUTANT``, one of :data:`MUTANTS`, what is broken on purpose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -35,21 +33,9 @@ from torch.futures import Future
 
 LOCKED = 86
 COLLECTIVES = (
-    "all_gather_single",
-    "allgather",
-    "_allgather_base",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "scatter",
-    "barrier",
+    *("all_gather_single", "allgather", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall"),
+    *("alltoall_base", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("_reduce_scatter_base", "scatter", "barrier"),
 )
 """Methods of a process group that ``torch.distributed`` calls, in one of the versions of PyTorch that are accepted."""
 
@@ -62,12 +48,10 @@ class Posted:
         self.ended_at = time.monotonic()
 
     def wait(self) -> None:
-        """Wait for everything that was posted up to now."""
         for future in list(self.outstanding):
             future.wait()
 
     def watch(self, seconds: float) -> None:
-        """End the process when nothing ends for so long."""
         while True:
             time.sleep(0.5)
             waiting = list(self.outstanding.values())
@@ -109,7 +93,6 @@ class StrictGroup(dist.ProcessGroup):
             future.set_result(None)
 
     def post(self, what: str, operation: Callable[[], None]) -> Any:
-        """Queue an operation; returns its work."""
         future: Future[Any] = Future()
         posted.outstanding[future] = f"{what} of rank {self._own} of {self._size}"
         self._operations.put((operation, future))
@@ -148,7 +131,6 @@ for _name in COLLECTIVES:
 
 
 def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Replace a function in every module of the package that has imported it."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("ddpm_ds", "rivals")) and getattr(module, function.__name__, None) is function:
             setattr(module, function.__name__, by)

@@ -1,7 +1,5 @@
 """A command as a person sees it: typed in a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -37,7 +35,6 @@ class Terminal:
         self._terminal, self.text = ours, ""
 
     def read(self, until: Callable[[str], bool]) -> None:
-        """Read until the text that has appeared is enough, or the command has ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not until(self.text) and time.monotonic() < deadline:
             try:

@@ -1,7 +1,5 @@
 """What a run spec chooses by name: a source, schedule, objective or sampler needs one entry of a registry, no more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from hashlib import sha256
@@ -13,12 +11,12 @@ import pytest
 
 from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import Recipes
-from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
+from ddpm_ds.data.sources import FIELD_OPENERS
 from ddpm_ds.data.spec import DataSpec, TextSpec
-from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
+from ddpm_ds.diffusion.choices import NOISE, ContinuousSchedule
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from ddpm_ds.ground.errors import SpecError
-from ddpm_ds.schema.choices import SCHEDULES, SOURCES
+from ddpm_ds.schema.choices import SCHEDULES
 from tests import extended
 from tests.extended import DOING, NEW, REGISTRIES
 from tests.launching import REPOSITORY, run_ranks, tiny_spec
@@ -30,7 +28,6 @@ DOCUMENTS = {"data.source": "data.md", "diffusion.schedule": "export.md", "sampl
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """One more choice of each kind, added after all others were read."""
     for key in NEW:
         SPEC.schema(key.split("."))
     extended.register()
@@ -41,7 +38,6 @@ def registered() -> Iterator[None]:
 
 
 def pictures(path: Path, seed: int = 0) -> Path:
-    """A file of 16 small dark and bright pictures."""
     values = np.random.default_rng(seed).integers(0, 100, (16, 8, 8), np.uint8)
     labels = np.arange(16) % 2
     np.savez(path, images=values + 150 * labels.astype(np.uint8)[:, None, None], labels=labels)
@@ -95,11 +91,6 @@ def test_every_name_has_something_behind_it(key: str) -> None:
     assert list(REGISTRIES[key]) == list(behind)
 
 
-def test_sources_can_be_opened_as_the_pictures_or_arrays_that_they_claim() -> None:
-    assert list(OPENERS) == [name for name, source in SOURCES.items() if source.pictures]
-    assert list(FIELD_OPENERS) == [name for name, source in SOURCES.items() if source.arrays]
-
-
 def test_the_spec_knows_which_schedules_have_continuous_levels() -> None:
     continuous = {name for name, kind in NOISE.items() if isinstance(kind, ContinuousSchedule)}
     assert continuous == {name for name, choice in SCHEDULES.items() if choice.continuous}
@@ -113,23 +104,12 @@ def test_a_source_with_a_path_says_what_it_takes_it_for(registered: None) -> Non
 
 
 def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> None:
-    others = {
-        "source": "cifar10",
-        "path": tmp_path,
-        "image_size": 16,
-        "crop_from": 12,
-        "channels": 3,
-        "store_root": tmp_path,
-    }
+    others = {"source": "cifar10", "path": tmp_path, "image_size": 16, "crop_from": 12, "channels": 3}
+    others |= {"store_root": tmp_path, "name": "a/b", "split": "test", "image_column": "x", "label_column": "y"}
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
-    others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
-    of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
-    of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
-    of_training |= {"buckets"}  # each has a store of its own: tests/data/test_buckets.py
     of_training |= {"normalise", "held_out", "flips_negate", "missing_chunks"}
-    of_training |= {"held_out_path"}  # it names a store of its own: tests/data/test_held_out.py
-    of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
-    of_training |= {"buckets"}  # each names a store of its own: tests/data/test_buckets.py
+    # These name stores of their own, as far as they decide what is stored; they have tests of their own.
+    of_training |= {"autoencoder", "residual_of", "buckets", "held_out_path", "condition"}
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
@@ -145,13 +125,6 @@ def test_what_diffusers_does_not_know_is_refused_by_name(registered: None, key: 
     spec = tiny_spec(diffusion={key.split(".")[1]: NEW[key]})
     with pytest.raises(ValueError, match=rf'^{key} = "{NEW[key]}": diffusers has none like it; draw with'):
         scheduler_config(spec.diffusion, spec.sampler)
-
-
-def test_no_name_of_diffusers_stands_for_two_of_ours() -> None:
-    schedules = [one.diffusers for one in NOISE.values() if one.diffusers not in ("trained_betas", None)]
-    predictions = [one.diffusers for one in TARGETS.values() if one.diffusers is not None]
-    for names in (schedules, predictions):
-        assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("key", REGISTRIES)

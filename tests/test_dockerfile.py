@@ -3,8 +3,6 @@
 What Docker does besides is done here by hand: mounts of a step, variables, user, working folder, process 1's command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,7 +24,6 @@ WAY_OUT = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf")
 
 
 def steps() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile, each with what follows it on one line."""
     text = "\n".join(line for line in FILE.read_text().splitlines() if not line.startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines if line.strip()]
@@ -47,10 +44,9 @@ class Root:
     """A root of Debian in which the steps are taken; mounts are those of a step alone."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder, self._cache, self._user = folder, cache, "0"
-        self._variables = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        self._variables |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        self._working = "/"
+        self.folder, self._cache, self._user, self._working = folder, cache, "0", "/"
+        self._variables = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        self._variables["PATH"] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         if certificates := os.environ.get("PIP_CERT"):  # a step may install Debian's in the same place
             shutil.copy(certificates, folder / "certificates.pem")
             self._variables["PIP_CERT"] = "/certificates.pem"
@@ -69,9 +65,9 @@ class Root:
 
     def run(self, words: list[str]) -> str:
         """What a command in the root prints; the repository is at /src, as a copy, while it runs."""
+        variables = {"HOME": "/root" if self._user == "0" else "/home/trainer", **self._variables}
         inside = ["chroot", f"--userspec={self._user}:{self._user}", str(self.folder), "env", "-i"]
-        home = {"HOME": "/root" if self._user == "0" else "/home/trainer"}
-        inside += [f"{name}={value}" for name, value in (home | self._variables).items()]
+        inside += [f"{name}={value}" for name, value in variables.items()]
         inside += ["sh", "-c", f'cd {shlex.quote(self._working)} && exec "$@"', "sh", *words]
         mounts = [
             f"mount -t proc proc {self.folder}/proc",
@@ -80,10 +76,7 @@ class Root:
         ]
         script = " && ".join([*mounts, f"exec {shlex.join(inside)}"])
         done = subprocess.run(["unshare", "--mount", "sh", "-ec", script], capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.fail(
-                f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-            )
+        assert done.returncode == 0, f"{shlex.join(words)}:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 
 
@@ -99,16 +92,13 @@ def root(tmp_path: Path) -> Iterator[Root]:
         if file.is_file():
             (folder / file.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, folder / file.relative_to("/"))
-    ignored = [line for line in FILE.with_name("Dockerfile.dockerignore").read_text().splitlines() if line]
-    shutil.copytree(REPOSITORY, folder / "src", ignore=lambda where, names: _ignored(Path(where), names, ignored))
+    ignored = shutil.ignore_patterns(*FILE.with_name("Dockerfile.dockerignore").read_text().split())
+    top = str(REPOSITORY)
+    shutil.copytree(top, folder / "src", ignore=lambda at, names: ignored(at, names) if at == top else set())
     (folder / "root" / ".cache" / "pip").mkdir(parents=True)
     cache.mkdir()
     yield Root(folder, cache)
     shutil.rmtree(folder)
-
-
-def _ignored(where: Path, names: list[str], patterns: list[str]) -> set[str]:
-    return set(shutil.ignore_patterns(*patterns)(str(where), names)) if where == REPOSITORY else set()
 
 
 @pytest.mark.launch

@@ -1,7 +1,4 @@
-"""Hostile specs, JSONs, option values and files: each is one line and exit code 2, within seconds and a GiB, and leaves
-nothing behind."""
-
-from __future__ import annotations
+"""Hostile specs, JSONs, options and files: one line, exit code 2, within seconds and a GiB, and nothing left behind."""
 
 import argparse
 import contextlib
@@ -24,9 +21,8 @@ from hypothesis import strategies as st
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.ground.errors import LONGEST_LINE, MOST_FAULTS, UserError
-from ddpm_ds.schema.section import Section
 
 pytestmark = pytest.mark.launch
 
@@ -35,12 +31,7 @@ DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 ZERO2 = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 MOST_SECONDS, HANG_SECONDS = 5.0, 60
 MOST_BYTES = 2**30
-SPEC_KEYS = [
-    f"{name}.{key}"
-    for name, field in RunSpec.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    for key in field.annotation.model_fields
-] + ["name"]
+SPEC_KEYS = sorted(SPEC.all_keys())
 
 profile = settings(
     deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
@@ -141,7 +132,6 @@ def attack(arguments: Sequence[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty working folder, with what no file can be beside it."""
     root = tmp_path_factory.mktemp("fuzz")
     (root / "work").mkdir()
     os.mkfifo(root / "pipe")
@@ -154,7 +144,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def no_files(folder: Path) -> list[str]:
-    """Return paths that can't be read as a file."""
     names = ("pipe", "loop", "folder", "sparse", "loop/x", "pipe/x", "missing", "x" * 300, "zero\0byte", "d/" * 3000)
     return [str(folder.parent / name) for name in names] + ["/dev/zero", "/dev/null", "", "/proc/self/mem", "\udcff"]
 
@@ -164,7 +153,6 @@ def dry_run(spec: Path | str = DIGITS, config: Path | str = ZERO2, *options: str
 
 
 def put(values: Any, dotted: str, value: object) -> None:
-    """Put a value into nested blocks, which are made."""
     *blocks, name = dotted.split(".")
     for block in blocks:
         if not isinstance(values.get(block), dict):

@@ -1,7 +1,5 @@
 """What a wheel holds is enough to train: it has the presets and examples that a clone has beside the package."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -17,7 +15,6 @@ BESIDE = ("launch/specs", "launch/examples", "ds_configs")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a wheel, in a folder."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     command += ["build_py", "--build-lib", str(folder / "built")]
@@ -26,7 +23,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ddpm_ds(built: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``ddpm-ds`` of the built package, started in a folder."""
     command, variables = [sys.executable, "-m", "ddpm_ds.cli.main", *words], {**os.environ, "PYTHONPATH": str(built)}
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 

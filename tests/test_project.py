@@ -1,7 +1,5 @@
 """Files that hosting sites, hooks and language models read: they call the project's own checks and name its pages."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator
@@ -62,11 +60,6 @@ def test_the_site_has_every_page_for_language_models_too(tmp_path: Path) -> None
     )
     for name in linked:
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "docs" / name).read_bytes()
-
-
-def test_security_is_described_in_one_place() -> None:
-    text = (REPOSITORY / "SECURITY.md").read_text()
-    assert "(docs/security.md)" in text and len(text.splitlines()) < 12
 
 
 def keys(model: type[BaseModel], prefix: str) -> Iterator[str]:

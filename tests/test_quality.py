@@ -1,7 +1,5 @@
 """launch/quality.py: which runs it starts, how many at a time, what its classifier and its tables say of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,19 +11,6 @@ import quality
 from ddpm_ds.cli.main import main as ddpm_ds
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.spec import DataSpec
-
-
-def planted(seed: int, factor: float = 1.0) -> quality.Run:
-    scores = dict(zip(quality.SCORES, (2.0 + seed, 0.5, 0.9, 0.99), strict=True))
-    return quality.Run(scores, [factor * loss for loss in (0.8, 0.4, 0.2 + seed)])
-
-
-def test_the_table_gives_mean_and_spread_and_by_how_much_layouts_differ() -> None:
-    first, layout = [planted(seed) for seed in range(3)], [planted(seed, 1.0 + 1e-6 * seed) for seed in range(3)]
-    _, *lines = quality.table({"ddpm": first, "edm": first, "folded": layout}).splitlines()
-    rows = {line.split()[0]: line.split() for line in lines}
-    assert rows["edm"][:6] == ["edm", "3", "3", "(2", "to", "4)"] and rows["edm"][-1] == "0.99)"
-    assert rows["folded"][-1] == "2.0e-06"
 
 
 def test_every_run_is_trained_and_scored_once_and_a_second_command_adds_to_it(
@@ -57,10 +42,6 @@ def test_every_run_is_trained_and_scored_once_and_a_second_command_adds_to_it(
     with pytest.raises(SystemExit):
         quality.main([*words, "ddpm,vp"])
     assert "--rows has 'vp'; there are ddpm, edm" in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        quality.main(["--out", str(tmp_path / "file")])
-    assert "can't be made (File exists); name another folder" in capsys.readouterr().err
 
 
 def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_nothing_else(tmp_path: Path) -> None:
@@ -73,30 +54,12 @@ def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_no
     noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, (300, 1, 8, 8), np.uint8)
     for other in (noise, np.full_like(noise, 127), np.zeros_like(noise)):
         assert classifier.probabilities(other).max(1).mean() < 0.35
-    large = images[unseen].repeat(2, 2).repeat(2, 3).repeat(3, 1)  # prepared larger and in colour
-    assert classifier.probabilities(large).argmax(1).tolist() == read.argmax(1).tolist()
     real, drawn = classifier.scores(images[unseen]), classifier.scores(noise)
-    assert real["Fréchet, features"] < drawn["Fréchet, features"] / 10
+    assert real["Fréchet, features"] < drawn["Fréchet, features"] / 10 and real["class balance"] > 0.99
     assert real["recognised"] > 0.97 and drawn["recognised"] < 0.3
-    assert real["class balance"] > 0.99
-
-
-def test_balance_is_relative_entropy() -> None:
-    assert quality.balance(np.full(10, 0.1)) == pytest.approx(1.0)
-    assert quality.balance(np.array([1.0, *[0.0] * 9])) == 0.0
-    assert quality.balance(np.array([0.5, 0.5, *[0.0] * 8])) == pytest.approx(np.log(2) / np.log(10))
 
 
 @pytest.mark.parametrize("name", quality.ROWS)
 def test_every_row_is_a_run_that_can_be_trained(name: str, tmp_path: Path) -> None:
     command = quality.command(name, tmp_path / "run", 640, 0)
     assert ddpm_ds([*command, "--dry-run"]) == 0
-
-
-@pytest.mark.launch
-@pytest.mark.long
-def test_a_row_is_trained_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--rows", "ddpm", "--seeds", "1", "--images", "128", "--count", "10"]
-    assert quality.main(["--out", str(tmp_path), *arguments]) == 0
-    name, seeds, *scores = capsys.readouterr().out.splitlines()[-1].split()
-    assert (name, seeds) == ("ddpm", "1") and len(scores) == 4 * len(quality.SCORES)

@@ -1,7 +1,5 @@
 """Real runs under a transport that is as strict as NCCL: none locks, and each comes where it came before."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +27,6 @@ WATCHED = ("--profile-kernels", "5-5", "--trace-steps", "6-7")
 
 
 def run(processes: int, *words: str, log: Path, **environment: str) -> list[int]:
-    """The exit codes of the ranks of a script of ``launch/``."""
     place_empty_store(log.parent)
     place_digits(log.parent)
     ranks = fork_ranks(processes, STRICT, *words, stdout=log, stderr=log, MLFLOW_TRACKING_URI="", **environment)

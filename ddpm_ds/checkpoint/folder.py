@@ -136,10 +136,7 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename checkpoints of more than ``after`` images, so that no resume uses them; return the new names.
-
-    They are damaged, or were abandoned when the run resumed from an older checkpoint.
-    """
+    """Rename checkpoints of more than ``after`` images, damaged or abandoned by a resume; return the new names."""
     abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -177,9 +174,9 @@ class NotSaved(Exception):
 
 
 class Completion:
-    """One rank's part in completing checkpoints: all send rank 0 a text, through a key-value store.
+    """One rank's part in completing checkpoints: all send rank 0 a text, for which it waits ``seconds``.
 
-    Rank 0 waits for ``seconds``. No call blocks inside the store, whose client the watchdog also uses.
+    No call blocks inside the key-value store, whose client the watchdog also uses.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, seconds: float) -> None:
@@ -188,7 +185,6 @@ class Completion:
         """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
 
     def send(self, text: str) -> None:
-        """Send a text to rank 0."""
         self._store.set(self._key("part", self._rank), text)
 
     def collect(self, own: str) -> list[str]:
@@ -202,7 +198,7 @@ class Completion:
                 raise NotSaved(self._store.get(trouble).decode())
             if time.monotonic() > deadline:
                 missing = [f"rank {rank}" for rank, key in keys.items() if not self._store.check([key])]
-                listed = f"{', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
+                listed = ", ".join([*missing[:8], "..."][: len(missing)])
                 raise NotSaved(f"{listed} gave no answer in {self._seconds:g} s")
             time.sleep(POLL_SECONDS)
         found = [self._store.get(key).decode() for key in keys.values()]
@@ -226,7 +222,6 @@ class CompleteCheckpoint:
     path: Path
     manifest: Manifest
     state: State
-    """Scalars of the run."""
 
 
 def newest(
@@ -258,16 +253,15 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
 
     Raises CheckpointError if ``find`` did, or a rank can't read the manifest.
     """
-    found, answer = None, {"path": "", "error": "", "none": False}
+    found, why, none = None, "", False
     if rank == 0:
         try:
             found = find()
-            answer["path"] = "" if found is None else str(found.path)
         except CheckpointError as error:
-            answer |= {"error": str(error), "none": isinstance(error, NoCheckpointError)}
-    answer = gather(answer)[0]
-    if answer["error"]:
-        raise (NoCheckpointError if answer["none"] else CheckpointError)(answer["error"])
+            why, none = str(error), isinstance(error, NoCheckpointError)
+    answer = gather({"path": found and str(found.path), "why": why, "none": none})[0]
+    if answer["why"]:
+        raise (NoCheckpointError if answer["none"] else CheckpointError)(answer["why"])
     if rank and answer["path"]:
         path = Path(answer["path"])
         found = CompleteCheckpoint(path, read_manifest(path), parse_state(path, read_bytes(path, STATE)))

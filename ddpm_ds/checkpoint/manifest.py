@@ -113,11 +113,10 @@ class Description(_Record):
     """Number of optimizer steps taken."""
     spec: dict[str, Any]
     ds_config: dict[str, Any]
-    """DeepSpeed configuration of the run."""
     layout: dict[str, Any]
-    """Processes, stages, replicas and batch of the run that wrote it."""
+    """Processes, stages, replicas and batch."""
     data_sha256: dict[str, str]
-    """Checksums of the data-set cache that the run trains on."""
+    """Checksums of the data-set cache."""
     parameters: dict[str, Shape]
     """Shape of every parameter by global name, in the order of the layers."""
     fields: dict[str, Any] | None = None
@@ -147,7 +146,6 @@ class Manifest(Description):
     """Checksum of ``manifest.json`` itself, computed with zeros in place of this value."""
     format: int
     version: str
-    """Version of ddpm_ds."""
     created: datetime
     kinds: tuple[str, ...]
     """Kinds of values saved for every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
@@ -226,7 +224,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 @contextlib.contextmanager
 def _reading(checkpoint: Path, name: str) -> Iterator[None]:
-    """Raise a CheckpointError in place of an OSError while a file of a checkpoint is read."""
     try:
         yield
     except OSError as error:
@@ -234,7 +231,7 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 
 def read_bytes(checkpoint: Path, name: str) -> bytes:
-    """Return all bytes of a small file of a checkpoint; raises CheckpointError if it can't be read."""
+    """Return the bytes of a small file of a checkpoint; raises CheckpointError."""
     with _reading(checkpoint, name):
         return read_file(checkpoint / name)
 
@@ -332,19 +329,15 @@ class Span(NamedTuple):
         return self.start + self.length
 
     @property
-    def _place(self) -> str:
-        part = "" if self.shard is None else f"~{self.shard.rank}.{self.shard.ranks}.{self.shard.run}"
-        return f"{self.name}{part}@{self.start}"
-
-    @property
     def key(self) -> str:
         """Name of this tensor in a checkpoint's file."""
-        return f"{self.kind}/{self._place}"
+        part = "" if self.shard is None else f"~{self.shard.rank}.{self.shard.ranks}.{self.shard.run}"
+        return f"{self.kind}/{self.name}{part}@{self.start}"
 
     @property
     def scales_key(self) -> str:
         """Name of the scales of this tensor's blocks, if it holds codes."""
-        return f"{self.kind}.scales/{self._place}"
+        return self._replace(kind=f"{self.kind}.scales").key
 
     @property
     def what(self) -> str:

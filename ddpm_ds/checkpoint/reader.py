@@ -145,8 +145,7 @@ class Reader:
         return values.view(-1)[start - first * size :][:length]
 
     def read_part(self, kind: str, name: str, shard: Shard | None, start: int, length: int) -> Tensor:
-        """Return ``length`` values of a rank's part of flattened parameter ``name``, from the part's element ``start``
-        on, as :meth:`read` does; None is the whole.
+        """Return ``length`` values of a rank's part (None: the whole) of a parameter, from the part's ``start`` on.
 
         A part that is stored as it is asked for is read alone.
         """
@@ -160,7 +159,6 @@ class Reader:
         return self._stored(Span(kind, name, start, length, shard))
 
     def _elements(self, kind: str, name: str) -> int:
-        """Return the number of elements of a parameter."""
         if kind not in self.manifest.kinds:
             raise unusable(self.path, f"it has no {kind}, only {', '.join(self.manifest.kinds)}")
         if name not in self.manifest.parameters:
@@ -193,11 +191,8 @@ class Reader:
             self._verified.add(name)
 
     def _spans_of(self, kind: str, name: str) -> dict[Shard | None, list[tuple[Span, str]]]:
-        """Return the fragments of one tensor in order, each with its file, by the part that they are of; opens all
-        files the first time.
-
-        A damaged header can hide or invent fragments, but not values, which are read after the checksum is compared.
-        """
+        """Return the fragments of one tensor in order, each with its file, by their part; open all files at first."""
+        # A damaged header can hide or invent fragments, but not values, which are read after the checksum is compared.
         if not self._spans:
             for file in [name for name in self.manifest.files if name != STATE]:
                 try:

@@ -86,9 +86,7 @@ class Writer:
     Several ranks need ``store``, their key-value store. Construct it on every rank before training communicates: rank 0
     cleans up after killed processes. Every rank calls :meth:`begin` for every checkpoint, with no fragments if it owns
     none. File errors are not raised into training: rank 0 reports the loss in one line through ``log`` (from a thread),
-    and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are as in
-    :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host memory, pinned if they
-    come from CUDA.
+    and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are those of :func:`to_delete`.
     """
 
     def __init__(
@@ -118,9 +116,7 @@ class Writer:
     def begin(
         self, part: str, fragments: Sequence[Fragment], description: Description, state: Mapping[str, object]
     ) -> float:
-        """Copy ``fragments`` and start to write them; return when they may change again.
-
-        Returns the seconds for which training was blocked, including the wait for the previous checkpoint.
+        """Copy ``fragments`` and start to write them; return the seconds that this and the last checkpoint blocked.
 
         ``part`` names this rank's file, such as ``stage0-replica1``; ``description`` and ``state`` (JSON values) are
         used from rank 0. A checkpoint of the same number of images is replaced.

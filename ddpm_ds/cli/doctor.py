@@ -35,7 +35,7 @@ class Hosts:
 class DoctorOptions(SpecOptions, Hosts):
     deepspeed_config: Path | None = option("compare this file as well", "JSON", names=("--deepspeed_config",))
     run_dir: Path = option(f"where runs will go (default {OUTPUT_ROOT})", "DIR", default=OUTPUT_ROOT)
-    master_port: int = option("default %(default)s", "PORT", port, default=DEFAULT_PORT)
+    master_port: int = option("of the all-reduce (default %(default)s)", "PORT", port, default=DEFAULT_PORT)
     no_network: bool = flag("skip the all-reduce")
     timeout_seconds: int = option("time after which a host is given up (60)", "S", positive, default=60)
 
@@ -45,7 +45,7 @@ def doctor(options: DoctorOptions) -> int:
     """Check that hosts can train together.
 
     Asks every host of a hostfile over ssh, as DeepSpeed's pdsh launcher would start training there, and shows what
-    differs, devices, open files, disks and the port; then makes one all-reduce. Nothing is changed on any host. Without
+    differs, devices and disks; then makes one all-reduce. Nothing is changed on any host. Without
     a hostfile it checks this machine alone. The exit code is 2 if there is something to fix, marked by !, or bad input.
 
       ddpm-ds doctor --hostfile hostfile --deepspeed_config ds_configs/zero2_fp16.json

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ddpm_ds.ground.errors import EXIT_PREEMPTED, SpecError, UserError
 from ddpm_ds.ground.version import __version__
-from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
+from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, handle, leave_on
 
 EPILOG = """\
 training
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SpecError(f"unrecognized arguments: {' '.join(unknown)}; ddpm-ds {given[0]} --help explains")
         options.arguments, options.unknown = given[1:], unknown
         if arguments is None and not training:  # a verb keeps what it has done
-            raise_on_interrupt()
+            handle([signal.SIGINT], signal.default_int_handler)
         return options.verb.start(options)
     except UserError as error:
         print(textwrap.indent(str(error), "ddpm-ds: error: "), file=sys.stderr)

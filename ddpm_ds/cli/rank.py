@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 
 from ddpm_ds.ground.errors import EXIT_PREEMPTED
-from ddpm_ds.processes.signals import EXIT_INTERRUPTED, STOP_SIGNALS, leave_on, raise_on_interrupt
+from ddpm_ds.processes.signals import EXIT_INTERRUPTED, STOP_SIGNALS, handle, leave_on
 
 
 def start(program: str, *, stoppable: bool = False) -> int:
@@ -22,7 +22,7 @@ def start(program: str, *, stoppable: bool = False) -> int:
     from ddpm_ds.processes.ranks import recorded
 
     if not stoppable:
-        raise_on_interrupt()
+        handle([signal.SIGINT], signal.default_int_handler)
     try:
         return recorded(main, stoppable=stoppable)
     except KeyboardInterrupt:

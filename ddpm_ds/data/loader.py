@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices, Subset
-from ddpm_ds.ground import keyed
-from ddpm_ds.ground.keyed import Stream
+from ddpm_ds.ground.keyed import Draws, Stream
 
 ROUNDS = 2**32
 """Number of the stream of permutations that orders groups; a seed has others for images."""
@@ -235,7 +234,8 @@ class _Reads:
         cache, stored = self.cache.caches[bucket], self.among[bucket][places]
         draws = None
         if cache.text is not None:
-            draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
+            drawn = Draws(self.order.seed, torch.from_numpy(index), {Stream.CAPTION: 1})
+            draws = drawn.bits(Stream.CAPTION)[:, 0].numpy()
         numbers = {"labels": torch.from_numpy(cache.labels[stored]), "index": torch.from_numpy(index)}
         if self.pin_memory:
             numbers = {name: tensor.pin_memory() for name, tensor in numbers.items()}

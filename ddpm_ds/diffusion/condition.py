@@ -21,7 +21,6 @@ from torch import Tensor
 from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, widened
-from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.types import Normalise
 from ddpm_ds.unet.spec import CrossAttentionSpec
@@ -350,7 +349,7 @@ class Text:
     def _kept(self, stored: Tensor, dropped: Tensor, index: Tensor) -> Tensor:
         if not self._spec.drop:
             return stored
-        drops = keyed.uniform(self._seed, Stream.TEXT_DROP, index, 1) < self._spec.drop  # (N, 1)
+        drops = Draws(self._seed, index, {Stream.TEXT_DROP: 1}).uniform(Stream.TEXT_DROP) < self._spec.drop  # (N, 1)
         return torch.where(drops.view(-1, *[1] * (stored.ndim - 1)), dropped.to(stored.dtype), stored)
 
 

@@ -1,7 +1,7 @@
 """Operations that a CUDA graph repeats, as one graph or several with calls of the host between them.
 
-PyTorch leaves a capture that failed as it is: the allocator goes on keeping memory for it and frees no other, and the
-device's random numbers stay unusable. :class:`Graphs` clears both away, so that the process can go on eagerly.
+After a failed capture PyTorch's allocator frees no memory, and the device's random numbers are unusable.
+:class:`Graphs` mends both, so that the process can go on eagerly.
 """
 
 import contextlib
@@ -62,12 +62,10 @@ class Graphs:
         self._begin()
 
     def replay(self) -> None:
-        """Compute the work."""
         for call in self._calls:
             call()
 
     def reset(self) -> None:
-        """Give the memory back."""
         self._calls.clear()
         for graph in self._graphs:
             graph.reset()
@@ -75,7 +73,7 @@ class Graphs:
 
 @contextlib.contextmanager
 def _spare_generator(device: int) -> Iterator[None]:
-    """Give captures in this context random numbers of their own, which a failure may spoil."""
+    """Give captures random numbers of their own, which a failure may spoil."""
     generator = torch.cuda.default_generators[device]
     kept = generator.graphsafe_get_state()
     generator.graphsafe_set_state(torch.Generator(f"cuda:{device}").graphsafe_get_state())

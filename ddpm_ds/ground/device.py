@@ -33,8 +33,7 @@ LOCKING_ENVIRONMENT = {
 """Variables that deadlock a pipeline of several stages unless they are 0, with the reason."""
 
 KEPT_MEMORY = {"MMAP_THRESHOLD": (-3, 2**31 - 1), "TRIM_THRESHOLD": (-1, -1), "TOP_PAD": (-2, 64 * 2**20)}
-"""Settings of glibc's malloc by environment name: (parameter number, value). It keeps large blocks for the next pass:
-the system would clear every page again (docs/performance.md)."""
+"""(parameter, value) of glibc's malloc by environment name, to keep blocks for the next pass (docs/performance.md)."""
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
@@ -44,8 +43,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
     :data:`MESSAGE_ENVIRONMENT`. CUDA gets cuDNN's benchmark mode, since shapes stay the same from step to step.
 
-    Raises LayoutError if CUDA was requested but is missing or unusable, has fewer devices than local processes, or its
-    environment would deadlock a pipeline.
+    Raises LayoutError if CUDA can't be used as ``wanted``, by so many local processes, or without a deadlock.
     """
     asked_by = "--device" if wanted != "auto" else "DS_ACCELERATOR"
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
@@ -70,10 +68,10 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         return torch.device("cpu")
     if local_size > devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible})"
         raise LayoutError(
-            f"{local_size} processes were started on a host with {devices} CUDA devices"
-            f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES = {visible})'}; "
-            f"start {devices} (deepspeed --num_gpus {devices}) or use --device cpu"
+            f"{local_size} processes were started on a host with {devices} CUDA devices{shown}; start {devices} "
+            f"(deepspeed --num_gpus {devices}) or use --device cpu"
         )
     for name, why in LOCKING_ENVIRONMENT.items():
         if stages > 1 and (value := os.environ.get(name, "0")) not in ("", "0"):
@@ -83,9 +81,8 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
             check_architecture(torch.cuda.get_device_name(local_rank), torch.cuda.get_device_capability(local_rank))
             torch.cuda.set_device(local_rank)
     except RuntimeError as error:
-        raise LayoutError(
-            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); see nvidia-smi"
-        ) from None
+        why = str(error).splitlines()[0]
+        raise LayoutError(f"CUDA device {local_rank} can't be used ({why}); see nvidia-smi") from None
     if chosen and os.environ.get("RANK") == "0":
         settings = ", ".join(f"{name}={value}" for name, value in chosen.items())
         print(f"set for messages between GPUs (docs/gpu.md): {settings}", flush=True)
@@ -137,12 +134,6 @@ def share_threads(device: torch.device) -> None:
         torch.set_num_threads(max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def limit_memory(device: torch.device, size: int | None) -> None:
-    """Let PyTorch's allocator reserve at most ``size`` bytes of a GPU, if given."""
-    if size is not None and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(size / memory_bytes(device), 1.0), device)
-
-
 def host_memory() -> int:
     """Return the bytes of memory that this process may use: the host's, or less if a control group limits it."""
     most = int(psutil.virtual_memory().total)
@@ -160,10 +151,8 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def _prepare_messages() -> dict[str, str]:
-    """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them.
-
-    NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
-    """
+    """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them."""
+    # NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
     if os.environ.get("WORLD_SIZE", "1") == "1" or _hidden() or not _gpus():
         return {}
     chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
@@ -172,9 +161,7 @@ def _prepare_messages() -> dict[str, str]:
 
 
 def check_cuda(devices: int) -> None:
-    """Raise LayoutError if this host has a GPU that CUDA can't use: its driver is too old or broken, or
-    CUDA_VISIBLE_DEVICES is wrong. ``devices`` is PyTorch's count of CUDA devices.
-    """
+    """Raise LayoutError if this host has a GPU that CUDA can't use; ``devices`` is PyTorch's count of CUDA devices."""
     if torch.version.cuda is None or _hidden() or not (devices or _gpus()):
         return
     with warnings.catch_warnings(record=True) as caught:
@@ -182,12 +169,6 @@ def check_cuda(devices: int) -> None:
         if torch.cuda.is_available():
             return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",")]
-    if not devices and len(set(names)) < len(names):
-        raise LayoutError(
-            f"CUDA_VISIBLE_DEVICES = {visible} names a GPU twice, so that CUDA shows none; name each once, or use "
-            "--device cpu"
-        )
     why = str(caught[-1].message).removeprefix("CUDA initialization: ").split(". ")[0] if caught else "no device"
     try:
         pynvml.nvmlInit()
@@ -203,12 +184,9 @@ def check_cuda(devices: int) -> None:
 
 
 def check_architecture(name: str, capability: tuple[int, int]) -> None:
-    """Raise LayoutError if this PyTorch has no kernels for a GPU.
-
-    Kernels of one architecture run on later ones of the same major number, and code for ``compute_XY`` on all later
-    ones, for which the driver compiles it.
-    """
+    """Raise LayoutError if this PyTorch has no kernels for a GPU."""
     built = torch.cuda.get_arch_list()
+    # Kernels run on later architectures of their major number, and code for compute_XY on all later ones.
     for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
         made_for = (int(major), int(minor))
         later = made_for < capability and (kind == "compute" or made_for[0] == capability[0])
@@ -223,12 +201,11 @@ def check_architecture(name: str, capability: tuple[int, int]) -> None:
 
 def _hidden() -> bool:
     """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty or begins with an invalid number."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    return not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 
 
 def _gpus() -> int:
-    """Return the number of GPUs that a process may use on this host, from NVIDIA's driver or its device files."""
+    """Return the number of this host's GPUs, from NVIDIA's driver or its device files."""
     try:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
@@ -237,7 +214,6 @@ def _gpus() -> int:
 
 
 def _why_no_device() -> str:
-    """Explain why PyTorch has no CUDA device on a host without a usable GPU, with the fix."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
     if _hidden():

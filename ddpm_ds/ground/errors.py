@@ -1,7 +1,6 @@
-"""Errors that a user can cause and fix, and the exit codes of every program.
+"""Errors that a user can cause and fix, and the exit codes of every program (docs/exit_codes.md).
 
-A message is one line for each fault, naming the key, the value and the fix. Exit codes are a contract with launchers
-and schedulers; ``docs/exit_codes.md`` explains each.
+A message is one line for each fault, naming the key, the value and the fix.
 """
 
 import contextlib
@@ -140,7 +139,6 @@ def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def print_to_stderr(line: str) -> None:
-    """Show a line to the user."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -153,6 +151,5 @@ def explanation(output: str) -> tuple[str, ...]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that the device or the host ran out of memory."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
+    named = isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return named or isinstance(error, MemoryError)

@@ -5,8 +5,6 @@ A path from a user may be a device, endless, or built to break its reader. So ev
 written through :func:`open_regular`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -138,7 +136,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path, bar: tqdm[NoReturn] | None = None) -> str:
+def sha256_of(path: Path, bar: "tqdm[NoReturn] | None" = None) -> str:
     """Return the hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
@@ -151,10 +149,7 @@ def sha256_of(path: Path, bar: tqdm[NoReturn] | None = None) -> str:
 
 def until_changed(work: Callable[[Path], str]) -> Callable[[Path], str]:
     """Return ``work`` on a file with a cache: it is done again only when the file has changed; raises OSError."""
-
-    @functools.lru_cache(maxsize=64)
-    def kept(path: Path, size: int, changed: int) -> str:
-        return work(path)
+    kept = functools.lru_cache(maxsize=64)(lambda path, size, changed: work(path))
 
     @functools.wraps(work)
     def worked(path: Path) -> str:

@@ -22,8 +22,7 @@ def read_json(path: Path, most: int = MOST_RECORD_BYTES) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, limiting the digits of numbers and the depth of nesting.
 
-    Raises ValueError with one line if it is not JSON, has a duplicate key or exceeds a limit. A ``JSONDecodeError``
-    has the line of the fault, not the one where the parser noticed it.
+    Raises ValueError with one line if it is not JSON, has a duplicate key or exceeds a limit.
     """
 
     def block(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -45,7 +44,7 @@ def parse_json(text: str | bytes) -> Any:
         before, found = error.doc[: error.pos].rstrip(), error.doc[error.pos : error.pos + 1]
         if "trailing comma" in error.msg:  # since Python 3.13 the comma's place
             before, found = error.doc[: error.pos + 1], error.doc[error.pos + 1 :].lstrip()[:1]
-        if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault stands before it
+        if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault stands before the place of the error
             comma = found and before.endswith(",")
             message = f"a comma before {found}; remove it" if comma else error.msg
             raise json.JSONDecodeError(message, error.doc, max(len(before) - 1, 0)) from None

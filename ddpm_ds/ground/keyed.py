@@ -4,8 +4,8 @@ The image index is the number of images seen before this one in the run: its pos
 sequence. A draw depends on nothing else: not on its batch, ranks, micro-batches, workers or earlier draws. So two
 pipeline stages that draw separately agree, and a resumed run draws the same numbers.
 
-`bits`, `uniform`, `integers` and `keep_mask` are the same on every device, and `normal` up to the device's rounding of
-log, sin and cos. Nothing here waits for a device.
+Draws are the same on every device, normal ones up to the device's rounding of log, sin and cos. Nothing here waits for
+a device.
 """
 
 import functools
@@ -131,9 +131,11 @@ def _fused(device: torch.device) -> Callable[..., None] | None:
 
 
 class Draws:
-    """Draws of several streams for the same images, by one Philox, since operators take the host's time.
+    """Draws of several streams for the same images, by one Philox4x32-10, since operators take the host's time.
 
-    Each stream has the bits that it has alone. Where Triton runs it is one kernel, normal draws included.
+    Key (seed, stream), counter (block, image low, image high, 0): four words per block. A stream has the bits that it
+    has alone, and its first ones don't depend on their number. Where Triton runs, one kernel makes all draws. Source:
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
     Args:
         seed: integer in [0, 2^32), as streams; others raise ValueError.
@@ -200,28 +202,9 @@ class Draws:
         return self.bits(stream)[:, 0] >= 2**31
 
 
-def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Return 32-bit words (N, count) int64, by Philox4x32-10, for `images` (N,) int64.
-
-    Key (seed, stream), each in [0, 2^32), counter (block, image low, image high, 0): four words per block. The first
-    words don't depend on `count`. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
-    """
-    return Draws(seed, images, {stream: count}).bits(stream)
-
-
-def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Return (N, count) draws as :meth:`Draws.uniform`; arguments as for :func:`bits`."""
-    return Draws(seed, images, {stream: count}).uniform(stream)
-
-
 def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Return (N, count) draws as :meth:`Draws.normal`; arguments as for :func:`bits`."""
+    """Return (N, count) draws of one stream as :meth:`Draws.normal`."""
     return Draws(seed, images, {}, {stream: count}).normal(stream)
-
-
-def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
-    """Return (N,) draws as :meth:`Draws.integers`; arguments as for :func:`bits`."""
-    return Draws(seed, images, {stream: 1}).integers(stream, high)
 
 
 def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:

@@ -30,8 +30,7 @@ def write(images: Tensor, codes: Tensor, seed: int, stream: int, words: Tensor, 
 
 # Streams and numbers of draws differ between callers, for which Triton must not compile the kernel again.
 @triton.jit(
-    do_not_specialize=["seed", "stream", "of_words", "count", "programs"],
-    do_not_specialize_on_alignment=["images"],
+    do_not_specialize=["seed", "stream", "of_words", "count", "programs"], do_not_specialize_on_alignment=["images"]
 )
 def write_draws(
     images: tl.tensor,

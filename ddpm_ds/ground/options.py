@@ -29,8 +29,7 @@ from ddpm_ds.ground.units import (
     MOST_SEED,
 )
 
-HIDDEN = ""
-"""Help of an option that --help leaves out."""
+HIDDEN = ""  # help of an option that --help leaves out
 
 
 def option(
@@ -43,9 +42,8 @@ def option(
     ``group`` (title and description), ``either`` (name of a group of exclusive options), and arguments of
     ``add_argument``.
     """
-    default, given = more.pop("default", None), {"metavar": metavar, "type": kind}
-    given = {name: value for name, value in given.items() if value is not None}
-    return field(default=default, metadata={"help": about, **given, **more})
+    given = {name: value for name, value in (("metavar", metavar), ("type", kind)) if value is not None}
+    return field(default=more.pop("default", None), metadata={"help": about, **given, **more})
 
 
 def flag(about: str, **more: Any) -> Any:
@@ -55,15 +53,15 @@ def flag(about: str, **more: Any) -> Any:
 
 def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Return the last value of an option of a command line, such as ``--resume``, and the other words."""
-    value, begun, others = None, False, list[str]()
+    value, others, before = None, list[str](), ""
     for word in words:
         if word == name or word.startswith(f"{name}="):
-            value, begun = word[len(name) + 1 :] or None, word == name
-        elif begun and not word.startswith("-"):
-            value, begun = word, False
+            value = word[len(name) + 1 :] or None
+        elif before == name and not word.startswith("-"):
+            value = word
         else:
-            begun = False
             others.append(word)
+        before = word
     return value, others
 
 
@@ -119,13 +117,8 @@ def number(text: str, lowest: float, highest: float, what: str) -> float:
 limited_seconds = partial(
     number, lowest=0.001, highest=1e6, what="a time in seconds from 0.001 to 1,000,000, such as 30"
 )
+seconds = partial(number, lowest=0.001, highest=math.inf, what="a time in seconds of 0.001 or more, such as 30, or inf")
 grace_seconds = partial(number, lowest=0.0, highest=1e6, what="a time in seconds from 0 to 1,000,000, such as 30")
-
-
-def seconds(text: str) -> float:
-    """Parse a time in seconds, such as ``0.5``; ``inf`` means no limit."""
-    found = number(text, 0.001, math.inf, "a time in seconds from 0.001 to 1,000,000, such as 30, or inf")
-    return found if math.isinf(found) else limited_seconds(text)
 
 
 def step_range(text: str) -> range:
@@ -141,10 +134,8 @@ def step_range(text: str) -> range:
 
 def valid_text(text: str) -> str:
     """Parse text that is written down, whose bytes must be UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise OptionError(f"{text!r} is not UTF-8 text") from None
+    if text.encode(errors="replace").decode() != text:
+        raise OptionError(f"{text!r} is not UTF-8 text")
     return text
 
 

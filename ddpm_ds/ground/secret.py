@@ -1,8 +1,7 @@
 """Detection and removal of secrets in environment variables, addresses and other programs' messages. Imports no torch.
 
 Of an address only scheme, host, port and path are shown. Messages of MLflow, database drivers and HTTP clients lose all
-that the environment has in secret variables or in other parts of addresses. Secrets never appear on command lines, and
-only its owner can read a file that holds any. How users pass secrets: docs/security.md.
+that the environment has in secret variables or in other parts of addresses. How users pass secrets: docs/security.md.
 """
 
 import functools
@@ -10,13 +9,10 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import quote, unquote, unquote_plus
 
 SHORTEST = 4
 """Fewest characters of a secret that is looked for in messages: shorter ones are parts of ordinary words."""
-SPACES = (r"\+", r"\s*")
-"""Patterns of white space in an address, and in a message that is broken into lines or joined."""
 
 _SECRET_NAME = re.compile(
     r"TOKEN|KEY|SECRET|PASS(?:WORD|WD|PHRASE|(?![A-Z]))|_PWD|JWT|AUTH(?!OR)|CREDENTIAL", re.IGNORECASE
@@ -63,9 +59,8 @@ def without_secrets(text: str, *others: str) -> str:
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether an environment variable is secret: by its name, or by an address that is not all public."""
-    return _SECRET_NAME.search(name) is not None or any(
-        public_address(address) != address for address in _addresses(name, value)
-    )
+    private = any(public_address(address) != address for address in _addresses(name, value))
+    return private or _SECRET_NAME.search(name) is not None
 
 
 def shown(name: str, value: str) -> str:
@@ -117,12 +112,5 @@ def _character(one: str) -> str:
         return one
     escaped = (json.dumps(one)[1:-1], repr(f"{one}'")[1:-2], f"\\{one}")
     written = [re.escape(way) for way in (quote(one, safe="", errors="surrogateescape"), *escaped, one)]
-    return f"(?:{'|'.join([*written, *(SPACES if one.isspace() else ())])})"
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, even while it is being written; raises OSError."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-        os.fchmod(file.fileno(), 0o600)  # the file may have existed
-        file.truncate()
-        file.write(content)
+    written += [r"\+", r"\s*"] if one.isspace() else []  # in an address; in a message that is broken into lines
+    return f"(?:{'|'.join(written)})"

@@ -13,7 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -27,19 +27,15 @@ from ddpm_ds.ground.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
 """Variables with ssh options for pdsh: one replaces its usual ones, the other precedes them."""
-USUAL_ARGUMENTS = "-a -x"
-"""Options that forward neither agent nor X11."""
-DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Default hostfile of DeepSpeed's launcher."""
+USUAL_ARGUMENTS = "-a -x"  # forward neither agent nor X11
+DEFAULT_HOSTFILE = Path("/job/hostfile")  # of DeepSpeed's launcher
 ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
 """File of variables that are sent to all hosts, and the variable that names another file, as in DeepSpeed."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable that names gloo's interface; its default belongs to the host's name, and fails if that is loopback."""
-
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Prefixes of variables that DeepSpeed's launcher puts on command lines; NCCL only with its CUDA accelerator. It prints
 every variable with NCCL in its name, with its value, on every host."""
-
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 """Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
 
@@ -61,18 +57,26 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
     return ["ssh", *asks_nothing, *ssh_to(host)[1:], shlex.join(words)]
 
 
+def answer_of(words: Sequence[str], seconds: int) -> tuple[list[str], str]:
+    """Return the lines that a command prints, of which a login shell may have printed some, and why it failed."""
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"no answer in {seconds} s"
+    except OSError as error:
+        return [], str(error)
+    why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1].strip()
+    return done.stdout.strip().splitlines(), why if done.returncode else ""
+
+
 def address_of(host: str) -> str:
     """Return a host's first address, as DeepSpeed asks for it, but over ssh as pdsh calls it; raises SpecError."""
-    words = ssh(host, ["hostname", "-I"])
-    try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-        addresses = done.stdout.strip().rpartition("\n")[2].split()  # a login shell may print before it
-        if done.returncode == 0 and addresses:
-            return addresses[0]
-        why = [f"exit code {done.returncode}", *done.stderr.splitlines()][-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
+    lines, why = answer_of(words := ssh(host, ["hostname", "-I"]), 60)
+    if why or not lines:
+        raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
+    return lines[-1].split()[0]
 
 
 def ssh_to(host: str) -> list[str]:
@@ -93,15 +97,13 @@ def ssh_to(host: str) -> list[str]:
     return ["ssh", *as_user, *options, *([] if named else [name])]
 
 
-def _lines_of(path: Path, what: str, fix: str) -> Iterator[tuple[str, str]]:
-    """Yield each line of a file that is not empty, with its place for messages; raises SpecError."""
+def _lines_of(path: Path, what: str, fix: str) -> list[tuple[str, str]]:
+    """Return the lines of a file that are not empty, with their places for messages; raises SpecError."""
     try:
-        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
+        lines = map(str.strip, read_text(path, MOST_CONFIG_BYTES).splitlines())
     except OSError as error:
         raise SpecError(f"{what} can't be read ({error.strerror}); {fix}") from None
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if line:
-            yield f"{what}, line {number}", line
+    return [(f"{what}, line {number}", line) for number, line in enumerate(lines, start=1) if line]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -110,17 +112,17 @@ def read_hostfile(path: Path) -> dict[str, int]:
     for place, line in _lines_of(path, f"hostfile {path}", "give --hostfile a file that can"):
         if line.startswith("#"):
             continue
-        where = f"{place}: {line!r}"
         entry = _ENTRY.match(line)
-        if entry is None:
-            raise SpecError(f"{where} is not HOST slots=N; write it as: worker-1 slots=4")
-        host, slots = entry[1], int(entry[2])
-        if host in hosts:
-            raise SpecError(f"{where} names {host} a second time; keep one line for each host")
-        if slots + sum(hosts.values()) > MOST_PROCESSES:
-            raise SpecError(f"{where} makes more than {MOST_PROCESSES:,} processes; use fewer slots")
-        if slots == 0:
-            raise SpecError(f"{where} gives no process to {host}; delete the line, or give it slots=1 or more")
+        host, slots = (entry[1], int(entry[2])) if entry else ("", 0)
+        total = slots + sum(hosts.values())
+        faults = {
+            "is not HOST slots=N; write it as: worker-1 slots=4": entry is None,
+            f"names {host} a second time; keep one line for each host": host in hosts,
+            f"makes more than {MOST_PROCESSES:,} processes; use fewer slots": total > MOST_PROCESSES,
+            f"gives no process to {host}; delete the line, or give it slots=1 or more": slots == 0,
+        }
+        if fault := next((fault for fault, found in faults.items() if found), ""):
+            raise SpecError(f"{place}: {line!r} {fault}")
         hosts[host] = slots
     if not hosts:
         raise SpecError(f"hostfile {path} names no host; add a line such as: worker-1 slots=4")
@@ -131,17 +133,12 @@ def this_host(names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that means this machine: its host name, its address or an ssh alias; USER@ may
     precede it. Raises SpecError as :func:`ssh_to`.
     """
-    named = {name: name.rpartition("@")[2] for name in names}
-    own = socket.gethostname()
+    named, own = {name: name.rpartition("@")[2] for name in names}, socket.gethostname()
     for wanted in (own, own.partition(".")[0]):
-        for name, host in named.items():
-            if host == wanted:
-                return name
+        if found := next((name for name, host in named.items() if host == wanted), None):
+            return found
     for name, host in named.items():
-        settings: list[str] = []
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            words = ["ssh", "-G", *ssh_to(name)[1:]]  # prints its settings without connecting
-            settings = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+        settings, _ = answer_of(["ssh", "-G", *ssh_to(name)[1:]], 10)  # prints its settings without connecting
         address = dict(line.partition(" ")[::2] for line in settings).get("hostname", host)
         with contextlib.suppress(OSError, UnicodeError):
             for family, kind, protocol, _, own_address in socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM):
@@ -160,10 +157,8 @@ def read_environment(path: Path) -> dict[str, str]:
             continue
         name, equals, value = line.partition("=")
         text = f"{name}={shown(name, value)}" if equals else shown(line, line)
-        raise SpecError(
-            f"{place}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, without export, quotes, $, "
-            "backslash, backquote or comment"
-        )
+        plain = "without export, quotes, $, backslash, backquote or comment"
+        raise SpecError(f"{place}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, {plain}")
     return values
 
 

@@ -8,15 +8,11 @@ Processes are started on the hosts as DeepSpeed's pdsh launcher would start trai
 An answer is a line that begins with ``MARK``, because a login shell may print lines of its own.
 """
 
-import contextlib
 import json
 import os
-import resource
 import shlex
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,11 +27,11 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.host import processors
 from ddpm_ds.ground.units import GIB, counted, gib
-from ddpm_ds.processes.hosts import REMEDIES, address_of, facts, ssh, ssh_to, use_interface_towards
+from ddpm_ds.processes.hosts import REMEDIES, address_of, answer_of, facts, ssh, ssh_to, use_interface_towards
+from ddpm_ds.processes.supervisor import gpus
 from ddpm_ds.schema.section import flatten
 
 MARK = "ddpm-ds-doctor "
-LEAST_OPEN_FILES = 1024
 NETWORK = "open all TCP ports between the hosts, or name their interface in .deepspeed_env: GLOO_SOCKET_IFNAME=eth0"
 
 
@@ -47,17 +43,13 @@ class Cell(NamedTuple):
     fix: str = ""
 
 
-Findings = tuple[dict[str, str], dict[str, Cell], int]
-"""Facts of a host that training compares (:func:`ddpm_ds.processes.hosts.facts`), by name; all else, by column; the
-number of GPUs."""
+Findings = tuple[dict[str, str], dict[str, Cell], bool]
+"""What training compares (:func:`ddpm_ds.processes.hosts.facts`); all else, by column; whether the host has GPUs."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Hosts with their processes, and the way to start a program there with DeepSpeed's ``environment``.
-
-    A ``local`` fleet is this machine alone, which needs no ssh. An answer may take ``seconds``.
-    """
+    """Hosts and their ``slots``, and how a program is started there; ``local``: this machine alone, without ssh."""
 
     slots: Mapping[str, int]
     python: str
@@ -73,25 +65,14 @@ class Fleet:
             program = [self.python, "-u", "-m", __name__, what, json.dumps(questions[host]), str(self.seconds)]
             words = shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *program])
             command = ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {words}"]
-            try:
-                done = subprocess.run(
-                    command if self.local else ssh(host, command),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=self.seconds,
-                )
-                why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1]
-                for line in done.stdout.splitlines():
-                    if line.startswith(MARK):
-                        return json.loads(line.removeprefix(MARK))
-            except subprocess.TimeoutExpired:
-                why = f"no answer in {self.seconds} s"
+            lines, why = answer_of(command if self.local else ssh(host, command), self.seconds)
+            for line in lines:
+                if line.startswith(MARK):
+                    return json.loads(line.removeprefix(MARK))
             least = f"cd {shlex.quote(self.folder)} && {shlex.quote(self.python)} -c 'import ddpm_ds'"
             must = least if self.local else shlex.join([*ssh_to(host), least])
             fix = f"this must work without a question, within --timeout-seconds: {must}"
-            return Cell("no", why.strip(), NETWORK if what == "all_reduce" else fix)
+            return Cell("no", why or "no answer", NETWORK if what == "all_reduce" else fix)
 
         with ThreadPoolExecutor(len(questions)) as pool:
             return dict(zip(questions, pool.map(answer, questions), strict=True))
@@ -99,9 +80,7 @@ class Fleet:
 
 def examined(fleet: Fleet, question: Mapping[str, object], port: int, *, network: bool) -> dict[str, dict[str, Cell]]:
     """Return the cells of all hosts, by column; ``question`` has the first arguments of :func:`look`."""
-    first = next(iter(fleet.slots))
-    each = {host: {**question, "slots": slots, "port": port * (host == first)} for host, slots in fleet.slots.items()}
-    answers = fleet.ask("look", each)
+    answers = fleet.ask("look", {host: {**question, "slots": slots} for host, slots in fleet.slots.items()})
     found = {host: answer for host, answer in answers.items() if not isinstance(answer, Cell)}
     table = {host: {"answers": Cell("yes") if host in found else answer} for host, answer in answers.items()}
     for name in dict.fromkeys(name for alike, _, _ in found.values() for name in alike):
@@ -115,8 +94,8 @@ def examined(fleet: Fleet, question: Mapping[str, object], port: int, *, network
     for host, (_, cells, _) in found.items():
         table[host] |= {name: Cell(*cell) for name, cell in cells.items()}
     if network and len(found) == len(table) > 1:
-        way = {"world": len(table), "address": address_of(first), "port": port}
-        way |= {"on_gpus": all(gpus for _, _, gpus in found.values()), "seconds": fleet.seconds}
+        way = {"world": len(table), "address": address_of(next(iter(table))), "port": port}
+        way |= {"on_gpus": all(on_gpus for _, _, on_gpus in found.values()), "seconds": fleet.seconds}
         sums = fleet.ask("all_reduce", {host: {**way, "rank": rank} for rank, host in enumerate(table)})
         for host, answer in sums.items():
             table[host]["all-reduce"] = answer if isinstance(answer, Cell) else Cell(answer)
@@ -124,9 +103,9 @@ def examined(fleet: Fleet, question: Mapping[str, object], port: int, *, network
 
 
 def look(
-    spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str, run_bytes: int, slots: int, port: int
+    spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str, run_bytes: int, slots: int
 ) -> Findings:
-    """Return this host's findings; paths are relative to the working folder. ``port``, if not 0, is tried."""
+    """Return this host's findings; paths are relative to the working folder."""
     documents: dict[str, Mapping[str, object]] = {}
     cells, folders = dict[str, Cell](), {"runs": (Path(run_dir), run_bytes, "--run-dir DIR")}
     try:
@@ -136,14 +115,10 @@ def look(
         documents |= {} if ds_config is None else {ds_config: read_ds_config(Path(ds_config), overrides)}
     except UserError as error:
         cells["files"] = Cell("unreadable", str(error).splitlines()[0], "copy it to this host")
-    gpus = [] if os.environ.get("DS_ACCELERATOR") == "cpu" else _gpus()
-    count, what = (len(gpus), "GPU") if gpus else (processors(), "processor")
-    faults = [fault for _, fault in gpus if fault] + [f"{counted(count, what)} for slots={slots}; write slots={count}"]
-    bad = faults[0].split("; ", 1) if len(faults) > 1 or count < slots else ()
-    cells["devices"] = Cell(f"{count} x {gpus[0][0]}" if gpus else counted(count, what), *bad)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    few = (f"at most {files:,} open files", f"ulimit -n {LEAST_OPEN_FILES}, or more")
-    cells["open files"] = Cell(f"{files:,}", *(few if files < LEAST_OPEN_FILES else ()))
+    on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu" and gpus() > 0
+    count, what = (gpus(), "GPU") if on_gpus else (processors(), "processor")
+    few = (f"{counted(count, what)} for slots={slots}", f"write slots={count}") if count < slots else ()
+    cells["devices"] = Cell(counted(count, what), *few)
     for name, (folder, needed, option) in folders.items():
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
         free = shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
@@ -151,33 +126,8 @@ def look(
         why = f"{gib(free)} that this user can write are free in {there}, and {gib(least)} are needed"
         small = (why, f"make room, or choose another folder: {option}") if free < least else ()
         cells[f"free for {name}"] = Cell(gib(free), *small)
-    if port:
-        cells[f"port {port}"] = Cell("free")
-        try:
-            socket.create_server(("", port)).close()
-        except OSError as error:
-            cells[f"port {port}"] = Cell("taken", str(error.strerror), "take another: --port, here --master-port")
     named = {f"{title}{key}": value for title, some in facts(documents).items() for key, value in flatten(some).items()}
-    return named, cells, len(gpus)
-
-
-def _gpus() -> list[tuple[str, str]]:
-    """Return the name of each GPU, and a reason if this PyTorch can't use it."""
-    found = []
-    with contextlib.suppress(Exception):  # no driver: no device that PyTorch could use either
-        import pynvml
-
-        from ddpm_ds.ground.device import check_architecture
-
-        pynvml.nvmlInit()
-        for handle in map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())):
-            name, fault = str(pynvml.nvmlDeviceGetName(handle)), ""
-            try:
-                check_architecture(name, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-            except UserError as error:
-                fault = str(error)
-            found.append((name, fault))
-    return found
+    return named, cells, on_gpus
 
 
 def all_reduce(rank: int, world: int, address: str, port: int, on_gpus: bool, seconds: int) -> str:

@@ -19,7 +19,7 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host
 from ddpm_ds.processes.rendezvous import connect, port_taken
 
 PAUSE_SECONDS = 1800.0
-"""Time for which ranks wait for a rank that checkpoints, validates or compiles before their process groups abort."""
+"""Time for which process groups wait for a rank that checkpoints, validates or compiles."""
 JOIN_TIMEOUT = timedelta(minutes=30)
 """Time limit for all ranks to join the group, which after a rendezvous they do at once."""
 LONGEST_SECONDS = 365 * 86400.0
@@ -40,13 +40,32 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     Groups made inside have the same time-out. All ranks know of a UserError that leaves the block. Raises LayoutError
     if another job has the port, HostError if ranks of two hosts can't connect.
     """
-    timeout = timeout or group_timeout()
+    timeout, rank, world_size = timeout or group_timeout(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     use_interface_towards(os.environ["MASTER_ADDR"])
     # The current device is the right one. NCCL is not bound to it, since a bound group is connected eagerly.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
     with insides.group_timeout(timeout):
-        _join()
+        try:
+            store: dist.Store = dist.HashStore()
+            if world_size > 1:  # keys that only the run's ranks know
+                start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
+                store = dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
+            backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise port_taken() from None
+        except dist.DistBackendError as error:
+            if not on_several_hosts():
+                raise
+            raise HostError(
+                f"rank {rank} (host {host_name()}) can't connect to the ranks of other hosts over interface "
+                f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor "
+                f"--hostfile FILE tests it, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
+            ) from error
+        deepspeed.init_distributed(verbose=False)
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
@@ -54,31 +73,6 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()
-
-
-def _join() -> None:
-    """Make the default group at the rendezvous's port, with keys that only the run's ranks know."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
-    try:
-        store: dist.Store = dist.HashStore()
-        if world_size > 1:
-            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
-            store = dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise port_taken() from None
-    except dist.DistBackendError as error:
-        if not on_several_hosts():
-            raise
-        raise HostError(
-            f"rank {rank} (host {host_name()}) can't connect to the ranks of other hosts over interface "
-            f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile "
-            f"FILE tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
-        ) from error
-    deepspeed.init_distributed(verbose=False)
 
 
 def decided_by_rank_0(decide: Callable[[], Value], kind: Any) -> Value:

@@ -13,6 +13,7 @@ import random
 import re
 import secrets
 import select
+import signal
 import socket
 import stat
 import time
@@ -24,7 +25,7 @@ from ddpm_ds.ground.errors import EXIT_PREEMPTED, OptionError, SpecError, print_
 from ddpm_ds.ground.options import whole
 from ddpm_ds.ground.units import MOST_PROCESSES
 from ddpm_ds.processes.hosts import find_environment, user_name
-from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, ignore
+from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, handle
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Default silence after which a rank counts as dead, and time without a step after which a run counts as hanging."""
@@ -49,9 +50,8 @@ def set_environment() -> None:
     parsed or contradict each other, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
-    of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
-    if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
-        os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program
+    if "LOCAL_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]  # DeepSpeed's; overrides that of an outer program
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     started = {} if "RANK" in os.environ else _of_slurm()
     unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
@@ -66,10 +66,8 @@ def set_environment() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two cores that are shared
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
-        raise SpecError(
-            f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
-            "not set; see launch/clusters/slurm.sh"
-        )
+        several = f"{os.environ['WORLD_SIZE']} ranks were started on several hosts"
+        raise SpecError(f"{several}, and MASTER_ADDR, the host of rank 0, is not set; see launch/clusters/slurm.sh")
     if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -87,12 +85,8 @@ def _check_environment(given: Collection[str]) -> None:
             numbers[name] = whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
         except OptionError as error:
             raise SpecError(f"{name} in the environment: {error}; unset it, or start with a launcher") from None
-    for small, large, least in (
-        ("RANK", "WORLD_SIZE", 1),
-        ("LOCAL_RANK", "LOCAL_WORLD_SIZE", 1),
-        ("LOCAL_RANK", "RANK", 0),
-        ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0),
-    ):
+    below = [("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", 1)]
+    for small, large, least in (*below, ("LOCAL_RANK", "RANK", 0), ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0)):
         if ({small, large} <= set(given) or small == "RANK") and numbers[small] + least > numbers[large]:
             raise SpecError(
                 f"{small} = {numbers[small]} and {large} = {numbers[large]} in the environment contradict each other; "
@@ -111,9 +105,9 @@ def _of_slurm() -> dict[str, str]:
         per_node += [found[1]] * int(found[2] or 1) if found else []
     node = os.environ["SLURM_NODEID"]
     if not re.fullmatch(r"\d{1,6}", node, re.ASCII) or int(node) >= len(per_node):
+        tasks = f"SLURM_STEP_TASKS_PER_NODE = {os.environ['SLURM_STEP_TASKS_PER_NODE']}"
         raise SpecError(
-            f"SLURM_NODEID = {node} in the environment is no node of SLURM_STEP_TASKS_PER_NODE = "
-            f"{os.environ['SLURM_STEP_TASKS_PER_NODE']}; start with srun, or unset SLURM_STEP_ID"
+            f"SLURM_NODEID = {node} in the environment is no node of {tasks}; start with srun, or unset SLURM_STEP_ID"
         )
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     return {name: os.environ[slurms] for name, slurms in names.items()} | {"LOCAL_WORLD_SIZE": per_node[int(node)]}
@@ -140,10 +134,7 @@ def free_port() -> int:
 
 
 class Launcher:
-    """Launcher of this process, which may be killed, or lost with an ssh connection.
-
-    A rank notices a new parent, a missing :class:`ExitFile` of its supervisor, or an output that nobody reads.
-    """
+    """Launcher of this process: gone if the parent, the :class:`ExitFile`, or the reader of the output is."""
 
     def __init__(self) -> None:
         self._parent = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
@@ -181,7 +172,7 @@ def for_good() -> Iterator[None]:
 
 
 def print_once(line: str) -> None:
-    """Print a line that every rank has found only once, since a launcher ends the other ranks when rank 0 exits."""
+    """Print a line of all ranks once: by rank 0, since a launcher ends the others when it exits."""
     if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
     print_to_stderr(line)
@@ -189,13 +180,8 @@ def print_once(line: str) -> None:
 
 def record_exit(code: int) -> int:
     """Record that this rank exits as intended with ``code``, and return it. Never fails."""
-    _record(str(code))
+    record(str(code))
     return code
-
-
-def record_training() -> None:
-    """Record that this rank listens to requests and watches the others, and may outlive one that fails."""
-    _record(TRAINING)
 
 
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
@@ -212,10 +198,10 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     faulthandler.enable(2)  # for a crash outside of Python, as on an image file truncated while it is read
     if stoppable:
         SignalThread(leave)
-    _record(STARTED)
+    record(STARTED)
     try:
         code = main()
-        ignore(STOP_SIGNALS if stoppable else ())
+        handle(STOP_SIGNALS if stoppable else (), signal.SIG_IGN)
         return record_exit(code)
     except SystemExit as leaving:  # after --help
         if leaving.code is None or isinstance(leaving.code, int):
@@ -223,7 +209,8 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
         raise
 
 
-def _record(word: str) -> None:
+def record(word: str) -> None:
+    """Record an exit code, :data:`STARTED`, or :data:`TRAINING`: this rank watches the others and may outlive them."""
     if path := _exit_file():
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:  # its supervisor may just have ended
             file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())  # in one write, so that lines don't mix
@@ -248,10 +235,7 @@ class ExitRecord(NamedTuple):
 
 
 class ExitFile:
-    """The supervisor's file in memory, in which this host's ranks record their starts and exit codes.
-
-    Its first line has the variables in ``private``, which no command line may show.
-    """
+    """The supervisor's file in memory: a line of ``private`` variables for this host's ranks, then their records."""
 
     def __init__(self, private: Mapping[str, str] | None = None) -> None:
         name = f"ddpm-ds-{secrets.token_hex(8)}"
@@ -261,7 +245,6 @@ class ExitFile:
         """Value of :data:`EXIT_FILE_VARIABLE`."""
 
     def read(self) -> ExitRecord:
-        """Return the records of the ranks."""
         self._file.seek(0)
         lines = [line.split() for line in self._file.read().decode().splitlines()[1:]]
         ended = [(rank, int(word)) for rank, word in lines if word not in (STARTED, TRAINING)]
@@ -271,5 +254,4 @@ class ExitFile:
         return ExitRecord(failure, tuple(sorted(unfinished, key=int)), finished, training)
 
     def close(self) -> None:
-        """Remove the file."""
         self._file.close()

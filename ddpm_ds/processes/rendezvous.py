@@ -1,4 +1,4 @@
-"""Rendezvous of all ranks before they have a process group, and the key-value store on rank 0 by which they meet.
+"""Rendezvous of all ranks before they have a process group, and the run's key-value store, on rank 0, where they meet.
 
 Building a process group would wait for ever for a rank that has exited or trains something else. So each rank first
 writes its plans to a key-value store on rank 0, which answers with all plans, equal ones once, or with the reason why
@@ -41,6 +41,7 @@ POLL_SECONDS, MOST_LOOKS = 0.01, 5000
 """Time between looks at the store, and most looks a second of all waiting ranks together."""
 REFUSING_SECONDS = 10.0
 """Time for which a rank that can't take part tries to report it."""
+CHECK = "ddpm-ds doctor --hostfile FILE checks it"
 REFUSAL, OVER = "refusal", "over"
 """Keys: why a rank can't take part; the rendezvous has ended, so a rank that comes later belongs to another run."""
 
@@ -121,7 +122,7 @@ class SealedStore(dist.Store):
 
 
 class Rendezvous:
-    """Rendezvous of the ranks of a start, until their process group exists. A single rank waits for nobody.
+    """Rendezvous of the ranks of a start, until their process group exists; ``store`` stays open afterwards.
 
     Raises LayoutError if another job has the port, PeerLostError if rank 0 can't be reached.
     """
@@ -132,19 +133,18 @@ class Rendezvous:
         """Host name of every rank; this one's until they have agreed on anything."""
         self._start_seconds = start_seconds
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
-        self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
+        self.store = _store(self.rank, start_seconds) if self.world_size > 1 else SealedStore(dist.HashStore())
         self._closed = threading.Event()
 
-        def beat(store: dist.Store) -> None:
+        def beat() -> None:
             with contextlib.suppress(dist.DistError):  # rank 0 has gone
-                for count in itertools.count():
-                    store.set(f"beat/{self.rank}", str(count))
+                for count in itertools.count() if self.world_size > 1 else ():
+                    self.store.set(f"beat/{self.rank}", str(count))
                     if self._closed.wait(BEAT_SECONDS):
                         return
 
-        self._beating = threading.Thread(target=beat, args=(self._store,), name="rendezvous", daemon=True)
-        if self._store is not None:
-            self._beating.start()
+        self._beating = threading.Thread(target=beat, name="rendezvous", daemon=True)
+        self._beating.start()
 
     def name(self, rank: int, stage: int | None = None, part: int | None = None) -> str:
         """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, the host if not alone."""
@@ -162,14 +162,12 @@ class Rendezvous:
 
         Raises HostError if another rank can't take part, PeerLostError if one did not join, or is lost.
         """
-        if self._store is None:
-            return [dict(facts)]
         try:
-            self._store.set(f"{topic}/{self.rank}", json.dumps({"host": host_name(), "facts": facts}))
+            self.store.set(f"{topic}/{self.rank}", json.dumps({"host": host_name(), "facts": facts}))
             if self.rank == 0:
-                self._collect(self._store, topic)
-            self._wait(self._store, [topic], awaited=[0])
-            text = self._store.get(topic)
+                self._collect(topic)
+            self._wait([topic], awaited=[0])
+            text = self.store.get(topic)
         except dist.DistError as error:
             raise PeerLostError(f"{self.name(0)} has gone while the run was starting") from error
         if not text:
@@ -181,21 +179,21 @@ class Rendezvous:
         self.hosts = tuple(one["host"] for one in written)
         return [one["facts"] for one in written]
 
-    def _collect(self, store: dist.Store, topic: str) -> None:
+    def _collect(self, topic: str) -> None:
         """Write the answer: each different text about a topic once, and for each rank the place of its text."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         try:
-            self._wait(store, keys, awaited=range(self.world_size))
-            texts = [text.decode() for text in store.multi_get(keys)]
+            self._wait(keys, awaited=range(self.world_size))
+            texts = [text.decode() for text in self.store.multi_get(keys)]
             if strangers := [rank for rank, text in enumerate(texts) if not text]:
                 raise self._different_secrets(strangers)
         except (HostError, PeerLostError) as error:
-            store.set(topic, json.dumps({"why": str(error), "lost": isinstance(error, PeerLostError)}))
+            self.store.set(topic, json.dumps({"why": str(error), "lost": isinstance(error, PeerLostError)}))
             time.sleep(4 * self._poll_seconds)  # the store ends with this rank; until then the others read why
             return
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         answer = {"written": list(map(json.loads, places)), "places": [places[text] for text in texts]}
-        store.set(topic, json.dumps(answer))
+        self.store.set(topic, json.dumps(answer))
 
     def _different_secrets(self, ranks: list[int]) -> HostError:
         who = f"{_ranks(ranks)} and {self.name(self.rank)}"
@@ -203,25 +201,22 @@ class Rendezvous:
 
     def refuse(self, error: UserError) -> None:
         """Let the others know why this rank can't take part; rank 0 also gives them time to read it."""
-        if self._store is None:
-            return
         with contextlib.suppress(dist.DistError):
             faults = [f"rank {self.rank} (host {host_name()}): {fault}" for fault in str(error).splitlines()]
-            self._store.compare_set(REFUSAL, "", json.dumps(faults))
-            self._store.set(f"left/{self.rank}", "")
+            self.store.compare_set(REFUSAL, "", json.dumps(faults))
+            self.store.set(f"left/{self.rank}", "")
             others, until = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + REFUSING_SECONDS
-            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
+            while self.rank == 0 and not self.store.check(others) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         self.close()
 
     def close(self) -> None:
         """End the rendezvous once the process group exists, or before this rank exits."""
         self._closed.set()
-        if self._store is not None:
+        with contextlib.suppress(dist.DistError):
             if self.rank == 0:
-                with contextlib.suppress(dist.DistError):
-                    self._store.set(OVER, "")
-            self._beating.join(BEAT_SECONDS)
+                self.store.set(OVER, "")
+        self._beating.join(BEAT_SECONDS)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -233,9 +228,10 @@ class Rendezvous:
                 self.refuse(error)
             raise
 
-    def _wait(self, store: dist.Store, keys: list[str], awaited: Sequence[int]) -> None:
+    def _wait(self, keys: list[str], awaited: Sequence[int]) -> None:
         """Wait for the keys of the ``awaited`` ranks, looking up missing ones no more often than ranks beat."""
-        started = looked_at = time.monotonic()
+        store, started = self.store, time.monotonic()
+        looked_at = started
         received = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]) and (text := store.get(REFUSAL)):
@@ -250,13 +246,11 @@ class Rendezvous:
                 received[rank] = received[rank] if beat == received[rank][0] else (beat, now)
             absent = [rank for rank in missing if not received[rank][0]]
             if absent and now - started > self._start_seconds:
-                raise PeerLostError(
-                    f"{_ranks(absent)} did not come within {self._start_seconds:g} s: not started, or unable to reach "
-                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE checks it"
-                )
-            silent = [rank for rank in missing if received[rank][0] and now - received[rank][1] > SILENCE_SECONDS]
-            if silent:
-                raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
+                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; {CHECK}"
+                late = f"{_ranks(absent)} did not come within {self._start_seconds:g} s"
+                raise PeerLostError(f"{late}: not started, or unable to reach {where}")
+            if silent := [rank for rank in missing if received[rank][0] and now - received[rank][1] > SILENCE_SECONDS]:
+                raise PeerLostError(f"lost while starting: {_ranks(silent)}")
 
 
 def refuse_alone(error: UserError) -> None:
@@ -265,7 +259,7 @@ def refuse_alone(error: UserError) -> None:
         Rendezvous(REFUSING_SECONDS).refuse(error)
 
 
-def _store(rank: int, seconds: float) -> dist.Store:
+def _store(rank: int, seconds: float) -> SealedStore:
     """Return the store at the master's port; raises as :class:`Rendezvous`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     met = Future[dist.Store]()
@@ -283,10 +277,8 @@ def _store(rank: int, seconds: float) -> dist.Store:
     except (dist.DistError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
             raise port_taken() from None
-        raise PeerLostError(
-            f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
-            "up, and the port open? ddpm-ds doctor --hostfile FILE checks it"
-        ) from None
+        late = f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s"
+        raise PeerLostError(f"{late}; is that host up, and the port open? {CHECK}") from None
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     found = SealedStore(dist.PrefixStore(f"ddpm_ds/rendezvous/{start}", store))
     if found.check([OVER]):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.processes.ranks import Launcher, record_exit, record_training
+from ddpm_ds.processes.ranks import TRAINING, Launcher, record, record_exit
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, SignalThread
 
 FILES = ("save", "save_and_stop")
@@ -38,8 +38,7 @@ class Requests:
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
         self._launcher = Launcher()
-        self._seconds = 60 * every_minutes if every_minutes else None
-        self._saved_at = time.monotonic()
+        self._seconds, self._saved_at = 60 * every_minutes if every_minutes else None, time.monotonic()
         self._files: tuple[str, ...] = ()
         self._signalled_at: float | None = None
         self._signals: SignalThread | None = None
@@ -55,7 +54,7 @@ class Requests:
             self._signalled_at = time.monotonic()
 
         self._signals = SignalThread(receive)
-        record_training()
+        record(TRAINING)
 
     def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""

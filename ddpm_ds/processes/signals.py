@@ -18,12 +18,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SUPERVISOR_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 """Signals that ask the supervisor of ranks to stop them."""
 SAME_SIGNAL_SECONDS = 1.0
-"""Time within which repeated signals count as one: a scheduler signals a launcher and its ranks, and the launcher its
-ranks again."""
+"""Time within which signals count as one: a scheduler signals a launcher and its ranks, and the launcher its ranks."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C has ended."""
-
-
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -36,16 +33,6 @@ def handle(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
 def leave_on(numbers: Iterable[signal.Signals], code: int) -> None:
     """Let signals end this process at once, without a word, with exit code ``code``."""
     handle(numbers, lambda number, frame: os._exit(code))
-
-
-def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, as in any program of Python."""
-    handle([signal.SIGINT], signal.default_int_handler)
-
-
-def ignore(numbers: Iterable[int]) -> None:
-    """Ignore signals from now on, since the process has done its work and is about to end."""
-    handle(numbers, signal.SIG_IGN)
 
 
 class SignalThread:
@@ -84,8 +71,7 @@ class SignalThread:
 @contextlib.contextmanager
 def received_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
     """Yield the list of received stop signals; afterwards they are handled as before, or with ``leaving`` ignored."""
-    received: list[signal.Signals] = []
-    received_at = -math.inf
+    received, received_at = list[signal.Signals](), -math.inf
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal received_at

@@ -26,7 +26,7 @@ import psutil
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
 from ddpm_ds.ground.files import expanded
 from ddpm_ds.ground.options import split_option
-from ddpm_ds.ground.secret import is_secret, write_private
+from ddpm_ds.ground.secret import is_secret
 from ddpm_ds.processes import hosts
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
 from ddpm_ds.processes.signals import received_signals
@@ -40,7 +40,9 @@ PRINTED_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
 """Exit codes of errors that all ranks find and rank 0 prints, while the others hold back."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
-POLL_SECONDS, KILL_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 10.0, 60.0
+POLL_SECONDS, KILL_SECONDS = 0.1, 10.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Pauses before a restart: the first, after which each is twice as long as the one before, and the longest."""
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive them."""
 LOSING_SECONDS = 45.0
@@ -59,11 +61,17 @@ def gpus() -> int:
 
 
 class Processes:
-    """Processes of one program, out of reach of a terminal's Ctrl-C; ``output`` are options of ``subprocess.Popen``."""
+    """Processes of one program, out of reach of a terminal's Ctrl-C; ``output`` are options of ``subprocess.Popen``.
 
-    def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], **output: Any) -> None:
+    ``exits`` is the name of their :class:`ExitFile`, by which their descendants are found in any session.
+    """
+
+    def __init__(
+        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], exits: str | None = None, **output: Any
+    ) -> None:
         quiet = {"stdin": subprocess.DEVNULL, "start_new_session": True, **output}
         self._all = [subprocess.Popen(words, env=environment, **quiet) for environment in environments]
+        self._exits = exits
         self.pids = frozenset(process.pid for process in self._all)
         self.failed: tuple[int, int] | None = None
         """Number and exit code of the process that was the first to fail, negative for a signal."""
@@ -80,30 +88,44 @@ class Processes:
             self.failed = next(((number, code) for number, code in enumerate(codes) if code), None)
         return None if None in codes else self.failed[1] if self.failed else 0
 
+    def alive(self) -> list[psutil.Process]:
+        """Return the processes that have not ended, and all that they have started."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                ours = os.getsid(process.pid) in self.pids
+                ours = ours or process.environ().get(EXIT_FILE_VARIABLE, "") == self._exits
+                found += [process] if ours and process.status() != psutil.STATUS_ZOMBIE else []
+        return found
+
     def kill(self) -> None:
-        """End the rest of the processes and of their process groups."""
+        """End all that are alive."""
+        until = time.monotonic() + KILL_SECONDS
+        while (processes := self.alive()) and time.monotonic() < until:
+            _send(signal.SIGKILL, processes)
+            psutil.wait_procs(processes, timeout=1.0)
         for process in self._all:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a run's ranks: this host, one of ``nodes`` on which the same command is typed, or a hostfile's hosts."""
+    """Place of a run's ranks: this host, one of ``nodes`` on which the same command is typed, or a hostfile's hosts.
+
+    ``master`` is the address of the first node.
+    """
 
     processes: int = 1
     node_rank: int = 0
     nodes: int = 1
     master: str = "127.0.0.1"
-    """Address of the first node."""
     hostfile: Path | None = None
     port: int | None = None
 
     def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
-        """Return the environment of each rank of this host: ``environment``, and the variables of DeepSpeed's launcher.
+        """Return each local rank's environment: ``environment``, the variables of DeepSpeed's launcher, and a secret.
 
-        Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
+        Each rank sees all GPUs and takes the one with its local rank's number.
         """
         world: dict[str, object] = {"MASTER_ADDR": self.master, "MASTER_PORT": self.port or DEFAULT_PORT}
         world |= {"LOCAL_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
@@ -127,10 +149,12 @@ class Place:
     def check(self) -> None:
         """Raise SpecError if the ranks can't be started from this host, or their end can't be seen here."""
         names = self.hosts()
-        if self.hostfile is not None and hosts.this_host(names) is None:
+        if self.hostfile is None:
+            return
+        if hosts.this_host(names) is None:
             which = f"none of {', '.join(names)} of hostfile {self.hostfile} is this host"
             raise SpecError(f"{which}; start it on one of them, best the first")
-        if self.hostfile is not None and len(names) > 1 and shutil.which("pdsh") is None:
+        if len(names) > 1 and shutil.which("pdsh") is None:
             raise SpecError("pdsh is not installed; install it, or start on each host: deepspeed --no_ssh --node_rank")
 
     def deepspeed(self, program: Sequence[str]) -> list[str]:
@@ -147,19 +171,13 @@ class Outcome(NamedTuple):
 
 
 def supervise(
-    program: Sequence[str],
-    place: Place,
-    *,
-    max_restarts: int,
-    grace_seconds: float,
-    pause_seconds: float = 1.0,
-    log: Callable[[str], None],
+    program: Sequence[str], place: Place, *, max_restarts: int, grace_seconds: float, log: Callable[[str], None]
 ) -> Outcome:
     """Start the ranks of a training program, again if that helps; return how the last start ended.
 
     ``program`` is ``-m MODULE`` or a script, with its options. Each start reads the hostfile again, and each restart of
-    its hosts uses another port, so that no straggler can join. Runs in the main thread, as the last work of a process:
-    afterwards stop signals are ignored. Raises SpecError without a --run-dir, and as :meth:`Place.check`.
+    its hosts uses another port, so that no straggler can join. Call it in the main thread, as the last work of a
+    process: afterwards stop signals are ignored. Raises SpecError without a --run-dir, and as :meth:`Place.check`.
     """
     if not (run_dir := split_option(program, "--run-dir")[0]):
         raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
@@ -184,20 +202,20 @@ def supervise(
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
                 return ended
-            pause = min(pause_seconds * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
             log(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
             until = time.monotonic() + pause
-            while time.monotonic() < until:
-                if received:
-                    return Outcome(EXIT_PREEMPTED)
+            while time.monotonic() < until and not received:
                 time.sleep(POLL_SECONDS)
+            if received:
+                return Outcome(EXIT_PREEMPTED)
 
 
 def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
-    """Return the exit code of a start that has not finished the run: the ranks' or else the meaning of ``first``.
+    """Return the exit code of a start that has not finished the run.
 
-    That is the code of the rank that failed first, negative for a signal; or of DeepSpeed's launcher, which also exits
-    with 0 if its children were killed. ``stopping``: ranks were asked to stop; ``orphaned``: some outlived it.
+    ``first`` is the code of the rank that failed first, negative for a signal; or of DeepSpeed's launcher, which also
+    exits with 0 if its children were killed. ``stopping``: ranks were asked to stop; ``orphaned``: some outlived it.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
@@ -233,13 +251,13 @@ class _Start:
             if self.place.hostfile is None:
                 self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
                 ranks = self.place.environments({**os.environ, EXIT_FILE_VARIABLE: self._exits.name})
-                self._processes = Processes([sys.executable, "-u", *self.program], ranks)
+                self._processes = Processes([sys.executable, "-u", *self.program], ranks, self._exits.name)
             else:
                 self._processes = self._launcher(cleanup)
             try:
                 code = self._wait()
             finally:
-                self._kill()
+                self._processes.kill()
             if self._exits.read().finished:
                 return Outcome(0)
         if len(self.received) > 1:
@@ -254,14 +272,13 @@ class _Start:
         taken = {name: os.environ[name] for name in os.environ if name.startswith(hosts.OF_DEEPSPEED) or "NCCL" in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
         self._exits = cleanup.enter_context(contextlib.closing(ExitFile(private)))
-        cleanup.callback(os.close, file := os.memfd_create("environment"))
-        travels = Path(f"/proc/{os.getpid()}/fd/{file}")
         exits = {EXIT_FILE_VARIABLE: self._exits.name}
         sent = {name: value for name, value in found.items() if name not in private} | exits
-        write_private(travels, "".join(f"{name}={value}\n" for name, value in sent.items()).encode())
+        cleanup.callback(os.close, file := os.memfd_create("environment"))
+        os.write(file, "".join(f"{name}={value}\n" for name, value in sent.items()).encode())
         left_out = {*private, "LOCAL_RANK"}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
-        ours |= exits | {hosts.ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        ours |= exits | {hosts.ENVIRONMENT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{file}"}
         quiet = ["-m", "deepspeed.launcher.runner", "--log_level", "critical"]
         if len(names := self.place.hosts()) > 1:  # which DeepSpeed would do by an ssh without pdsh's options
             quiet += ["--no_ssh_check", "--master_addr", hosts.address_of(next(iter(names)))]
@@ -269,7 +286,7 @@ class _Start:
         given = ours.get(hosts.PDSH_MORE_ARGUMENTS, "")
         if "ServerAlive" not in given + ours.get(hosts.PDSH_ARGUMENTS, ""):
             ours[hosts.PDSH_MORE_ARGUMENTS] = f"{given} {SSH_ALIVE}".strip()
-        return Processes(words, [ours])
+        return Processes(words, [ours], self._exits.name)
 
     def _wait(self) -> int:
         """Wait until the ranks have ended or must be ended; return the exit code of this start."""
@@ -314,7 +331,7 @@ class _Start:
         rank = self.place.node_rank * self.place.processes + local
         if code < 0:  # it can't have printed a line itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
-        if not record.training:  # they have nothing to save, and would not notice for long
+        if not record.training:  # others have nothing to save, and would not notice for long
             _send(signal.SIGTERM, self._alive_ranks())
         printed = rank == 0 and code in PRINTED_BY_RANK_0
         self._lost = "" if printed else f"rank {rank} has ended {ago} and others have not: ending them"
@@ -329,30 +346,14 @@ class _Start:
 
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while len(self.received) < 2 and time.monotonic() < until and self._alive():
+        while len(self.received) < 2 and time.monotonic() < until and self._processes.alive():
             time.sleep(POLL_SECONDS)
 
-    def _alive(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                in_session = os.getsid(process.pid) in self._processes.pids
-                ours = in_session or process.environ().get(EXIT_FILE_VARIABLE) == self._exits.name
-                found += [process] if ours and process.status() != psutil.STATUS_ZOMBIE else []
-        return found
-
     def _alive_ranks(self) -> list[psutil.Process]:
-        alive = self._alive()
+        alive = self._processes.alive()
         if self.place.hostfile is None:
             return [process for process in alive if process.pid in self._processes.pids]
         return [process for process in alive if _rank(process) not in (None, _rank(process.parent()))]
-
-    def _kill(self) -> None:
-        until = time.monotonic() + KILL_SECONDS
-        while (processes := self._alive()) and time.monotonic() < until:
-            _send(signal.SIGKILL, processes)
-            psutil.wait_procs(processes, timeout=1.0)
-        self._processes.kill()
 
 
 def _rank(process: psutil.Process | None) -> str | None:

@@ -19,8 +19,6 @@ The device of the hanging rank becomes idle, while all others wait, for it or fo
 computation looks like one that waits: then all ranks wait, and none is blamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -29,46 +27,28 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple, Self
 
-import torch
 import torch.distributed as dist
 
 from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory, print_to_stderr
-from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
-from ddpm_ds.processes.rendezvous import SealedStore, connect
 
 BEAT_SECONDS, JUDGE_SECONDS = 0.5, 0.2
-STORE_TIMEOUT = timedelta(seconds=60)
 LAST_WORDS_SECONDS = 3.0
 """Time for which rank 0 keeps the store open at its end, so that the others can read that it leaves, and why."""
-
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2
 """Time limit for a device's answer whether it has unfinished work."""
 KEY, VERDICT = "alive/{}", "verdict"
-WAIT_FOR_CULPRIT_SECONDS, CULPRIT_SECONDS = 5.0, 2.5
-"""Time for which a rank whose collective failed looks for the lost rank, and silence that makes a rank the lost one."""
+CULPRIT_SECONDS, BLAMING_SECONDS = 2.5, 6.0
+"""Silence that makes a rank the lost one after a collective has failed, and time for which this is awaited."""
 TOGETHER_BEATS = 3
 """Maximum beats between the last signs of ranks that are lost at once: their beat, ours, and delays."""
-
-
-def make_store(rank: int, world_size: int) -> SealedStore:
-    """Return a store that rank 0 serves on a free port, or a single rank's in its memory; collective."""
-    if rank != 0:
-        return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
-    served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
-    store = SealedStore(served)
-    for key in (*map(KEY.format, range(world_size)), VERDICT):
-        store.set(key, "")  # reading a key that is missing would block
-    if isinstance(served, dist.TCPStore):
-        broadcast_object(served.port, int)
-    return store
 
 
 @dataclass
@@ -90,8 +70,7 @@ class Peer:
             self.beats, self.steps, self.state, self.place = beats, steps, state, place
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """Reason why the run can't continue, and the exit code; the first in the store counts for all ranks."""
 
     ranks: list[int]
@@ -102,16 +81,9 @@ class Judgement:
 class DeviceWork:
     """Query whether a device has unfinished work, in a thread: a busy driver, which blocks it, counts as unfinished."""
 
-    _done = False
-    _asking: threading.Thread | None = None
-
     def __init__(self, is_done: Callable[[], bool]) -> None:
-        self._is_done = is_done
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceWork | None:
-        """Return the query of a CUDA device's current stream; None for a CPU, which works in the main thread."""
-        return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
+        self._is_done, self._done = is_done, False
+        self._asking = threading.Thread()
 
     def is_unfinished(self) -> bool:
         def ask() -> None:
@@ -120,7 +92,7 @@ class DeviceWork:
             except RuntimeError:  # the device has failed and does nothing more
                 self._done = True
 
-        if self._asking is None or not self._asking.is_alive():
+        if not self._asking.is_alive():
             self._asking = threading.Thread(target=ask, name="device", daemon=True)
             self._asking.start()
         self._asking.join(ANSWER_SECONDS)
@@ -130,11 +102,16 @@ class DeviceWork:
 class Heartbeat(threading.Thread):
     """Thread that talks to the store. ``clock`` gives the times in ``peers`` and ``answer_at``."""
 
-    work: DeviceWork | None = None
-
-    def __init__(self, rank: int, world_size: int, store: dist.Store | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        clock: Callable[[], float],
+        work: DeviceWork | None = None,
+    ) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._rank, self._store, self._clock = rank, store, clock
+        self._rank, self._store, self._clock, self._work = rank, store, clock, work
         self._leaving = threading.Event()
         self._beats = self.steps = self.pauses = 0  # steps and pauses of this rank's main thread
         self.asks = False  # this rank's collective has failed, and rank 0 should look for a lost rank
@@ -157,7 +134,7 @@ class Heartbeat(threading.Thread):
             state, place = "asking" if self.asks else "paused" if self.pauses else "running", "-"
             frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
             if state == "running" and frame is not None:
-                waits = waits_for_a_rank(frame) or (self.work is not None and self.work.is_unfinished())
+                waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
                 while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
                     frame = frame.f_back
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
@@ -178,7 +155,7 @@ class Heartbeat(threading.Thread):
         try:
             self._store.set(KEY.format(self._rank), json.dumps([self._beats, self.steps, state, place]))
             if self.proposal:
-                self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
+                self._store.compare_set(VERDICT, "", json.dumps(self.proposal))
             values = self._store.multi_get([*map(KEY.format, self.peers), VERDICT])
         except Exception:  # the store may raise anything once its server has ended
             self.closed = self.peers[0].state != "left"
@@ -188,7 +165,7 @@ class Heartbeat(threading.Thread):
             if message:  # empty before a rank's first, and if this run has not sealed it
                 peer.read(self.answer_at, *json.loads(message))
         if values[-1]:
-            self.verdict = Judgement(**json.loads(values[-1]))
+            self.verdict = Judgement(*json.loads(values[-1]))
         return True
 
 
@@ -206,13 +183,14 @@ class Watchdog:
 
     Args:
         names: all ranks' names for users, such as "rank 2 (stage 1)".
-        store: made by ``make_store``; None watches nothing.
+        store: of the ranks' rendezvous; None watches nothing.
         dead_seconds: silence after which a rank counts as dead.
         hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
         work: work of this rank's device; None for a CPU.
-        log: gets one line before the end; may block.
-        leave: ends the process with an exit code; a thread that waits in a collective can't be interrupted.
     """
+
+    _log: Callable[[str], None] = staticmethod(print_to_stderr)  # may block
+    _leave: Callable[[int], object] = staticmethod(os._exit)  # a thread in a collective can't be interrupted
 
     def __init__(
         self,
@@ -223,18 +201,18 @@ class Watchdog:
         dead_seconds: float = DEAD_SECONDS,
         hang_seconds: float = HANG_SECONDS,
         work: DeviceWork | None = None,
-        log: Callable[[str], None] = print_to_stderr,
-        leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._rank, self.names, self.store = rank, names, store
-        self._dead_seconds, self._hang_seconds, self._log, self._leave = dead_seconds, hang_seconds, log, leave
-        self._now, self._asked = 0.0, False
+        self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
+        self._now = 0.0
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now)
-        self._heartbeat.work = work
+        self._heartbeat = Heartbeat(rank, len(names), store, lambda: self._now, work)
+        self._judging = threading.Thread(target=self._judge, name="judge", daemon=True)
         if store is not None:
+            for key in (*map(KEY.format, range(len(names))), VERDICT) if rank == 0 else ():
+                store.set(key, "")  # reading a key that is missing blocks
             self._heartbeat.start()
-            threading.Thread(target=self._judge, name="judge", daemon=True).start()
+            self._judging.start()
 
     def progress(self) -> None:
         """Report progress of the main thread, once a step and around long operations."""
@@ -255,14 +233,12 @@ class Watchdog:
 
         Of several ranks that fail at once one gives the reason. Returns only for a single rank.
         """
-        heartbeat, self._asked = self._heartbeat, True
-        if len(self.names) == 1 or not heartbeat.is_alive():
-            return
-        heartbeat.proposal = Judgement([self._rank], line, code)
-        until = time.monotonic() + LAST_WORDS_SECONDS
-        while heartbeat.verdict is None and heartbeat.is_alive() and time.monotonic() < until:
-            time.sleep(JUDGE_SECONDS)
-        self._end(heartbeat.verdict or heartbeat.proposal)
+        heartbeat = self._heartbeat
+        if len(self.names) > 1 and heartbeat.is_alive():
+            heartbeat.proposal = Judgement([self._rank], line, code)
+            self._judging.join(2 * LAST_WORDS_SECONDS)  # it ends this process by the verdict in the store
+            if self._judging.is_alive():
+                self._end(heartbeat.proposal)
 
     def stop(self, failure: str | None = None) -> None:
         """Stop watching and let the others know that this rank exits, with a ``failure`` that ends them too."""
@@ -271,7 +247,7 @@ class Watchdog:
         self._stopped.set()
         self._heartbeat.leave()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -282,30 +258,17 @@ class Watchdog:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Surround collective work; if a lost rank made it fail, raise PeerLostError with its name on all ranks."""
+        """Surround collective work; if a lost rank made it fail, all ranks end with its name as the reason."""
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):
             raise
         except BaseException as error:
-            may_be_lost = len(self.names) > 1 and isinstance(error, RuntimeError) and not is_out_of_memory(error)
-            finding = None
-            if may_be_lost:
-                self._asked = self._heartbeat.asks = True
-                beats = TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0
-                until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + beats
-                while (finding := self._lost()) is None and time.monotonic() < until:
-                    time.sleep(JUDGE_SECONDS)
-                finding = self._heartbeat.proposal = finding or self._silent(CULPRIT_SECONDS)
-            if finding is None:
-                self.stop(failure=type(error).__name__)
-                raise
-            if finding.code != PeerLostError.exit_code:
-                self._end(finding)  # another rank has given the reason and exited before this judge read it
-            self.stop()
-            gone = ", ".join(self.names[rank] for rank in finding.ranks)
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
+            if len(self.names) > 1 and isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                self._heartbeat.asks = True
+                self._judging.join(BLAMING_SECONDS)  # it ends this process if a rank is lost
+            self.stop(failure=type(error).__name__)
+            raise
 
     def _judge(self) -> None:
         """Judge by a clock that stops while this process is suspended or starved."""
@@ -313,9 +276,8 @@ class Watchdog:
         while not self._stopped.wait(JUDGE_SECONDS):
             now = time.monotonic()
             self._now, last = self._now + min(now - last, 2 * BEAT_SECONDS), now
-            if not self._asked and (finding := self._lost() or self._hung()):
-                self._end(finding)
-                return
+            if finding := self._lost() or self._hung():
+                return self._end(finding)
 
     def _lost(self) -> Judgement | None:
         heartbeat = self._heartbeat
@@ -327,18 +289,13 @@ class Watchdog:
             return heartbeat.verdict
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
-        asked = any(peer.state == "asking" for peer in heartbeat.peers.values())
+        asked = heartbeat.asks or any(peer.state == "asking" for peer in heartbeat.peers.values())
         seconds = min(self._dead_seconds, CULPRIT_SECONDS) if asked else self._dead_seconds
-        return self._silent(seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
-
-    def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
-        """Judge silent ranks at the store's last answer; wait for others that may be with them."""
-        last = self._heartbeat.answer_at
-        silences = {rank: last - peer.beat_at for rank, peer in self._at_work().items()}
+        silences = {rank: heartbeat.answer_at - peer.beat_at for rank, peer in self._at_work().items()}
         ranks = [rank for rank, silence in silences.items() if silence > seconds]
-        awaited_from = max(silences.values(), default=0.0) - together_seconds
+        awaited_from = max(silences.values(), default=0.0) - TOGETHER_BEATS * BEAT_SECONDS
         if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
-            return None
+            return None  # wait for others that may be lost at once
         who = ", ".join(self.names[rank] for rank in ranks)
         return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 

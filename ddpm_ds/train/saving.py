@@ -84,7 +84,7 @@ class Saver:
     """Saver of this rank's share of checkpoints of a run in ``run_dir``; all methods are collective.
 
     ``keeping`` says which checkpoints stay, ``about`` describes the run; ``log`` shows a line on rank 0. ``store`` is
-    of :func:`ddpm_ds.processes.watchdog.make_store`.
+    of the ranks' :class:`ddpm_ds.processes.rendezvous.Rendezvous`.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import platform
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +42,7 @@ from ddpm_ds.planning.inputs import layers_for
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
-from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
+from ddpm_ds.processes.signals import STOP_SIGNALS, handle
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.progress import ProgressLine
@@ -244,7 +245,7 @@ def run_training(
     all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by
     file name. ``sender`` is the child that sends the record; None records nothing.
 
-    It raises what :func:`train` does, and PeerLostError if another rank is gone.
+    It raises what :func:`train` does.
     """
     device, (store, among) = prepared.device, prepared.images
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
@@ -374,7 +375,7 @@ def _train(
                 saver.start_from(prepared.initial)
         observer = rehearsal or _observers(plan, run_dir, engine, recorder, asked)
     if (first := engine.images_seen) >= spec.train.images:
-        ignore(STOP_SIGNALS)  # it is done already
+        handle(STOP_SIGNALS, signal.SIG_IGN)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
         return None

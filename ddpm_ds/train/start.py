@@ -24,7 +24,7 @@ from ddpm_ds.data.held_out import checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import check_steps, pixels_of
 from ddpm_ds.data.prepare import How
 from ddpm_ds.data.text import check_text
-from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
+from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, memory_bytes, share_threads
 from ddpm_ds.ground.errors import HostError, SpecError, one_line
 from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -32,7 +32,7 @@ from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
+from ddpm_ds.processes.watchdog import DeviceWork, Watchdog
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.progress import ProgressLine
@@ -83,7 +83,8 @@ class Prepared:
 
 def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: ProgressLine | None) -> Rendezvous:
     """Meet the other ranks on this process's ``device``; HostError if they would run something else. Collective."""
-    limit_memory(device, asked.memory_budget)
+    if asked.memory_budget is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(asked.memory_budget / memory_bytes(device), 1.0), device)
     use_host_accelerator()
     share_threads(device)
     with progress.doing("waiting for all processes") if progress is not None else contextlib.nullcontext():
@@ -120,9 +121,9 @@ def started(
         for rank in range(dist.get_world_size()):
             stage, _, part = plan.grid.coordinates(rank)
             names.append(rendezvous.name(rank, stage, part if plan.grid.tensor > 1 else None))
-        own_rank, work = dist.get_rank(), DeviceWork.of(device)
-        store, dead, hang = make_store(own_rank, len(names)), asked.dead_seconds, asked.hang_seconds
-        with Watchdog(own_rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
+        rank, store, dead, hang = rendezvous.rank, rendezvous.store, asked.dead_seconds, asked.hang_seconds
+        work = DeviceWork(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
+        with Watchdog(rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
             yield prepared, watchdog
         dist.barrier()
 

@@ -1,7 +1,5 @@
 """Two checkpoints, which tests copy before they damage them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

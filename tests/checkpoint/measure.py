@@ -1,7 +1,5 @@
 """How long a checkpoint holds training up and takes to be written: ``python -m tests.checkpoint.measure FOLDER``."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time
@@ -20,16 +18,14 @@ TENSORS, ELEMENTS = 328, 95_274
 def main(folder: Path) -> None:
     shapes = {f"{tensor}.weight": (ELEMENTS,) for tensor in range(TENSORS)}
     fragments = [Fragment(kind, name, 0, torch.randn(ELEMENTS)) for kind in KINDS for name in shapes]
-    megabytes = sum(fragment.values.nbytes for fragment in fragments) / 1e6
-    print(f"{megabytes:.0f} MB in {len(fragments)} fragments, {torch.get_num_threads()} threads")
+    print(f"{len(fragments)} fragments, {torch.get_num_threads()} threads")
     writer = Writer(folder, log=print, keep_last=2)
     for images in range(1, 7):
         started = time.monotonic()
         blocked = writer.begin("stage0-replica0", fragments, describe(images, shapes), scalars(images))
         assert writer.wait()
         print(f"blocked {blocked:.3f} s, on the disk after {time.monotonic() - started:.2f} s")
-    started = time.monotonic()
-    newest = folder / "images-000000006"
+    started, newest = time.monotonic(), folder / "images-000000006"
     verify(newest, read_manifest(newest), progress=False)
     print(f"verified in {time.monotonic() - started:.2f} s")
 

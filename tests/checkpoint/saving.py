@@ -1,21 +1,21 @@
 """Small checkpoints for tests: values that follow from (kind, name, images), cut into fragments anywhere."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, newest
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.pipeline.messages import broadcast_object
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -35,7 +35,6 @@ def describe(images: int, shapes: Shapes = SHAPES) -> Description:
 
 
 def scalars(images: int) -> dict[str, Any]:
-    """The content of ``state.json``."""
     counters = dict.fromkeys(("skipped_images", "skipped_steps", "rollbacks"), 0)
     seen = {"images_seen": images, "steps": images // 10, "optimizer_steps": images // 10}
     return {**seen, **counters, "learning_rate": 1e-4, "lr_scheduler": None, "loss_scaler": {}}
@@ -66,18 +65,21 @@ def total(shapes: Shapes = SHAPES) -> int:
 
 
 def ranks(folder: Path, count: int, log: Callable[[str], None], **options: Any) -> list[Writer]:
-    """The writers of ranks that see one folder."""
     store = HashStore()
     return [Writer(folder, rank, count, log=log, store=store, **options) for rank in range(count)]
 
 
-def save(
-    folder: Path,
-    images: int,
-    cuts: Sequence[int] = (50,),
-    shapes: Shapes = SHAPES,
-    **options: Any,
-) -> list[str]:
+def store_of(rank: int, world_size: int) -> Store:
+    """A store that rank 0 serves; collective."""
+    patience = timedelta(seconds=60)
+    if world_size == 1:
+        return HashStore()
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience) if rank == 0 else None
+    port = broadcast_object(served and served.port, int)
+    return served or TCPStore("127.0.0.1", port, timeout=patience)
+
+
+def save(folder: Path, images: int, cuts: Sequence[int] = (50,), shapes: Shapes = SHAPES, **options: Any) -> list[str]:
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))
@@ -103,6 +105,5 @@ def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
 
 
 def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """The newest good checkpoint of a run of one rank."""
     found = newest(folder, log)
     return found.path if found else None

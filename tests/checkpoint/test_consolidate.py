@@ -1,7 +1,5 @@
 """One file of whole weights: what the fragments hold, in every dtype, in little memory, or not at all."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from pathlib import Path

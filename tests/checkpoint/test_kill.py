@@ -1,7 +1,5 @@
 """SIGKILL at any moment of writing: what has a checkpoint's name is a whole checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import random
@@ -36,7 +34,6 @@ def write_on(folder: Path, rank: int, first: int, barrier: Barrier, port: int) -
 
 
 def is_written(folder: Path, name: str) -> bool:
-    """Whether ``latest`` names a checkpoint as late as ``name``."""
     return (folder / "latest").exists() and (folder / "latest").read_text().strip() >= name
 
 

@@ -1,7 +1,5 @@
 """Writing beside training: complete or not there, whatever fails; and read back the same from any layout."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -81,8 +79,7 @@ def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "words"),
-    [(48, 82, "written twice"), (52, 82, "not written"), (50, 50, "not written")],
+    ("start", "stop", "words"), [(48, 82, "written twice"), (52, 82, "not written"), (50, 50, "not written")]
 )
 def test_fragments_that_overlap_or_leave_gaps_are_no_checkpoint(
     tmp_path: Path, start: int, stop: int, words: str

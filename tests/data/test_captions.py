@@ -26,9 +26,8 @@ from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
-from ddpm_ds.ground import keyed
 from ddpm_ds.ground.errors import DataError, SpecError
-from ddpm_ds.ground.keyed import Stream
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.train.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder
@@ -305,7 +304,7 @@ def test_the_loader_yields_the_text_and_sizes_of_each_image(spec_of: SpecOf) -> 
     encoded = TextEncoders.open(spec.text, CPU).encode(texts)  # type: ignore[arg-type]
     rows = cache.others["captions"][:]
     positions = _positions(cache, batch)
-    draws = keyed.bits(0, Stream.CAPTION, batch.index, 1)[:, 0].numpy()
+    draws = Draws(0, batch.index, {Stream.CAPTION: 1}).bits(Stream.CAPTION)[:, 0].numpy()
     chosen = [rows[at][draw % (2 if at == 0 else 1)] for at, draw in zip(positions, draws, strict=True)]
     assert batch.text is not None and torch.equal(batch.text, encoded.tokens[chosen].half())
     assert batch.pooled is not None and torch.equal(batch.pooled, encoded.pooled[chosen].half())  # type: ignore[index]

@@ -16,7 +16,7 @@ from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import LEVEL_SCALE, Scale, Text
-from ddpm_ds.ground.keyed import Stream, normal, uniform
+from ddpm_ds.ground.keyed import Draws, Stream, normal
 from ddpm_ds.train.objective import Denoising, Noised, fields_read
 from tests.launching import tiny_spec
 
@@ -120,7 +120,7 @@ def test_reduced_is_the_mean_of_blocks_enlarged_and_noised_to_a_level_that_the_u
     spec = spec_of({**plain, "noise": 0.5}, fields=False)
     prepared, noised, (level,) = inputs_of(spec, batch)
     index = batch.index
-    expected = uniform(3, Stream.CONDITION_LEVEL, index, 1)[:, 0] * 0.5
+    expected = Draws(3, index, {Stream.CONDITION_LEVEL: 1}).uniform(Stream.CONDITION_LEVEL)[:, 0] * 0.5
     torch.testing.assert_close(level, LEVEL_SCALE * expected)
     each, drawn = expected[:, None, None, None], normal(3, Stream.CONDITION_NOISE, index, 24).view_as(blocks)
     mixed = (1 - each**2).sqrt() * blocks + each * drawn
@@ -199,7 +199,7 @@ def test_components_change_their_sign_in_a_mirrored_image() -> None:
     signs = prepared.x0[:, 1, 0, 0]
     assert (prepared.x0[:, 0] == 1.0).all() and 20 < (signs == -1.0).sum() < 44
     assert torch.equal(condition[:, 0, 0, 0], signs)
-    assert torch.equal(signs < 0, uniform(3, Stream.FLIP, batch.index, 1)[:, 0] >= 0.5)
+    assert torch.equal(signs < 0, Draws(3, batch.index, {Stream.FLIP: 1}).uniform(Stream.FLIP)[:, 0] >= 0.5)
 
 
 def test_a_dropped_condition_is_zeros_and_a_flag_after_the_other_numbers() -> None:

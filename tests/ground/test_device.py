@@ -1,7 +1,5 @@
 """Which device a process gets, what CUDA's environment then holds, and what is wrong with a GPU that can't be used."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -9,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pynvml
@@ -19,6 +18,7 @@ from ddpm_ds.ground import device
 from ddpm_ds.ground import host as host_facts
 from ddpm_ds.ground.device import LOCKING_ENVIRONMENT, MESSAGE_ENVIRONMENT, choose_device
 from ddpm_ds.ground.errors import LayoutError
+from ddpm_ds.ground.host import processors
 from tests.forking import ONE_THREAD, REPOSITORY
 
 TOO_OLD = (
@@ -60,51 +60,46 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
     return str(error.value)
 
 
-def place_limits(groups: str | None, limits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a process into control groups with these limits, by file."""
+ALL = 2**50  # bytes of the host's memory
+
+
+@pytest.mark.parametrize(
+    ("count", "groups", "limits", "left"),
+    [
+        (device.host_memory, "0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4096"}, 4096),
+        (
+            device.host_memory,
+            "5:cpu:/a\n4:memory:/x\n",
+            {"cpu/memory.max": "1", "memory/memory.limit_in_bytes": "6"},
+            6,
+        ),
+        (device.host_memory, "4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, ALL),
+        (device.host_memory, None, {}, ALL),
+        (processors, "0::/job/step\n", {"job/step/cpu.max": "max 100000", "job/cpu.max": "250000 100000"}, 3),
+        (processors, "5:cpu,x:/a\n", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        (processors, "5:cpu,x:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        (processors, "0::/\n", {}, 64),
+    ],
+)
+def test_memory_and_processors_are_the_hosts_or_what_control_groups_leave_of_them(
+    count: Callable[[], int],
+    groups: str | None,
+    limits: dict[str, str],
+    left: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host_facts, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_facts, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Mock(total=ALL))
     if groups is not None:
         (tmp_path / "own").write_text(groups)
     for name, limit in limits.items():
         file = tmp_path / "cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(limit + "\n")
-
-
-@pytest.mark.parametrize(
-    ("groups", "limits", "part"),
-    [
-        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4096"}, 4096),
-        ("0::/\n", {"memory.max": "5000"}, 5000),
-        ("5:cpu:/a\n4:memory:/docker/x\n", {"cpu/a/memory.max": "1", "memory/memory.limit_in_bytes": "6000"}, 6000),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        (None, {}, None),
-    ],
-)
-def test_memory_is_the_hosts_or_what_control_groups_leave_of_it(
-    groups: str | None, limits: dict[str, str], part: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place_limits(groups, limits, tmp_path, monkeypatch)
-    assert device.host_memory() == (psutil.virtual_memory().total if part is None else part)
-
-
-@pytest.mark.parametrize(
-    ("groups", "limits", "count"),
-    [
-        ("0::/job/step\n", {"job/step/cpu.max": "max 100000", "job/cpu.max": "250000 100000"}, 3),
-        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
-        ("5:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
-        ("5:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
-        ("0::/\n", {}, 64),
-    ],
-)
-def test_only_processors_that_a_process_may_use_count(
-    groups: str, limits: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place_limits(groups, limits, tmp_path, monkeypatch)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
-    assert host_facts.processors() == count
+    assert count() == left
 
 
 @pytest.mark.parametrize(
@@ -223,9 +218,7 @@ def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(host: Host, monk
     assert choose_device("auto").type == "cpu"
 
 
-def test_one_gpu_twice_is_named_where_cuda_would_show_none(host: Host) -> None:
-    host(shown=0, starts=False, CUDA_VISIBLE_DEVICES="0, 0")
-    assert refused().startswith("CUDA_VISIBLE_DEVICES = 0, 0 names a GPU twice, so that CUDA shows none; name each ")
+def test_gpus_that_cuda_does_not_show_are_named_with_their_variable(host: Host) -> None:
     host(shown=0, starts=False, CUDA_VISIBLE_DEVICES="7")
     assert "has a GPU and CUDA_VISIBLE_DEVICES = 7, but CUDA does not start (no device)" in refused()
 
@@ -269,7 +262,6 @@ def test_the_table_of_the_docs_has_these_variables_and_values() -> None:
 def test_a_rank_starts_without_mlflow_and_the_compiler_which_can_still_be_imported_and_needs_no_triton(
     tmp_path: Path,
 ) -> None:
-    """One process for all, since each imports PyTorch."""
     (tmp_path / "mlflow.py").touch()  # MLflow's own import takes as long as PyTorch's
     program = """
 import sys

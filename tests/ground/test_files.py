@@ -1,7 +1,5 @@
 """Files that are complete or as they were, and what killed writers leave."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -14,20 +12,9 @@ import pytest
 
 from ddpm_ds.experiments.sweep import LOG, run_command
 from ddpm_ds.ground.errors import OutputError
-from ddpm_ds.ground.files import open_regular, replace_file, temporary_beside, until_changed
-from ddpm_ds.tracking.run_folder import (
-    EVENTS,
-    LABELS,
-    LOCK,
-    METRICS,
-    RESUMES,
-    RunFolder,
-    append_event,
-    claim_folder,
-    disk_errors_reported,
-    unsent,
-    write_labels,
-)
+from ddpm_ds.ground.files import open_regular, temporary_beside, until_changed
+from ddpm_ds.tracking import run_folder
+from ddpm_ds.tracking.run_folder import EVENTS, METRICS, RunFolder
 from tests.launching import hanging
 
 
@@ -47,7 +34,6 @@ def test_the_next_writer_of_an_output_removes_what_killed_ones_left(tmp_path: Pa
 
 
 def place(kind: str, path: Path) -> None:
-    """Put something other than a regular file at a path."""
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
@@ -79,21 +65,10 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(
     assert (caught.value.strerror, caught.value.filename) == (REASONS[kind], "it")
 
 
-def test_a_file_that_is_written_may_be_missing_and_one_that_is_read_may_not(tmp_path: Path) -> None:
-    with open_regular(tmp_path / "new", "ab") as file:
-        file.write(b"1")
-    with open_regular(tmp_path / "new", "ab+") as file:
-        file.write(b"2")
-    with open_regular(tmp_path / "new") as file:
-        assert file.read() == b"12"
-    with pytest.raises(FileNotFoundError):
-        open_regular(tmp_path / "missing")
-
-
 OPENED: dict[str, Callable[[Path], Any]] = {
-    LOCK: claim_folder,
+    run_folder.LOCK: run_folder.claim_folder,
     METRICS: lambda run_dir: RunFolder(run_dir).append(METRICS, {}, 1),
-    RESUMES: lambda run_dir: RunFolder(run_dir).add_resume(run_dir / "images-1", []),
+    run_folder.RESUMES: lambda run_dir: RunFolder(run_dir).add_resume(run_dir / "images-1", []),
     LOG: lambda run_dir: run_command([sys.executable, "-c", ""], run_dir / LOG, []),
 }
 
@@ -102,25 +77,16 @@ OPENED: dict[str, Callable[[Path], Any]] = {
 def test_a_named_pipe_in_a_run_s_folder_is_one_line(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     refused = pytest.raises(OutputError, match=r"can't be written \(it is a named pipe, not a file\)")
-    with hanging(), refused, disk_errors_reported(tmp_path):
+    with hanging(), refused, run_folder.disk_errors_reported(tmp_path):
         OPENED[name](tmp_path)
-
-
-def test_files_that_are_written_whole_take_the_place_of_a_named_pipe(tmp_path: Path) -> None:
-    for name in (LABELS, "content"):
-        os.mkfifo(tmp_path / name)
-    with hanging():
-        write_labels(tmp_path, {"a": "b"})
-        replace_file(tmp_path / "content", b"c")
-    assert (tmp_path / "content").read_bytes() == b"c" and b'"a": "b"' in (tmp_path / LABELS).read_bytes()
 
 
 def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / EVENTS)
     with hanging():
         with pytest.raises(OSError, match="it is a named pipe, not a file"):
-            append_event(tmp_path / EVENTS, {"text": "a", "name": "b"})
-        assert unsent(tmp_path / EVENTS) is None
+            run_folder.append_event(tmp_path / EVENTS, {"text": "a", "name": "b"})
+        assert run_folder.unsent(tmp_path / EVENTS) is None
     os.mkfifo(tmp_path / METRICS)
     with hanging():
         assert RunFolder(tmp_path).points(METRICS) == []

@@ -1,7 +1,4 @@
-"""Draws by one kernel are those of PyTorch's operations, as built on a GPU. In Triton's interpreter
-``unet/test_interpreted.py`` compares them, on any machine."""
-
-from __future__ import annotations
+"""Draws by one kernel are those of PyTorch's operations; ``unet/test_interpreted.py`` compares them without a GPU."""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sizes and speeds as people write them, and what is said of others."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util
@@ -23,7 +21,6 @@ from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.ground.errors import OptionError, SpecError, UserError
 from ddpm_ds.ground.options import file_path, link_speed, memory_size, teraflops
 from ddpm_ds.ground.outputs import cache_folder
-from ddpm_ds.ground.units import counted, gib
 from ddpm_ds.schema.section import Section
 from tests.ds_json import laid_out
 from tests.forking import REPOSITORY
@@ -64,14 +61,12 @@ def test_a_folder_of_somebody_else_can_not_be_used(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home folder, which is not the working folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "home"
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, argparse.Action]]:
-    """All options and arguments of all verbs, with the parser of each."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
@@ -133,15 +128,8 @@ def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_fo
 
 
 def _paths(section: Any) -> list[str]:
-    """The fields of a section of the spec that are paths."""
     fields = section.model_fields if isinstance(section, type) and issubclass(section, Section) else {}
     return [key for key, field in fields.items() if "Path" in str(field.annotation)]
-
-
-def test_numbers_are_shown_with_a_unit_that_fits() -> None:
-    assert gib(3 * 2**30) == "3.00 GiB" and gib(2**20) == "1.0 MiB"
-    counts = [counted(1, "process"), counted(2, "micro-batch"), counted(3000, "stage")]
-    assert counts == ["1 process", "2 micro-batches", "3,000 stages"]
 
 
 def strings_of(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,13 +1,10 @@
 """Hosts for the tests of this folder, where they can be made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.hosts import Hosts
-from tests.hosts.namespaces import PROGRAMS, why_not
+from tests.hosts.hosts import PROGRAMS, Hosts, why_not
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -21,13 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def can_make_hosts() -> None:
-    """Skips what needs hosts, with the reason, where a permission is missing."""
     if reason := why_not():
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
 def hosts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Hosts that share the tests' temporary folders."""
-    with Hosts(tmp_path_factory.mktemp("hosts") / "made", visible=[tmp_path_factory.getbasetemp()]) as hosts:
+    with Hosts(tmp_path_factory.mktemp("hosts") / "made", visible=tmp_path_factory.getbasetemp()) as hosts:
         yield hosts

@@ -8,30 +8,31 @@ the machine's. A namespace lives as long as a process that ends when its standar
 killed; none has a name outside, so nothing can be left over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import psutil
 
-from tests.hosts.namespaces import SYSTEM_PATH, Namespace, Program
 from tests.launching import REPOSITORY
 
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PROGRAMS = ("unshare", "nsenter", "ip", "bridge", "mount", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh")
+"""Programs that hosts on one machine are made with, and that their tests run in them."""
+END_SECONDS = 10.0
 BOOT = Path(__file__).with_name("boot.sh")
 NETWORK = "10.77.0"
 SWITCH = "[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; echo ready; read -r line"
 TRAVELS = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """What DeepSpeed's launcher sets on every host (``Hosts.environment_file``)."""
-UNMETERED = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}
-"""Spares each host the process that measures it."""
+UNMETERED = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}  # spares each host the process that measures it
 
 SSH_CONFIG = """Host *
     StrictHostKeyChecking no
@@ -50,31 +51,71 @@ PidFile none
 """
 
 
-class Host:
+def why_not() -> str | None:
+    """Why hosts can not be made here, where ``PROGRAMS`` are installed: a missing permission; None when they can."""
+    if os.geteuid() != 0:
+        return "only root can make hosts on one machine"
+    attempt = "mount -t tmpfs tmpfs /tmp && ip link add br0 type bridge && ip link add veth0 type veth peer name veth1"
+    command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "sh", "-c", attempt]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": SYSTEM_PATH})
+    return f"no namespaces with a bridge here: {done.stderr.strip()}" if done.returncode else None
+
+
+class Namespace:
+    """A namespace of ``unshare``, with options ``kinds``, until ``end`` or the end of the process that made it.
+
+    ``command`` runs in it as its first process, with number ``pid`` outside; it prints "ready", then lives until its
+    standard input is closed.
+    """
+
+    def __init__(self, kinds: Sequence[str], command: Sequence[str]) -> None:
+        words, pipe = ["unshare", *kinds, "--fork", "--kill-child", *command], subprocess.PIPE
+        self._holder = subprocess.Popen(
+            words, env={"PATH": SYSTEM_PATH}, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "ready\n":
+            _, said = self._holder.communicate(timeout=END_SECONDS)
+            raise ChildProcessError(f"{' '.join(command)} ended with {self._holder.returncode}: {said}")
+        self.pid = psutil.Process(self._holder.pid).children()[0].pid
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._holder.poll() is None:
+                os.kill(self.pid, signal.SIGKILL)
+        self._holder.communicate(timeout=END_SECONDS)
+
+    def call(self, *argv: str, lines: Sequence[str] = ()) -> None:
+        """Run a program of the system in its network, with ``lines`` as input."""
+        command = ["nsenter", "-t", str(self.pid), "-m", "-n", *argv]
+        subprocess.run(command, env={"PATH": SYSTEM_PATH}, check=True, input="\n".join(lines), text=True)
+
+    def ip(self, *lines: str) -> None:
+        self.call("ip", "-batch", "-", lines=lines)
+
+
+class Host(Namespace):
     """One of the hosts: its ``name`` is worker-1 or worker-2, its ``port`` the switch's end of its link."""
 
-    def __init__(self, hosts: Hosts, index: int) -> None:
-        self.name, self.address = f"worker-{index}", f"{NETWORK}.{index}"
+    def __init__(self, hosts: "Hosts", index: int) -> None:
+        self.name, self.address, self.port = f"worker-{index}", f"{NETWORK}.{index}", f"port{index}"
         self.folder = hosts.folder / self.name
         self.home = self.folder / "home"
-        self.port = f"port{index}"
-        self._mac = f"02:00:0a:4d:00:0{index}"
-        self._hosts = hosts
-        self._programs: list[Program] = []
-        self._files = 0
+        self._hosts, self._programs = hosts, list[subprocess.Popen[str]]()
         self._write_files()
         own = ["--net", "--pid", "--uts", "--mount", "--mount-proc"]
-        visible = map(str, hosts.visible)
-        self._inside = Namespace(own, ["bash", str(BOOT), self.name, str(self.folder), *visible])
+        super().__init__(own, ["bash", str(BOOT), self.name, str(self.folder), *map(str, hosts.visible)])
         try:
-            self._plug_in()
+            veth = f"{self.port} type veth peer name eth0 netns {self.pid}"
+            hosts.switch.ip(f"link add {veth}", f"link set {self.port} master br0 up")
+            address = f"addr add {self.address}/24 dev eth0"
+            self.ip(f"link set eth0 address 02:00:0a:4d:00:0{index}", address, "link set eth0 up")
         except BaseException:
             self.end()
             raise
 
-    def environment(self, **changes: str) -> dict[str, str]:
-        """The whole environment of a program in the host."""
-        return {
+    def start(self, argv: Sequence[str], env: Mapping[str, str], output: Path) -> subprocess.Popen[str]:
+        environment = {
             "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
             "HOME": str(self.home),
             "USER": "root",
@@ -85,44 +126,22 @@ class Host:
             "DS_ENV_FILE": str(self._hosts.environment_file),
             "MLFLOW_TRACKING_URI": "",
             "PYTHONPATH": str(REPOSITORY),
-            **TRAVELS,
-            **changes,
         }
-
-    def start(self, argv: Sequence[str], env: Mapping[str, str] | None = None, output: Path | None = None) -> Program:
-        """Start a program in the repository; both its streams go to ``output``, or to a file in the host's folder."""
-        with (output or self._new_file("output")).open("w") as file:
-            program = Program(
-                self._inside.enter(["env", "-C", str(REPOSITORY), *argv]),
-                env=self.environment(**(env or {})),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        words = ["nsenter", "-t", str(self.pid), "-m", "-u", "-n", "-p", "env", "-C", str(REPOSITORY), *argv]
+        with output.open("w") as file:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            variables = {**environment, **TRAVELS, **env}
+            program = subprocess.Popen(words, env=variables, text=True, start_new_session=True, **streams)  # type: ignore[call-overload]
         self._programs.append(program)
         return program
-
-    def run(
-        self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60.0
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, or kill it with all that it started; ``stdout`` has both streams."""
-        output = self._new_file("output")
-        program = self.start(argv, env, output)
-        try:
-            code = program.wait(timeout)
-        except subprocess.TimeoutExpired as error:
-            program.end()
-            raise subprocess.TimeoutExpired(argv, timeout, output.read_text()[-4000:]) from error
-        return subprocess.CompletedProcess(argv, code, output.read_text(), "")
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
         """Processes of the host whose command lines a regular expression finds."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                outside = os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink(f"/proc/{self._inside.pid}/ns/pid")
-                if outside or process.pid == self._inside.pid or process.status() == psutil.STATUS_ZOMBIE:
+                outside = os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink(f"/proc/{self.pid}/ns/pid")
+                if outside or process.pid == self.pid or process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 if re.search(pattern, " ".join(process.cmdline())):
                     found.append(process)
@@ -134,21 +153,10 @@ class Host:
         self.end()
 
     def end(self) -> None:
-        """Kill everything in it."""
-        self._inside.end()
+        super().end()
         for program in self._programs:
             program.wait()
         self._programs.clear()
-
-    def _plug_in(self) -> None:
-        veth = f"{self.port} type veth peer name eth0 netns {self._inside.pid}"
-        self._hosts.switch.ip(f"link add {veth}", f"link set {self.port} master br0 up")
-        address = f"addr add {self.address}/24 dev eth0"
-        self._inside.ip(f"link set eth0 address {self._mac}", address, "link set eth0 up")
-
-    def _new_file(self, kind: str) -> Path:
-        self._files += 1
-        return self.folder / f"{kind}-{self._files}"
 
     def _write_files(self) -> None:
         etc = self.folder / "etc"
@@ -164,21 +172,20 @@ class Host:
         make_key(etc / "host_key")
 
 
-class Hosts:
-    """Makes two hosts and a switch between them; ``with`` removes them and ends all that runs in them.
+class Hosts(list[Host]):
+    """Two hosts and a switch between them; ``with`` makes them, and then ends all that runs in them.
 
     ``folder`` is for keys, settings and logs; the hosts see it, the repository and ``visible`` although their /tmp is
     their own. Clients use ``ssh_config``, with the key that both hosts accept.
     """
 
-    def __init__(self, folder: Path, visible: Sequence[Path] = ()) -> None:
-        self.folder = folder
-        self.visible = (folder, REPOSITORY, Path(sys.prefix), *visible)
+    def __init__(self, folder: Path, visible: Path) -> None:
+        super().__init__()
+        self.folder, self.visible = folder, (folder, REPOSITORY, Path(sys.prefix), visible)
         self.key, self.ssh_config = folder / "key", folder / "ssh_config"
         self.environment_file = folder / "deepspeed_env"
-        self._hosts: list[Host] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
         make_key(self.key)
         self.ssh_config.write_text(SSH_CONFIG.format(key=self.key))
@@ -187,41 +194,27 @@ class Hosts:
         try:
             self.switch.ip("link add br0 type bridge", "link set br0 up")
             for index in (1, 2):
-                self._hosts.append(Host(self, index))
+                self.append(Host(self, index))
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *error: object) -> None:
+        for host in self:
+            host.end()
+        self.switch.end()
 
-    def __getitem__(self, index: int) -> Host:
-        return self._hosts[index]
-
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self._hosts)
-
-    def hostfile(self, path: Path, slots: int = 2, names: Sequence[str] | None = None) -> Path:
-        """Write DeepSpeed's list of all hosts, or of those with ``names``, and return ``path``."""
-        names = [host.name for host in self._hosts] if names is None else names
+    def hostfile(self, path: Path, slots: int = 2, names: Sequence[str] = ("worker-1", "worker-2")) -> Path:
+        """Write DeepSpeed's list of hosts, and return ``path``."""
         path.write_text("".join(f"{name} slots={slots}\n" for name in names))
         return path
 
     def stall(self) -> None:
         """Let the switch drop every frame from now on, without a word to either side."""
-        for host in self._hosts:
+        for host in self:
             self.switch.call("bridge", "link", "set", "dev", host.port, "state", "disabled")
-
-    def _end(self) -> None:
-        for host in self._hosts:
-            host.end()
-        self.switch.end()
-        self._hosts.clear()
 
 
 def make_key(path: Path) -> None:
-    """An ed25519 key without a password, and its public half beside it."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)

@@ -1,7 +1,5 @@
 """Training across hosts gives what training on one host gives, with any launcher or disaster; and doctor sees both."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -26,7 +24,6 @@ TRAIN_SECONDS = 240.0
 
 
 def run_dir_with_store(folder: Path, store: Path) -> Path:
-    """A run folder to be, beside a store for its MLflow run and the images."""
     place_digits(folder)
     shutil.copy(store, folder / "mlflow.db")
     return folder / "run"
@@ -35,10 +32,11 @@ def run_dir_with_store(folder: Path, store: Path) -> Path:
 def test_doctor_finds_equal_hosts_good_and_adds_up_over_their_network(hosts: Hosts, tmp_path: Path) -> None:
     hostfile = hosts.hostfile(tmp_path / "hostfile")
     command = ["ddpm-ds", "doctor", "--hostfile", str(hostfile), "--deepspeed_config", "ds_configs/zero2_fp16.json"]
-    done = hosts[0].run(command, env={"MLFLOW_TRACKING_TOKEN": "hush"}, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("gloo") == 2, done.stdout
-    assert "! " not in done.stdout and "hush" not in done.stdout
-    assert not hosts[1].processes(r"ddpm_ds\.cluster")
+    output = tmp_path / "output"
+    code = hosts[0].start(command, {"MLFLOW_TRACKING_TOKEN": "hush"}, output).wait(PATIENCE_SECONDS)
+    said = output.read_text()
+    assert code == 0 and said.count("gloo") == 2 and "! " not in said and "hush" not in said, said
+    assert not hosts[1].processes(r"ddpm_ds\.")
 
 
 def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(
@@ -77,7 +75,6 @@ LOGGED = {"system/cpu_utilization_percentage", "train/loss"}
 
 
 def set_images(spec: Path, images: int) -> None:
-    """Write the spec of a run of so many images."""
     values = yaml.safe_load((REPOSITORY / "launch" / "specs" / "digits.yaml").read_text())
     values["train"]["images"] = images
     spec.write_text(yaml.safe_dump(values))

@@ -1,7 +1,5 @@
 """The hostfile and ``.deepspeed_env``, read as DeepSpeed does, with errors that say what to do."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Where ranks are started: the hosts that take part and the variables of ranks are those of DeepSpeed's launcher."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex
@@ -27,7 +25,6 @@ SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
 
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:
-    """This host and two others."""
     file = tmp_path / "hostfile"
     file.write_text(f"{OWN} slots=2\nworker-2 slots=2\nworker-3 slots=2\n")
     return file
@@ -74,7 +71,6 @@ def test_the_gpus_of_this_host_are_counted_by_cuda(monkeypatch: pytest.MonkeyPat
     for starts, found in ((0, 3), (100, 0)):  # 100: no device, such as one that is hidden
         monkeypatch.setattr(supervisor.ctypes, "CDLL", lambda name, starts=starts: driver(starts, 3))
         assert gpus() == found
-    monkeypatch.undo()
     monkeypatch.setattr(supervisor.ctypes, "CDLL", lambda name: ctypes.PyDLL("no such library"))
     assert gpus() == 0
 
@@ -91,7 +87,6 @@ def test_the_gpus_of_this_host_are_counted_by_cuda(monkeypatch: pytest.MonkeyPat
             "type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of",
         ),
         ("--max-restarts 1 -- --hostfile nowhere {script}", "hostfile nowhere can't be read"),
-        ("--", "add --run-dir DIR"),
         ("launch/train.py --run-dir", "add --run-dir DIR"),
         ("--hostfile own {script}", "line 1: 'GLOO_SOCKET_IFNAME' is not NAME=VALUE"),
     ],

@@ -1,15 +1,10 @@
 """A run that is asked to stop, and started again, is the run that never was; nothing of it is written down twice."""
 
-from __future__ import annotations
-
-import hashlib
 import json
-import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ddpm_ds.checkpoint.folder import images_of
@@ -84,30 +79,3 @@ def test_it_is_one_mlflow_run_with_every_step_once(story: Story) -> None:
     ]
     assert run.data.params["train.images"] == "80000", "params are those of the first start"
     assert "refused" not in story.said
-
-
-def refused(story: Story, *changes: str) -> str:
-    """The one line with which a start of one process ends."""
-    before = end_of(story.run_dir).path
-    with Ranks(story.run_dir, f"train.images={story.images + 80}", *changes, count=1) as ranks:
-        assert ranks.codes() == [2], ranks.said[-4000:]
-        assert "Traceback" not in ranks.said and end_of(story.run_dir).path == before
-        return ranks.said.splitlines()[-1]
-
-
-def test_another_unet_and_other_images_are_refused(story: Story, tmp_path: Path) -> None:
-    said = refused(story, "unet.channels=16")
-    assert "unet.channels: 8 -> 16" in said and "train.images" not in said
-    shutil.copytree(story.run_dir.parent / "data", tmp_path / "data")
-    (images,) = tmp_path.glob("data/*/images.npy")
-    np.save(images, np.load(images)[::-1])
-    meta = json.loads(images.with_name("meta.json").read_text())
-    meta["sha256"]["images.npy"] = hashlib.sha256(images.read_bytes()).hexdigest()
-    images.with_name("meta.json").write_text(json.dumps(meta))
-    assert "other images" in refused(story, f"data.store_root={tmp_path / 'data'}")
-
-
-def test_a_finished_run_says_how_to_go_on(story: Story) -> None:
-    with Ranks(story.run_dir, f"train.images={story.images}", count=1) as ranks:
-        assert ranks.codes() == [0], ranks.said[-4000:]
-        assert "raise train.images" in ranks.said

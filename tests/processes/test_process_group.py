@@ -1,8 +1,5 @@
 """The process group of a program: who waits for how long, and what is said where it can't be made."""
 
-from __future__ import annotations
-
-import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -19,7 +16,6 @@ from ddpm_ds.ground.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.processes import process_group as process_group_module
 from ddpm_ds.processes.process_group import decided_by_rank_0, group_timeout, process_group
-from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +31,6 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_host_accelerator()
     yield
     set_accelerator(before)
-
-
-def test_groups_wait_for_much_longer_than_the_watchdog() -> None:
-    for hang, dead in itertools.product((0.5, HANG_SECONDS, 86400.0), (DEAD_SECONDS, 7200.0)):
-        assert group_timeout(hang, dead).total_seconds() > 2 * max(hang, dead)
 
 
 @pytest.mark.parametrize("seconds", [1e12, float("inf")])

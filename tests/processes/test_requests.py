@@ -1,14 +1,12 @@
 """Requests to one rank from outside; ``test_preemption.py`` shows how several ranks agree, in whole runs."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -29,23 +27,16 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def listen(tmp_path: Path) -> Iterator[Callable[[float | None], Requests]]:
-    """Makes requests of a run in ``tmp_path`` and closes them at the end."""
-    made: list[Requests] = []
-
-    def make(every_minutes: float | None = None) -> Requests:
-        made.append(Requests(tmp_path, every_minutes, ["rank 0"]))
-        made[-1].listen()
-        return made[-1]
-
-    yield make
-    for requests in made:
-        requests.close()
+def requests(tmp_path: Path) -> Iterator[Requests]:
+    """Requests of a run in ``tmp_path`` that is saved every two minutes."""
+    requests = Requests(tmp_path, 2.0, ["rank 0"])
+    requests.listen()
+    yield requests
+    requests.close()
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGINT, signal.SIGTERM]])
-def test_a_signal_asks_to_stop_and_two_at_once_are_one(numbers: list[int], listen: Callable[..., Requests]) -> None:
-    requests = listen()
+def test_a_signal_asks_to_stop_and_two_at_once_are_one(numbers: list[int], requests: Requests) -> None:
     assert requests.poll() == SaveOrStop()
     for number in numbers:  # a terminal to its process group, and a launcher to its ranks
         os.kill(os.getpid(), number)
@@ -66,9 +57,8 @@ def test_close_ends_the_thread_although_a_forked_process_has_its_socket_and_rest
 
 @pytest.mark.parametrize(("name", "wish"), [("save", SaveOrStop(save=True)), ("save_and_stop", SaveOrStop(stop=True))])
 def test_a_file_asks_until_the_run_is_saved_after_it_was_seen(
-    name: str, wish: SaveOrStop, listen: Callable[..., Requests], tmp_path: Path
+    name: str, wish: SaveOrStop, requests: Requests, tmp_path: Path
 ) -> None:
-    requests = listen()
     assert requests.poll() == SaveOrStop()
     (tmp_path / name).touch()
     requests.saved()  # for another reason, before the file was seen
@@ -78,9 +68,8 @@ def test_a_file_asks_until_the_run_is_saved_after_it_was_seen(
 
 
 def test_a_file_system_that_fails_for_a_moment_asks_for_nothing(
-    listen: Callable[..., Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = listen()
     (tmp_path / "save").touch()
     for number in (errno.EACCES, errno.EIO, errno.ESTALE):
         with monkeypatch.context() as patch:
@@ -91,11 +80,11 @@ def test_a_file_system_that_fails_for_a_moment_asks_for_nothing(
 
 
 def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(
-    listen: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 1000.0
+    now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    requests = listen(2.0)
+    requests.saved()
     for minutes, wish in ((1.9, SaveOrStop()), (0.2, SaveOrStop(save=True))):
         now += 60 * minutes
         assert requests.poll() == wish

@@ -1,7 +1,5 @@
 """The batch script of Slurm with stand-ins for Slurm: what it starts and passes on, and when it queues itself again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_program, wait_for
 
 SCRIPT = REPOSITORY / "launch" / "clusters" / "slurm.sh"
 SRUN = """#!/bin/bash
@@ -38,34 +36,22 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.log, self.run_dir, self._bin = folder / "log", folder / "runs" / "run", folder / "bin"
-        self._bin.mkdir()
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
-            program = self._bin / name
-            program.write_text(text)
-            program.chmod(0o755)
+            place_program(self._bin, name, text)
 
     def start(
         self, ends: int | str, *, checkpoint: str = "", state: str = "RUNNING", **environment: str
     ) -> subprocess.Popen[str]:
         """The batch script; its step ends with the code ``ends``, or with 75 when it is "stopped"."""
         self.log.write_text("")
-        variables = {
-            "PATH": f"{self._bin}:{os.environ['PATH']}",
-            "LOG": str(self.log),
-            "RUN_DIR": str(self.run_dir),
-            "ENDS": str(ends),
-            "CHECKPOINT": checkpoint,
-            "STATE": state,
-            "SLURM_JOB_ID": "70123",
-            "SLURM_JOB_NODELIST": "node-[3-4]",
-            **environment,
-        }
+        variables = {"LOG": str(self.log), "RUN_DIR": str(self.run_dir), "ENDS": str(ends), "STATE": state}
+        variables |= {"CHECKPOINT": checkpoint, "SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[3-4]"}
+        variables |= {"PATH": f"{self._bin}:{os.environ['PATH']}", **environment}
         command = ["bash", str(SCRIPT), "-p", "2", "--set", "data.path=my pictures"]
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def run(self, ends: int | str, *, checkpoint: str = "", **environment: str) -> tuple[int, list[str]]:
-        """Its exit code, and the requests to Slurm."""
-        return self.end(self.start(ends, checkpoint=checkpoint, **environment))
+    def run(self, ends: int | str, **environment: str) -> tuple[int, list[str]]:
+        return self.end(self.start(ends, **environment))
 
     def end(self, script: subprocess.Popen[str]) -> tuple[int, list[str]]:
         said, _ = script.communicate(timeout=PATIENCE_SECONDS)

@@ -1,7 +1,5 @@
 """``ddpm-ds run``: signals, exit codes, leftovers and restarts, with DeepSpeed's launcher and a quick stand-in."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -27,7 +25,7 @@ from ddpm_ds.processes.hosts import OF_DEEPSPEED
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord, free_port, record_exit, recorded
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, received_signals
 from ddpm_ds.processes.supervisor import DEFAULT_PORT, Outcome, Place, exit_code, supervise
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_program, wait_for
 
 ONE, TWO = Place(1), Place(2)
 SCRIPT = REPOSITORY / "tests" / "fake_training.py"
@@ -64,24 +62,26 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.1)
     yield folder
     assert left_running(folder) == []
 
 
-KEYED_SSH = 'case "$*" in *" -i key "*) echo Welcome; echo 10.0.0.7 10.1.0.7 ;; *) echo "no key" >&2; exit 255 ;; esac'
+KEYED_SSH = """#!/bin/sh
+case "$*" in *" -i key "*) echo Welcome; echo 10.0.0.7 10.1.0.7 ;; *) echo "no key" >&2; exit 255 ;; esac
+"""
 """An ssh that needs the key in pdsh's options."""
 
 
 @pytest.fixture
 def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Several hosts, and a launcher in the place of DeepSpeed's."""
     package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
     package.mkdir(parents=True)
     (package / "runner.py").write_text(STAND_IN)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
-    program(run_dir, "pdsh", "")
-    program(run_dir, "ssh", KEYED_SSH)
+    place_program(run_dir.parent / "bin", "pdsh", "#!/bin/sh\n")
+    place_program(run_dir.parent / "bin", "ssh", KEYED_SSH)
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parents[1]), str(REPOSITORY)]))
     (run_dir.parent / "hostfile").write_text(f"{socket.gethostname()} slots=1\nworker-2 slots=1\n")
@@ -91,7 +91,7 @@ def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 @pytest.fixture
 def one_of_deepspeed(run_dir: Path) -> Place:
     """This host alone in a hostfile, so that DeepSpeed's launcher starts its ranks, with an ssh that it may ask."""
-    program(run_dir, "ssh", "echo 127.0.0.1")
+    place_program(run_dir.parent / "bin", "ssh", "#!/bin/sh\necho 127.0.0.1\n")
     (run_dir.parent / "hostfile").write_text(f"{socket.gethostname()} slots=1\n")
     return Place(hostfile=Path("hostfile"), port=free_port())
 
@@ -111,16 +111,7 @@ def test_hosts_that_start_again_on_their_own_meet_at_the_same_port(
     assert places == [replace(place, port=DEFAULT_PORT)] * 3
 
 
-def program(run_dir: Path, name: str, script: str) -> None:
-    """A program on the path."""
-    path = run_dir.parent / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
 def playing(run_dir: Path, *parts: str) -> list[str]:
-    """A script that plays one of ``parts`` at each start."""
     return [str(SCRIPT), "--run-dir", str(run_dir), *parts]
 
 
@@ -135,7 +126,7 @@ def supervised(
         then(line)
 
     with received_signals():  # a supervisor leaves signals ignored; this process goes on
-        ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
+        ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, log=log)
         return ended.code, said
 
 
@@ -147,18 +138,15 @@ def start(command: list[str], *options: str) -> subprocess.Popen[str]:
 
 
 def finish(run: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """The exit code, and what the supervisor itself logged."""
     _, said = run.communicate(timeout=PATIENCE_SECONDS)
     return run.returncode, re.findall(r"ddpm-ds run: (.*)", said)
 
 
 def ready(run_dir: Path) -> Callable[[], bool]:
-    """Whether both ranks of the first start have written their process ids."""
     return lambda: sum(path.read_text() != "" for path in run_dir.glob("start-0-*")) == 2
 
 
 def left_running(run_dir: Path) -> list[str]:
-    """Command lines of processes with ``run_dir`` among their arguments, and of helpers of ranks."""
     helpers = {int(path.read_text()) for path in run_dir.glob("helper-*")}
     found = []
     for process in psutil.process_iter():
@@ -174,8 +162,7 @@ def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
     run.send_signal(signal.SIGUSR1)
     run.send_signal(signal.SIGTERM)  # so soon after the first, this is no second signal
     code, said = finish(run)
-    assert code == 75
-    assert len(said) == 1 and "asking 2 ranks to save and stop" in said[0]
+    assert code == 75 and len(said) == 1 and "asking 2 ranks to save and stop" in said[0]
     assert {path.name for path in run_dir.glob("saved-*")} == {"saved-0-rank-0", "saved-0-rank-1"}
 
 
@@ -194,7 +181,7 @@ def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path, o
     [
         (supervisor._Start, "_wait_until_gone"),
         (supervisor, "exit_code"),
-        (supervisor._Start, "_kill"),
+        (supervisor.Processes, "kill"),
         (ExitFile, "read"),
         (ExitFile, "close"),
     ],
@@ -255,8 +242,7 @@ def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run
     assert len(left_running(run_dir)) > 4
     run.send_signal(signal.SIGTERM)
     code, said = finish(run)
-    assert code == 75
-    assert "not saved within 0.5 s" in said[-1]
+    assert code == 75 and "not saved within 0.5 s" in said[-1]
 
 
 def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
@@ -267,8 +253,7 @@ def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
     time.sleep(SAME_SIGNAL_SECONDS + 0.2)
     run.send_signal(signal.SIGINT)
     code, said = finish(run)
-    assert code == 128 + signal.SIGINT
-    assert said[-1] == "SIGINT: ended everything at once"
+    assert code == 128 + signal.SIGINT and said[-1] == "SIGINT: ended everything at once"
 
 
 @pytest.mark.launch
@@ -308,11 +293,6 @@ def test_a_restart_resumes_from_the_newest_save(parts: str, option: str, resumed
     assert [(run_dir / f"resume-{number}").read_text() for number in range(len(resumed))] == resumed
 
 
-def test_a_meant_end_is_not_started_again(run_dir: Path) -> None:
-    assert {0, 2, 3, 75} == set(supervisor.FINAL)
-    assert supervised(playing(run_dir, "2"), max_restarts=1) == (2, [])
-
-
 @pytest.mark.parametrize(
     ("launcher", "failure", "unfinished", "situation", "expected"),
     [
@@ -327,7 +307,6 @@ def test_a_meant_end_is_not_started_again(run_dir: Path) -> None:
         (247, 75, "1", {}, 76),  # the same so early that the launcher's signal ended the others at once
         (247, 75, "", {}, 76),  # before it could record that it had started
         (1, 75, "", {}, 75),  # each rank was asked to stop, by a scheduler that also ended the launcher
-        (255, None, "", {}, 76),
         (-9, None, "0", {}, 76),
         (241, None, "0", {"stopping": True}, 75),  # the signal came before the rank could handle it
         (1, None, "0", {"stopping": True}, 1),  # saving failed
@@ -379,12 +358,8 @@ def test_secrets_reach_the_ranks_of_this_host_and_no_command_line(
 ) -> None:
     """DeepSpeed writes the file that it is given, and of its environment MLFLOW_*, into the command lines of ssh, and
     prints each variable with NCCL in its name."""
-    secret = {
-        "MLFLOW_TRACKING_URI": "postgresql+psycopg2://bob:hush@db/ml",
-        "MLFLOW_TRACKING_PASSWORD": "hush",
-        "NCCL_TOKEN": "hush",
-        "MY_NCCL_URL": "http://me:hush@proxy",
-    }
+    secret = {"MLFLOW_TRACKING_URI": "postgresql+psycopg2://bob:hush@db/ml", "MY_NCCL_URL": "http://me:hush@proxy"}
+    secret |= {"MLFLOW_TRACKING_PASSWORD": "hush", "NCCL_TOKEN": "hush"}
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
     Path(".deepspeed_env").write_text("MLFLOW_GATEWAY_KEY=hush\nMLFLOW_EXPERIMENT_NAME=digits\n")

@@ -3,8 +3,7 @@
 Rank 1 hangs. The others wait for it, each in another way: in a collective, for a message, for a device.
 """
 
-from __future__ import annotations
-
+import os
 import signal
 import sys
 import time
@@ -16,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.processes.ranks import recorded
-from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
+from ddpm_ds.processes.rendezvous import Rendezvous, connect
+from ddpm_ds.processes.watchdog import DeviceWork, Watchdog
 
 
 class Device:
@@ -33,16 +33,18 @@ class Device:
         return all(work.done() for work in self._given)
 
     def read(self) -> None:
-        """As ``item()`` of a tensor."""
         self._given[-1].result()
 
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # as training, which finishes its step first
-    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    names = [f"rank {peer} (stage {peer})" for peer in range(size)]
-    store, device = make_store(rank, size), Device()
+    rendezvous, limit = Rendezvous(100.0), timedelta(seconds=100)
+    rank, size, store = rendezvous.rank, rendezvous.world_size, rendezvous.store
+    dist.init_process_group(
+        "gloo", store=connect(rank, int(os.environ["MASTER_PORT"]), limit), rank=rank, world_size=size, timeout=limit
+    )
+    rendezvous.close()
+    names, device = [f"rank {peer} (stage {peer})" for peer in range(size)], Device()
     watchdog = Watchdog(rank, names, store, dead_seconds=8, hang_seconds=2, work=DeviceWork(device.is_done))
     for step in range(3):
         watchdog.progress()

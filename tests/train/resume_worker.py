@@ -29,10 +29,10 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.planning.run_plan import RunDraft
-from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, described
+from tests.checkpoint.saving import store_of
 from tests.launching import drafted
 from tests.pipeline.ladder_worker import groups_of_its_own
 
@@ -116,7 +116,7 @@ def run_course(course: Course, folder: Path) -> None:
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
     engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=plan.spec.train.seed)
     ema = averages_of(engine, plan.spec.ema)
-    store = make_store(dist.get_rank(), world_size)
+    store = store_of(dist.get_rank(), world_size)
     for name, source in (course.sources or {"whole": ""}).items():
         there = folder / course.name / name
         report: dict[str, Any] = {

@@ -20,12 +20,12 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import checkpoint_name, whole
 from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description, check_headers
 from ddpm_ds.checkpoint.reader import Reader, code_of, consolidate
-from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet.layers import parameter_shapes
+from tests.checkpoint.saving import store_of
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, layers_of, report_cases, run_cases
@@ -98,7 +98,7 @@ def run_course(course: Course, folder: Path) -> None:
     case, rank, ranks = Case(**course.case), dist.get_rank(), dist.get_world_size()
     engine = case.engine(SPEC)
     engine.averages = ema = averages_of(engine, SPEC.ema.model_copy(update={"on_host": case.zero == 1}))
-    store = make_store(rank, ranks)
+    store = store_of(rank, ranks)
     about = Description(
         images=0,
         step=0,
