@@ -172,7 +172,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         (begun[-1] / "checkpoints" / "latest").write_text("images-000064000\n")
         return Outcome(EXIT_PREEMPTED)
 
-    def trained(draft: object, run_dir: Path, *arguments: object) -> None:
+    def trained(draft: object, machine: object, run_dir: Path, *arguments: object) -> None:
         begun.append(tmp_path / run_dir)
         assert list(begun[-1].iterdir()) == []
         if len(begun) > 3:

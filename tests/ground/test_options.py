@@ -159,6 +159,7 @@ OTHERS = {
     "docker": {"--shm-size"},
     "mlflow": {"--backend-store-uri", "--experiment-id", "--artifacts-destination", "--default-artifact-root"},
     "diffusers' examples": {"--noise_offset"},
+    "git": {"--abbrev", "--always", "--dirty"},
     "the sampler, before it is renamed": {"--kind"},
 }
 """Options of other programs that our messages name, beside those of DeepSpeed's launcher."""
