@@ -155,7 +155,6 @@ for _parser, _action in ACTIONS:
 for _verb in ("run", "sweep"):  # they pass them on
     OPTIONS[_verb] |= OPTIONS["train"]
 OTHERS = {
-    "git": {"--porcelain", "--untracked-files"},
     "docker": {"--shm-size"},
     "mlflow": {"--backend-store-uri", "--experiment-id", "--artifacts-destination", "--default-artifact-root"},
     "diffusers' examples": {"--noise_offset"},
