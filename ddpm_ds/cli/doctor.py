@@ -45,8 +45,8 @@ def doctor(options: DoctorOptions) -> int:
     """Check that hosts can train together.
 
     Asks every host of a hostfile over ssh, as DeepSpeed's pdsh launcher would start training there, and shows what
-    differs, devices and disks; then makes one all-reduce. Nothing is changed on any host. Without
-    a hostfile it checks this machine alone. The exit code is 2 if there is something to fix, marked by !, or bad input.
+    differs, devices and disks; then makes one all-reduce. Nothing is changed on any host. Without a hostfile it checks
+    this machine alone. The exit code is 2 if there is something to fix, marked by !, or bad input.
 
       ddpm-ds doctor --hostfile hostfile --deepspeed_config ds_configs/zero2_fp16.json
     """

@@ -1,7 +1,7 @@
 """Random numbers as pure functions of (seed, stream, image index), with no state anywhere.
 
 The image index is the number of images seen before this one in the run: its position in the endless training
-sequence. A draw depends on nothing else: not on its batch, ranks, micro-batches, workers or earlier draws. So two
+sequence. A draw depends on nothing else: not on its batch, ranks, micro-batches, threads or earlier draws. So two
 pipeline stages that draw separately agree, and a resumed run draws the same numbers.
 
 Draws are the same on every device, normal ones up to the device's rounding of log, sin and cos. Nothing here waits for

@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import gc
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -190,14 +189,9 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself.
     """
 
-    def leave(number: int) -> None:
-        for worker in multiprocessing.active_children():  # it would complain that its parent has gone
-            worker.kill()
-        os._exit(record_exit(EXIT_PREEMPTED))
-
     faulthandler.enable(2)  # for a crash outside of Python, as on an image file truncated while it is read
     if stoppable:
-        SignalThread(leave)
+        SignalThread(lambda number: os._exit(record_exit(EXIT_PREEMPTED)))
     record(STARTED)
     try:
         code = main()
