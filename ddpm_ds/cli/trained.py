@@ -12,21 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpm_ds.cli.options import SpecOptions, Verb
-from ddpm_ds.cli.sample import (
-    GUIDANCE_HELP,
-    KINDS_HELP,
-    DrawingOptions,
-    SamplerOptions,
-    TextOptions,
-    WeightsOptions,
-    different,
-    guidance,
-    load,
-    sampler_kind,
-    texts_of,
-)
+from ddpm_ds.cli.sample import DrawingOptions, TextOptions, WeightsOptions, different, load, one_of, texts_of
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
-from ddpm_ds.ground.errors import OptionError, SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.ground.options import flag, option, positive, whole
 from ddpm_ds.ground.units import MOST_COUNT
 from ddpm_ds.processes.ranks import set_environment
@@ -47,25 +35,7 @@ OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
 DRAWN_AT_ONCE = 16
 
 
-def _metrics(text: str) -> tuple[str, ...]:
-    names = text.split(",")
-    for name in names:
-        if name not in METRICS:
-            raise OptionError(f"{name!r} is none of {', '.join(METRICS)}")
-    return tuple(names)
-
-
-@dataclass(frozen=True)
-class SamplersOptions(SamplerOptions):
-    """Changes of the run's sampler, of which several are evaluated."""
-
-    sampler: tuple[str, ...] = option(KINDS_HELP, "KIND,...", different(sampler_kind), default=())
-    guidance: tuple[float, ...] = option(GUIDANCE_HELP, "W,...", different(guidance), default=())
-
-
-@dataclass(frozen=True)
-class EvaluatedOptions(DrawingOptions):
-    sampling: SamplersOptions = SamplersOptions()
+_metrics = different(partial(one_of, words=METRICS))
 
 
 @dataclass(frozen=True)
@@ -81,7 +51,7 @@ class EvaluateOptions:
     out: Path | None = option("folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)", "DIR")
     clip_model: Path | None = option("CLIP model that scores how well images fit their prompts", "DIR|OWNER/NAME")
     text: TextOptions = TextOptions()
-    drawing: EvaluatedOptions = EvaluatedOptions()
+    drawing: DrawingOptions = DrawingOptions()
 
 
 @Verb
@@ -172,15 +142,11 @@ def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup
 
     why = f" is of images without conditions, and {trained.origin} has some, whose scores are all computed"
     _refuse(options, ("metrics", *OF_PICTURES), why)
-    if options.conditions is None:
-        inputs = Inputs.held_out(trained, options.dataset)
-    else:
-        inputs = Inputs.open(options.conditions, trained)
-    numbers = {"seed": options.drawing.seed, "batch_images": options.drawing.batch_images}
-    count, members = options.count, options.members
-    return lambda setup: evaluate_ensembles(
-        replace(setup, inputs=inputs), options.out, count=count, members=members, **numbers
-    )
+    given, drawing = options.conditions, options.drawing
+    inputs = Inputs.held_out(trained, options.dataset) if given is None else Inputs.open(given, trained)
+    evaluated = partial(evaluate_ensembles, count=options.count, members=options.members)
+    numbers = {"seed": drawing.seed, "batch_images": drawing.batch_images}
+    return lambda setup: evaluated(replace(setup, inputs=inputs), options.out, **numbers)
 
 
 _samples = partial(whole, lowest=0, highest=64, what="a number from 0 to 64")

@@ -129,10 +129,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
-    """Combine the ranks' intervals: mean loss, longest data wait, slowest clock. Collective.
-
-    Only the stage with the last layer knows a loss; its replicas saw equal numbers of images.
-    """
+    """Combine the ranks' intervals: the last stage's mean loss, longest data wait, slowest clock. Collective."""
     device = engine.device
     waits = [interval.data_wait_seconds, interval.seconds]
     memory = [peak_memory_bytes(device), peak_reserved_bytes(device)]

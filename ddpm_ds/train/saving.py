@@ -1,8 +1,7 @@
 """Checkpoints of an engine: content, saving, loading and rollback.
 
-Each rank writes the pieces that its optimizer owns, addressed by parameter name and offset. So a checkpoint does not
-depend on stages, replicas, tensor groups, ZeRO stage or precision: in another layout each rank reads the pieces that it
-owns there.
+Each rank writes the pieces that its optimizer owns, by parameter name and offset, and reads those that it owns: so a
+checkpoint does not depend on stages, replicas, tensor groups, ZeRO stage or precision.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,8 +82,7 @@ def described(
 class Saver:
     """Saver of this rank's share of checkpoints of a run in ``run_dir``; all methods are collective.
 
-    ``keeping`` says which checkpoints stay, ``about`` describes the run; ``log`` shows a line on rank 0. ``store`` is
-    of :func:`ddpm_ds.processes.watchdog.make_store`.
+    ``log`` shows a line on rank 0. ``store`` is of :func:`ddpm_ds.processes.watchdog.make_store`.
     """
 
     def __init__(
@@ -186,11 +184,8 @@ class Saver:
         self.rollbacks = state.rollbacks
 
     def roll_back(self, trouble: str, limit: int) -> str:
-        """Go back to the newest checkpoint and skip the images seen since, at most ``limit`` times in a run; return a
-        line that begins with the ``trouble``.
-
-        Raises:
-            BadNumbersError: it was done often enough, or there is no checkpoint to go back to.
+        """Go back to the newest checkpoint and skip the images seen since; return a line that begins with the
+        ``trouble``. BadNumbersError if that was done ``limit`` times, or there is no checkpoint to go back to.
         """
         engine = self._engine
         self.wait()

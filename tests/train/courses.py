@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data import prepare
@@ -53,6 +54,12 @@ GRIDS: dict[str, dict[str, tuple[str, ...]]] = {
 """Layouts by precision; those of fp16 have each ZeRO stage, whose loss scalers differ."""
 CALM = {"few": ("1x2", ("1x2", "1x1")), "many": ("2x2", ("2x2", "1x4"))}
 """The layout that begins in fp16 and goes on in fp32, and those in fp32 that it goes on from in fp16."""
+
+
+def about(spec: RunSpec, data_sha256: dict[str, str], ds_config: dict[str, Any] | None = None) -> Description:
+    """What a run says of itself."""
+    values, nothing = spec.model_dump(mode="json"), dict[str, Any]()
+    return Description.model_construct(spec=values, ds_config=ds_config or nothing, data_sha256=data_sha256)
 
 
 class Courses:

@@ -17,6 +17,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
+from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.train.validation import Previews
@@ -91,17 +92,17 @@ def test_as_many_images_as_asked_for_are_shared_by_the_inputs(
 ) -> None:
     spec = field_spec(tmp_path, samples={"count": count})
     store: DatasetCache = prepare(spec.data)
-    previews = Previews(spec, engine_of(7), WATCHDOG, store, split(COUNT, HELD_OUT)[1][:available])
+    previews = Previews(spec, engine_of(7), WATCHDOG, Subset(store, split(COUNT, HELD_OUT)[1][:available]))
     assert (previews.count, previews.members) == (drawn, members)
     regression = field_spec(tmp_path, samples={"count": count}, diffusion={"objective": "regression"})
-    previews = Previews(regression, engine_of(7), WATCHDOG, store, split(COUNT, HELD_OUT)[1])
+    previews = Previews(regression, engine_of(7), WATCHDOG, Subset(store, split(COUNT, HELD_OUT)[1]))
     assert previews.members == 1
 
 
 def test_pictures_show_the_given_condition_and_the_truth_beside(tmp_path: Path) -> None:
     spec = field_spec(tmp_path, samples={"count": 12})
     store, positions = prepare(spec.data), split(COUNT, HELD_OUT)[1]
-    previews = Previews(spec, engine_of(7), WATCHDOG, store, positions)
+    previews = Previews(spec, engine_of(7), WATCHDOG, Subset(store, positions))
     beside = previews._beside(torch.zeros(12, 2, 8, 12))
     found = arrays()
     assert beside.truths is not None and beside.given is not None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import parts
+from ddpm_ds.data.held_out import Subset, parts
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Prompts
@@ -142,8 +142,11 @@ def in_memory(labels: Any, arrays: dict[str, Any], statistics: Any = None, const
         name: SimpleNamespace(read=lambda at, array=array: array[at], shape=array.shape)
         for name, array in arrays.items()
     }
-    meta: Any = SimpleNamespace(statistics=statistics or {}, count=len(labels))
+    meta: Any = SimpleNamespace(statistics=statistics or {}, count=len(labels), fields={})
     return DatasetCache(Path(), meta, fields.pop("images"), labels, fields, constants)
+
+
+NO_IMAGES = Subset(in_memory(np.zeros(0), {"images": np.zeros((0, 1, 8, 8), np.uint8)}), np.zeros(0, np.int64))
 
 
 def reference(spec: RunSpec) -> UNet:
@@ -249,7 +252,7 @@ def run_case(look: Look) -> dict[str, Any]:
         shadow.mul_(0.5)
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
-        Previews(spec, engine, WATCHDOG, prompts=prompts_of(spec)).draw()
+        Previews(spec, engine, WATCHDOG, NO_IMAGES, prompts_of(spec)).draw()
         halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
@@ -260,7 +263,7 @@ def run_case(look: Look) -> dict[str, Any]:
         for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
     )
 
-    drawn = Previews(spec, engine, WATCHDOG, prompts=prompts_of(spec)).draw()
+    drawn = Previews(spec, engine, WATCHDOG, NO_IMAGES, prompts_of(spec)).draw()
     if dist.get_rank() == 0:
         assert drawn is not None
         images = drawn.images
