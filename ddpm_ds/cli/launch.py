@@ -47,7 +47,6 @@ class LaunchOptions:
 @dataclass(frozen=True)
 class StartOptions(TrainOptions, LaunchOptions):
     arguments: tuple[str, ...] = ()
-    """Their words."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,6 @@ def plan(options: PlanOptions) -> None:
 
 
 def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
-    """Draw the step of the fastest layout."""
     if (first := found.best[0].layout).stages == 1:
         print(f"{path}: not drawn, as 1 has one stage, which waits for no other")
         return
@@ -196,7 +195,6 @@ def why(found: Plan) -> str:
 
 
 def _of_groups(first: Prediction, best: Prediction, link_bandwidth: float) -> str:
-    """Return a sentence on the best layout with tensor groups beside the first."""
     share = best.summing_seconds / best.step_seconds
     summing = f"its sums take {share:.0%} of a step over links of {link_bandwidth / 1e9:.3g} GB/s"
     if first.layout.tensor.size > 1:
@@ -225,7 +223,6 @@ def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
 
 
 def _difference(first: Prediction, other: Prediction) -> str:
-    """Return the largest part of the difference between two steps."""
     cause = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
     if other.layout.checkpoint_interval and not first.layout.checkpoint_interval:
         cause = "activations are computed again"

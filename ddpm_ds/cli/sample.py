@@ -70,7 +70,6 @@ def _interval(text: str) -> tuple[float, float]:
 
 
 def _choices(field: str) -> tuple[str, ...]:
-    """Return the values that the Literal ``field`` of the spec's sampler section accepts."""
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
@@ -262,7 +261,6 @@ def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
 
 
 def _channel(options: SampleOptions, trained: Trained) -> int:
-    """Return the number of the channel that --channel names."""
     channels, channel = trained.channels if trained.are_fields else (), options.channel
     if channel is not None and channel not in channels:
         raise SpecError(f"--channel {channel} is none of {', '.join(channels) or 'those of fields'}; leave it out")

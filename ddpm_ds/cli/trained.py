@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.trained import Trained
 
 MANY = 10_000
-"""Images that are drawn to be scored, without conditions."""
 OF_PICTURES = ("inception_weights", "clip_model", "prompt", "prompts", "negative")
 """Options of ``evaluate`` that runs with conditions don't take."""
 OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
@@ -113,7 +112,6 @@ def _refuse(options: EvaluateOptions, names: Sequence[str], why: str) -> None:
 
 
 def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, list[Score]]]:
-    """Return a function that evaluates a setup without conditions."""
     from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
@@ -136,7 +134,6 @@ def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], 
 
 
 def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
-    """Return a function that evaluates a setup with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 

@@ -63,10 +63,10 @@ class Noised(NamedTuple):
 
 
 class Denoising:
-    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec.
+    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec; ``seed`` replaces the spec's.
 
     ``statistics`` are the data-set cache's, by field, ``constants`` (C, H, W) its constant fields, and ``empty`` the
-    encoded empty text of a run with captions, or its encoders. ``seed`` replaces the spec's.
+    encoded empty text of a run with captions, or its encoders.
     """
 
     def __init__(
@@ -79,13 +79,10 @@ class Denoising:
         *,
         seed: int | None = None,
     ) -> None:
-        data = spec.data
-        self._spec = spec
-        self._device = device
+        self._spec, self._device, self._empty, data = spec, device, empty, spec.data
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed if seed is None else seed, device)
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
-        self._empty = empty
         self._conditions = Conditions(data, device, statistics=statistics.get("condition"), constants=constants)
 
     @functools.cached_property
@@ -134,8 +131,8 @@ class Denoising:
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(batch.pooled, batch.sizes))
 
     def _size(self, batch: MicroBatch) -> tuple[int, int]:
-        height, width = batch.images.shape[2:]
-        return self._spec.data.size if self._spec.data.buckets is None else (height, width)
+        data, (height, width) = self._spec.data, batch.images.shape[2:]
+        return data.size if data.buckets is None else (height, width)
 
     def _moved(self, batch: MicroBatch, moves: Moves) -> tuple[Tensor, Tensor | None]:
         """Return x0 and the mask."""
@@ -165,9 +162,8 @@ class Denoising:
 
 
 def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:
-    """Return the fields of the cache that a rank reads: each is read where it is used, and never sent.
-
-    The rank may have the ``first`` stage, the ``last``, and layers that read ``text``.
+    """Return the fields of the cache that a rank reads, with the ``first`` stage, the ``last``, or layers that read
+    ``text``: each is read where it is used, and never sent.
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
@@ -235,31 +231,29 @@ def encoded(batch: MicroBatch, encoders: TextEncoders) -> MicroBatch:
     return batch._replace(text=tokens, pooled=pooled)
 
 
-def learning_rate(optimizer: OptimizerSpec, length: int, images: float) -> float:
-    """Return the learning rate after so many images of a run of this length; `optimizer.decay` must be given.
-
-    Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al. 2024
-    (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
-    """
-    warmup = optimizer.warmup_images
-    if optimizer.decay == "cosine":
-        progress = (images - warmup) / max(length - warmup, 1)
-        wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
-        share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
-    else:
-        assert optimizer.decay == "inverse_sqrt" and optimizer.reference_images is not None, "the spec refuses it"
-        share = max(images / optimizer.reference_images, 1.0) ** -0.5
-    return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
-
-
 def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float] | None:
-    """Return a function from the images before a step and in it to its learning rate; None if DeepSpeed decides.
+    """Return a function from the images before a step and in it to its learning rate, for a run of ``length`` images.
 
-    It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0.
+    It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0. None if DeepSpeed
+    decides. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al.
+    2024 (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
     """
-    if optimizer.decay is None:
+    decay, warmup, reference = optimizer.decay, optimizer.warmup_images, optimizer.reference_images
+    if decay is None:
         return None
-    return lambda before, batch: learning_rate(optimizer, length, before + batch / 2)
+
+    def rate(before: int, batch: int) -> float:
+        images = before + batch / 2
+        if decay == "cosine":
+            progress = (images - warmup) / max(length - warmup, 1)
+            wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
+            share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
+        else:
+            assert decay == "inverse_sqrt" and reference is not None, "the spec refuses it"
+            share = max(images / reference, 1.0) ** -0.5
+        return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
+
+    return rate
 
 
 class _Part(NamedTuple):

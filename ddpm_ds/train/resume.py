@@ -13,15 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import (
-    CompleteCheckpoint,
-    Gather,
-    check_shared,
-    clean,
-    names,
-    newest,
-    whole,
-)
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, check_shared, clean, names, newest, whole
 from ddpm_ds.checkpoint.manifest import Description, read_manifest
 from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.data.held_out import training_and_held_out
@@ -35,7 +27,6 @@ from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, clai
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 
-DTYPES = ("F64", "F32", "F16", "BF16")
 SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such files"
 
 
@@ -59,7 +50,7 @@ class InitialWeights:
             piece = self._file.get_slice(name)
             if tuple(piece.get_shape()) != shape:
                 raise self._of_another_unet(f"{name} is {tuple(piece.get_shape())}, not {shape}")
-            if piece.get_dtype() not in DTYPES:
+            if piece.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise self._of_another_unet(f"{name} is {piece.get_dtype()}, no float")
         for name in self._shapes:
             if not self.read(name).to(dtype).isfinite().all():
@@ -72,8 +63,7 @@ class InitialWeights:
         (length,) fp32 in host memory, a copy; only the rows that hold them are read.
         """
         shape = self._shapes[name]
-        stop = math.prod(shape) if length is None else first + length
-        row = math.prod(shape[1:])
+        row, stop = math.prod(shape[1:]), math.prod(shape) if length is None else first + length
         low = first // row
         rows = self._file.get_slice(name)[low : math.ceil(stop / row)]
         return rows.flatten()[first - low * row : stop - low * row].to(torch.float32, copy=True)

@@ -45,10 +45,8 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
         else:
             state = optimizer.state.get(piece.master, {})
             tensors |= {moment: state[moment] for moment in MOMENTS if moment in state}
-        found += [
-            Fragment(kind, piece.name, piece.first, piece.of(tensor), shard=piece.shard)
-            for kind, tensor in tensors.items()
-        ]
+        place = piece.name, piece.first
+        found += [Fragment(kind, *place, piece.of(one), shard=piece.shard) for kind, one in tensors.items()]
     return found
 
 
@@ -67,16 +65,9 @@ def described(
     spec: RunSpec, ds: ResolvedDsConfig, layers: Sequence[Layer], data_sha256: dict[str, str], fields: FieldFacts | None
 ) -> Description:
     """Return a run's description, before its first image; the checksums and ``fields`` are of the data-set cache."""
-    return Description(
-        images=0,
-        step=0,
-        spec=spec.model_dump(mode="json"),
-        ds_config=ds.as_json(),
-        layout=ds.layout.sizes,
-        data_sha256=data_sha256,
-        parameters=parameter_shapes(layers),
-        fields=None if fields is None else fields.model_dump(mode="json"),
-    )
+    values, facts = spec.model_dump(mode="json"), None if fields is None else fields.model_dump(mode="json")
+    about = {"ds_config": ds.as_json(), "layout": ds.layout.sizes, "parameters": parameter_shapes(layers)}
+    return Description(images=0, step=0, spec=values, data_sha256=data_sha256, fields=facts, **about)
 
 
 class Saver:
@@ -171,7 +162,6 @@ class Saver:
             how = "rounded to 8 bits" if now else "in fp32 from here on; those of the checkpoint are of 8 bits"
             self._log(f"Adam's moments of weights are {how}")
         insides.refresh_weights(engine)
-
         engine.images_seen = engine.global_samples = state.images_seen
         engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps
         engine.global_steps = state.steps

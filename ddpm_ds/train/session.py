@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,9 +130,7 @@ class Training:
 def train(run: Training) -> Interval:
     """Train until the run has ended; return the last interval of the loss curve.
 
-    Raises, on all ranks alike:
-        BadNumbersError: the policy is to stop, or the run was rolled back often enough.
-        Preempted: the run was asked to stop, or its launcher is gone, and it is saved.
+    On all ranks alike BadNumbersError ends it by its policy, or Preempted if it was asked to stop, and is saved.
     """
     engine, spec = run.engine, run.spec
     run.validation.before_first_step()
@@ -193,10 +191,8 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     """Describe the problem if fp16 overflows even at the lowest loss scale, else return None."""
     if not engine.fp16_enabled() or (overflows := engine.gradients.overflows_at_floor()) < OVERFLOWS_AT_FLOOR:
         return None
-    return (
-        f"fp16 overflowed in {overflows} steps in a row at the lowest loss scale, "
-        f"{engine.next_loss_scale():g}, after {engine.images_seen:,} images; {REMEDIES}, or bf16"
-    )
+    where = f"at the lowest loss scale, {engine.next_loss_scale():g}, after {engine.images_seen:,} images"
+    return f"fp16 overflowed in {overflows} steps in a row {where}; {REMEDIES}, or bf16"
 
 
 def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
@@ -216,8 +212,7 @@ def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """Run that is over and saved, and still recorded; with its last loss and the images since its start."""
 
     engine: UnetPipelineEngine

@@ -72,7 +72,6 @@ class Prepared:
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
     about: Description
-    """Description of the run for its checkpoints."""
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
     initial: resume.InitialWeights | None
@@ -81,11 +80,8 @@ class Prepared:
 
 
 def meet(draft: RunDraft, device: torch.device, start_seconds: float, progress: ProgressLine | None) -> Rendezvous:
-    """Meet the other ranks on this process's ``device``, and check that it can run what the files ask for. Collective.
-
-    Raises:
-        HostError: ranks would run something else, or share a GPU.
-        UserError: the device lacks kernels or a compiler.
+    """Meet the other ranks on this process's ``device``; UserError if they would run something else, share a GPU, or
+    if the device lacks kernels or a compiler. Collective.
     """
     use_host_accelerator()
     share_threads(device)
@@ -136,13 +132,10 @@ def started(
     rendezvous: Rendezvous,
     progress: ProgressLine | None,
 ) -> Iterator[tuple[Prepared, Watchdog]]:
-    """Start a run on ranks that have met; the body trains it, in the process group and watched.
+    """Start a run on ranks that have met; the body trains it, in the process group and watched. Collective.
 
-    Collective. Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0.
-
-    Raises:
-        UserError: something given is wrong, here or on another host; raised before anything is trained.
-        PeerLostError: another rank is gone.
+    Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0. UserError if something given is wrong, here or
+    on another host; PeerLostError if another rank is gone.
     """
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
     rank, gather, spec = rendezvous.rank, resume.gather_in(rendezvous), plan.spec
@@ -159,7 +152,7 @@ def started(
         elif spec.train.initial_weights is not None:
             initial = resume.InitialWeights(spec.train.initial_weights, about.parameters, DTYPES[plan.ds.precision][1])
         if rank == 0 and spec.data.text is not None and spec.samples.every_images is not None:
-            prompts = _prompts(spec.data.text, spec.samples, images, claim.run_dir, device, log)
+            prompts = _prompts(spec.data.text, spec.samples, images, claim.run_dir / PROMPTS, device, log)
         rendezvous.agree("ready", {})
         if rank == 0 and (left := resume.remove_abandoned_points(claim.run_dir, checkpoint, about)):
             log(left)
@@ -177,14 +170,9 @@ def started(
 
 
 def _prompts(
-    text: TextSpec,
-    samples: SamplesSpec,
-    images: Images,
-    run_dir: Path,
-    device: torch.device,
-    log: Callable[[str], None],
+    text: TextSpec, samples: SamplesSpec, images: Images, file: Path, device: torch.device, log: Callable[[str], None]
 ) -> EncodedPrompts:
-    """Return the prompts of the pictures; a resumed run keeps its own."""
+    """Return the prompts of the pictures; a resumed run keeps those of its ``file``."""
     prompts = samples.prompts
     if not prompts:
         store, positions = images.held_out if len(images.held_out.positions) else images.trained
@@ -192,17 +180,14 @@ def _prompts(
         if text.stored != "ids":
             return EncodedPrompts.of_captions(store, positions)
         prompts = first_captions(store, positions)
-    kept = EncodedPrompts.read(run_dir / PROMPTS)
-    if kept is not None and kept.texts == prompts:
+    if (kept := EncodedPrompts.read(file)) is not None and kept.texts == prompts:
         return kept
     return EncodedPrompts.of(text, prompts, device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | None = None) -> None:
-    """Refuse images that the spec's U-Net does not fit; ``held_out`` is the cache of held-out images.
-
-    Raises:
-        SpecError: classes differ, too many images are held out, or pictures of decoded latents would be too large.
+    """Check that the images fit the spec's U-Net; SpecError if classes differ, too many are held out, or pictures of
+    decoded latents would be too large.
     """
     held_out = held_out or store
     try:

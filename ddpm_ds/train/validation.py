@@ -154,7 +154,6 @@ class Previews:
         return torch.from_numpy(read).to(self._engine.device)
 
     def _beside(self, drawn: Tensor) -> Drawn:
-        """Return drawn images with their conditions."""
         fields = self._store.meta.fields
         names, given = (fields[name].channels if name in fields else () for name in ("images", "condition"))
         names = names if self._spec.data.are_fields else ()
@@ -189,9 +188,9 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the values of a held-out loss on an engine, whose replicas share the calls; raises Stopped as well.
+    """Return the values of a held-out loss, of which replicas share the calls; raises Stopped as well. Collective.
 
-    Collective over all ranks; first stages read the images and get the values, others an empty dictionary.
+    First stages read the images and get the values, others an empty dictionary.
     """
     replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
     sums, module, pipeline = held_out.zeros(), engine.module, ForwardPipeline(engine, held_out.images)

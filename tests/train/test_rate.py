@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.train.objective import learning_rate, rate_of
+from ddpm_ds.train.objective import rate_of
 from tests.launching import tiny_spec
 from tests.train.test_runs import TINY, train
 
 
-def rate_at(spec: RunSpec, images: float) -> float:
-    return learning_rate(spec.optimizer, spec.train.images, images)
+def rate_at(spec: RunSpec, images: int) -> float:
+    rate = rate_of(spec.optimizer, spec.train.images)
+    assert rate is not None
+    return rate(images, 0)
 
 
 def spec_with(images: int = 1000, **optimizer: Any) -> RunSpec:
