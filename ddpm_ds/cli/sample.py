@@ -305,11 +305,9 @@ def sample(options: SampleOptions) -> int:
     Image number I of a seed is the same picture whatever --count, --first, and --batch-images are. Interrupted, it
     keeps the finished batches, and the same command continues from there (docs/sampling.md).
 
-      ddpm-ds sample runs/digits
       ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes
       ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
-      ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes
-      ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
+      ddpm-ds sample runs/shapes --prompt "a red circle" --guidance 5 --out shapes
       ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
     """
     set_environment()
@@ -317,7 +315,7 @@ def sample(options: SampleOptions) -> int:
     from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for
     from ddpm_ds.unet.operations import widening
 
-    if len(options.drawing.sampling.sampler) > 1 or len(options.drawing.sampling.guidance) > 1:
+    if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
         raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
     trained, (sampler,), guide = load(options.drawing)
     inputs, labels, texts = _inputs(options, trained), _labels(options, trained), texts_of(options.text, trained)
@@ -339,10 +337,10 @@ def sample(options: SampleOptions) -> int:
     try:
         draw_missing(setup, request, drawn)
         images, shown = drawn.images(), request.labels_of(request.index)
-        if kind == "npy":
-            outputs.write_numpy(out, images if inputs is None else request.by_input(images))
-        elif kind == "zarr":
+        if kind == "zarr":
             outputs.write_zarr(out, trained, request.by_input(images), options.first)
+        elif kind == "npy":
+            outputs.write_numpy(out, images if inputs is None else request.by_input(images))
         elif kind == "npz":
             outputs.write_numpy(out, images, shown)
         else:
@@ -355,8 +353,8 @@ def sample(options: SampleOptions) -> int:
         return 128 + signal.SIGINT
     seen = "" if request.images_seen is None else f" after {request.images_seen:,} images"
     each = "" if inputs is None else f", {request.members} for each of {request.count // request.members:,} inputs,"
-    how, many = request.sampler, f"{request.count:,} images{each}"
-    print(f"{out}: {many} by {how.kind} in {how.steps} steps, seed {request.seed}, {request.weights} weights{seen}")
+    made = f"{request.sampler.kind} in {request.sampler.steps} steps, seed {request.seed}, {request.weights} weights"
+    print(f"{out}: {request.count:,} images{each} by {made}{seen}")
     if options.mlflow:
         params = request.model_dump(exclude={"batch_images"})
         outputs.record_child(trained, "sample", params, artifacts={out / outputs.GRID: ""})
