@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.ground.device import choose_device
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.planning import run_plan
-from tests.launching import REPOSITORY, write_json
+from tests.launching import REPOSITORY
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -38,13 +37,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
-def run(*arguments: object, config: Path = MAIN) -> int:
-    return command.main(["--deepspeed_config", str(config), *map(str, arguments)])
-
-
-def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: object, config: Path = MAIN) -> str:
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: object) -> str:
     """The one line of a refusal."""
-    assert run(*arguments, config=config) == 2
+    assert command.main(["--deepspeed_config", str(MAIN), *map(str, arguments)]) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err.startswith("ddpm_ds: error: "), err
     assert not (tmp_path / "runs").exists(), "a refused run left something behind"
@@ -85,10 +80,8 @@ def test_more_stages_than_layers_are_refused(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # on one host, so that nobody elsewhere has to be told
         monkeypatch.setenv(name, "32")
     assert "has mirrored cuts for 7 at most; use fewer stages" in refused(capsys, tmp_path, "-p", "32")
-    values = json.loads(MAIN.read_text())
-    values["pipeline"]["schedule"] = "1f1b"
-    line = write_json(tmp_path / "line.json", values)
-    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32", config=line)
+    line = ("--set", "ds.pipeline.schedule=1f1b")
+    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32", *line)
 
 
 PETS = ["data.source=folder", "data.path=pets"]

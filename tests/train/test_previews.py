@@ -23,7 +23,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.train.validation import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
-from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec, write_json
+from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.train.ranks import measured_losses, recorded_losses
 from tests.train.validation_worker import WATCHDOG, engine_of
 
@@ -42,15 +42,13 @@ def train(folder: Path, spec: RunSpec, processes: int, stages: int | None = None
     place_empty_store(folder)
     file = folder / "spec.yaml"
     file.write_text(yaml.safe_dump({"name": "tiny", **json.loads(json.dumps(sections_of(spec)))}))
-    config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
-    config["pipeline"] = {**config.get("pipeline", {}), "stages": stages or processes}
-    words = ["--deepspeed_config", str(write_json(folder / "ds.json", config)), "--spec", str(file)]
+    config = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
+    words = ["--deepspeed_config", config, "--spec", str(file), "-p", str(stages or processes)]
     done = run_ranks(
         processes,
         REPOSITORY / "launch" / "train.py",
         *words,
-        "--run-dir",
-        str(folder / "run"),
+        *("--run-dir", str(folder / "run")),
         MLFLOW_TRACKING_URI="",
         XDG_CACHE_HOME=str(folder / "cache"),
         **({READS_TEXT: "1"} if spec.data.text else {}),

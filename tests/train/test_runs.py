@@ -226,22 +226,16 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
 @pytest.mark.launch
 def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path: Path) -> None:
     """fp16, ZeRO-2 and both timing keys, which crash the stock engine; cut by the layers' times."""
-    config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
-    config["wall_clock_breakdown"] = True
-    config["flops_profiler"]["enabled"] = True
-    config["flops_profiler"]["profile_step"] = 3
-    config["pipeline"]["partition"] = "measured"
-    (tmp_path / "profiled.json").write_text(json.dumps(config))
-    folder = tmp_path / "runs" / "main"
+    folder, cache = tmp_path / "runs" / "main", tmp_path / "cache"
+    profiled = ["ds.wall_clock_breakdown=true", "ds.flops_profiler.enabled=true", "ds.flops_profiler.profile_step=3"]
     small = ["train.images=448", "logging.log_every_images=64", "optimizer.learning_rate=0.005"]
     small += ["unet.multipliers=[1]", "unet.attention_resolutions=[]"]
-    small += ["samples.every_images=null", "evaluation.every_images=null"]
-    config_file, cache = str(tmp_path / "profiled.json"), tmp_path / "cache"
-    done = train(2, folder, "-p", "2", config=config_file, overrides=[*TINY, *small], cache=cache)
+    small += ["samples.every_images=null", "evaluation.every_images=null", "ds.pipeline.partition=measured"]
+    done = train(2, folder, "-p", "2", config="zero2_fp16.json", overrides=[*TINY, *small, *profiled], cache=cache)
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     losses = curve(folder)
     assert losses[-1] < 0.7 * losses[0]
-    known = json.loads((tmp_path / "cache" / "ddpm_ds" / "layer_times.json").read_text())
+    known = json.loads((cache / "ddpm_ds" / "layer_times.json").read_text())
     assert len(known) > 3 and "cut by the layers' times on this device" in done.stdout
     client, run = mlflow_run(folder)
     stages = [f"flops.stage{stage}.txt" for stage in range(4)]  # two on each process
