@@ -73,10 +73,7 @@ class Courses:
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
         ).model_dump(mode="json", exclude_defaults=True)
-        values["ema"] = {
-            "halflife_images": HALFLIFE_IMAGES,
-            "rampup_fraction": RAMPUP_FRACTION,
-        }
+        values["ema"] = {"halflife_images": HALFLIFE_IMAGES, "rampup_fraction": RAMPUP_FRACTION}
         (folder / "spec.yaml").write_text(yaml.safe_dump(values))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prepare, "SHARD_BYTES", 2**14)  # eight files
@@ -90,10 +87,7 @@ class Courses:
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
         config["optimizer"]["type"] = layout.optimizer
-        config["pipeline"] |= {
-            "activation_checkpoint_interval": layout.recompute,
-            "schedule": layout.schedule,
-        }
+        config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
         if precision == "fp32":
             del config["fp16"]

@@ -44,24 +44,14 @@ from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, rep
 
 HELD_OUT = 13
 TOKENS, WIDTH, POOLED = 5, 12, 10
-TEXT: tuple[dict[str, Any], dict[str, Any]] = (
-    {"source": "folder", "path": "pictures", "text": {"encoders": "encoders", "stored": "int8"}},
-    {
-        "attention_resolutions": [],
-        "multipliers": [1],
-        "text": {
-            "context_channels": WIDTH,
-            "tokens": TOKENS,
-            "blocks": [1],
-            "heads": [2],
-            "pooled_channels": POOLED,
-            "size_channels": 8,
-        },
-    },
-)
-"""Data and U-Net of a run with text."""
 FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
 """Layers of a run without text that two stages share; four take more."""
+READS = {"context_channels": WIDTH, "tokens": TOKENS, "blocks": [1], "heads": [2]}
+TEXT: tuple[dict[str, Any], dict[str, Any]] = (
+    {"source": "folder", "path": "pictures", "text": {"encoders": "encoders", "stored": "int8"}},
+    {**FEW, "text": {**READS, "pooled_channels": POOLED, "size_channels": 8}},
+)
+"""Data and U-Net of a run with text."""
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
 
 
@@ -268,12 +258,8 @@ def run_case(look: Look) -> dict[str, Any]:
         assert drawn is not None
         images = drawn.images
         difference = (images.int() - drawn_alone(spec, unet).int()).abs()
-        record["shape"], record["image"], record["pixels"] = (
-            list(images.shape),
-            difference.max().item(),
-            ((difference > 0).float().mean().item()),
-        )
-        record["expected"] = measured_alone(spec, unet, store)
+        record |= {"shape": list(images.shape), "image": difference.max().item()}
+        record |= {"pixels": (difference > 0).float().mean().item(), "expected": measured_alone(spec, unet, store)}
     else:
         assert drawn is None
     positions, images = held_out_of(spec, store), engine.micro_batch_size
