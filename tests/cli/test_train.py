@@ -239,13 +239,7 @@ FP32 = REPOSITORY / "ds_configs" / "zero0_fp32.json"
     ],
 )
 def test_a_run_that_is_larger_than_the_memory_is_refused_with_advice_that_fits(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    kind: str,
-    config: Path,
-    processes: int,
-    share: float,
-    advice: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, config: Path, processes: int, share: float, advice: str
 ) -> None:
     device = torch.device(kind)
     words = ["--deepspeed_config", str(config), *(word for one in SMALL for word in ("--set", one))]

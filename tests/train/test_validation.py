@@ -159,9 +159,7 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])
-def test_the_held_out_loss_of_fields_leaves_masked_pixels_out_and_is_by_channel(
-    process: Process,
-) -> None:
+def test_the_held_out_loss_of_fields_leaves_masked_pixels_out_and_is_by_channel(process: Process) -> None:
     """Image by image and channel by channel, through a U-Net that is given the condition of each."""
     spec, count = fields_spec(process), 10
     batch, unet = global_batch(spec, 0), UNet(layers_of(spec), 0).eval().requires_grad_(False)
