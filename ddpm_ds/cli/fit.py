@@ -70,18 +70,9 @@ def fit(options: FitOptions) -> None:
     asked = [*found.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
     files, hosts = read_run(found.spec, asked, config), ("0",) * count
     layout = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device)).ds.layout
-    task = Task(
-        found.spec,
-        found.overrides,
-        config,
-        layout.stages,
-        layout.replicas,
-        count,
-        options.accumulation,
-        device,
-        _budget(options.memory_budget, count, device),
-        options.steps,
-    )
+    share, budget_bytes = options.accumulation, _budget(options.memory_budget, count, device)
+    sizes = layout.stages, layout.replicas, count
+    task = Task(found.spec, found.overrides, config, *sizes, share, device, budget_bytes, options.steps)
     spec = task.draft(task.sizes()[0]).spec
     from ddpm_ds.data.held_out import prepare_all
     from ddpm_ds.data.prepare import How

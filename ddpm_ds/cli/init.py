@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ddpm_ds.cli.options import SpecOptions, Verb, Verbs, take_files
 from ddpm_ds.config.ds_config import DS_CONFIGS
@@ -39,81 +39,56 @@ Typed in this folder:
 """
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of training job that ``init`` begins."""
+class Kind(NamedTuple):
+    """A kind of training job that ``init`` begins, with the names of its presets of spec and JSON."""
 
     about: str
     spec: str
-    """Name of the preset among :data:`SPECS`."""
     ds_config: str
-    """Name of the preset among :data:`DS_CONFIGS`."""
     data: str
     """What has to be in the folder, or installed, before the commands are typed."""
-    commands: tuple[str, str, str]
+    commands: tuple[str, ...]
     example: str | None = None
     """Name of the script among the examples that makes data to begin with."""
 
 
-OWN_PICTURES = f"Put your pictures into `pictures`, or write their folder where `{SPEC}` says `path`."
-CAPTIONS = "Captions are in `metadata.jsonl`, or beside each picture in a text file of its name."
+PREPARE, ENCODE = f"ddpm-ds prepare --spec {SPEC}", f"ddpm-ds prepare --encode --spec {SPEC}"
+IMPORT = f"ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec {SPEC} --out imported"
+SDXL = (IMPORT, *(command.replace(f"--spec {SPEC}", f"--spec imported/{SPEC}") for command in (ENCODE, TRAIN)))
+MEMBERS = f"{SAMPLE} --conditions held-out --members 4 --count"
+OWN = f"Put your pictures into `pictures`, or write their folder where `{SPEC}` says `path`."
+CAPTIONED = f"{OWN} Captions are in `metadata.jsonl`, or beside each picture in a text file of its name."
+CROPS = f"Put pictures of 32x32 pixels or more into `crops`, or write their folder where `{SPEC}` says `path`."
+FIELDS = f"A script makes temperatures. For your own write file and arrays where `{SPEC}` says `path` and `variables`."
+SHAPES = "A script makes pictures, captions and encoders. `pip install 'ddpm_ds[text]'` first."
 KINDS = {
     "digits": Kind(
         "Handwritten digits, in minutes on two CPU cores",
-        "digits",
-        "zero2_fp16",
-        "The digits come with scikit-learn.",
+        *("digits", "zero2_fp16", "The digits come with scikit-learn."),
         (TRAIN, SAMPLE, "ddpm-ds diagnose runs/first"),
     ),
-    "images": Kind(
-        "Pictures of your own, at 64x64 pixels",
-        "folder",
-        "zero2_bf16",
-        OWN_PICTURES,
-        (f"ddpm-ds prepare --spec {SPEC}", TRAIN, SAMPLE),
-    ),
+    "images": Kind("Pictures of your own, at 64x64 pixels", "folder", "zero2_bf16", OWN, (PREPARE, TRAIN, SAMPLE)),
     "latents": Kind(
         "Pictures of your own, at 256x256 pixels by latents of an autoencoder",
-        "latent",
-        "zero2_bf16",
-        f"{OWN_PICTURES} `pip install 'ddpm_ds[latents]'` first.",
-        (f"ddpm-ds prepare --encode --spec {SPEC}", TRAIN, SAMPLE),
+        *("latent", "zero2_bf16", f"{OWN} `pip install 'ddpm_ds[latents]'` first."),
+        (ENCODE, TRAIN, SAMPLE),
     ),
     "text": Kind(
         "Pictures of coloured shapes from captions, in minutes on two CPU cores",
-        "tiny_text",
-        "zero1_fp32",
-        "A script makes pictures, captions and encoders. `pip install 'ddpm_ds[text]'` first.",
-        ("python make_text.py", f"ddpm-ds prepare --encode --spec {SPEC}", TRAIN),
-        "make_text.py",
+        *("tiny_text", "zero1_fp32", SHAPES, ("python make_text.py", ENCODE, TRAIN), "make_text.py"),
     ),
     "sdxl": Kind(
         "SDXL, fine-tuned on captioned pictures of your own",
-        "sdxl",
-        "zero2_bf16",
-        f"{OWN_PICTURES} {CAPTIONS} `pip install 'ddpm_ds[text,latents]'` first.",
-        (
-            f"ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec {SPEC} --out imported",
-            f"ddpm-ds prepare --encode --spec imported/{SPEC}",
-            TRAIN.replace(SPEC, f"imported/{SPEC}"),
-        ),
+        *("sdxl", "zero2_bf16", f"{CAPTIONED} `pip install 'ddpm_ds[text,latents]'` first.", SDXL),
     ),
     "upscaling": Kind(
         "Large pictures from small ones",
-        "upscaling",
-        "zero0_fp32",
-        f"Put pictures of 32x32 pixels or more into `crops`, or write their folder where `{SPEC}` says `path`. The "
-        "last 96, by name, are held out.",
-        (f"ddpm-ds prepare --spec {SPEC}", TRAIN, f"{SAMPLE} --conditions held-out --members 4 --count 6"),
+        *("upscaling", "zero0_fp32", f"{CROPS} The last 96, by name, are held out."),
+        (PREPARE, TRAIN, f"{MEMBERS} 6"),
     ),
     "fields": Kind(
         "Fine fields from coarse ones, in minutes on two CPU cores",
-        "downscaling",
-        "zero0_fp32",
-        f"A script makes temperatures to begin with. For your own write file and arrays where `{SPEC}` says `path` and "
-        "`variables`.",
-        ("python make_fields.py", TRAIN, f"{SAMPLE} --conditions held-out --members 4 --count 4"),
-        "make_fields.py",
+        *("downscaling", "zero0_fp32", FIELDS, ("python make_fields.py", TRAIN, f"{MEMBERS} 4"), "make_fields.py"),
     ),
 }
 

@@ -1,6 +1,5 @@
 """Verbs that start the ranks of runs and stay with them: ``train``, and ``run``, which starts any training script."""
 
-import contextlib
 import functools
 import json
 import os
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
-from ddpm_ds.cli.options import OneLineParser, Verb, add_options, read, without
+from ddpm_ds.cli.options import OneLineParser, Verb, add_options, log_line, read, without
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.cli.train import TrainOptions, checked
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
-from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError, print_to_stderr
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError
 from ddpm_ds.ground.options import grace_seconds, natural, option, port, process_count, split_option
 from ddpm_ds.ground.units import gib
 from ddpm_ds.processes.supervisor import Outcome, Place, gpus, supervise
@@ -48,7 +47,6 @@ class LaunchOptions:
 @dataclass(frozen=True)
 class StartOptions(TrainOptions, LaunchOptions):
     arguments: tuple[str, ...] = ()
-    """Their words."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def train(options: StartOptions) -> int:
     if place.hostfile is not None:
         words = ["deepspeed", *place.deepspeed(program)]
     print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
-    log = functools.partial(_log, "train")
+    log = functools.partial(log_line, "train")
     ended = supervise([*program, "--described"], place, **vars(options.restarts), log=log)
     if ended.code > 128:  # a second signal has ended the process that sends to MLflow too
         events = run_dir / run_folder.EVENTS
@@ -187,10 +185,5 @@ def run(options: ScriptOptions) -> int:
             f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
         )
     options = read(ScriptOptions, given)
-    place, log = _place(options, "auto"), functools.partial(_log, "run")
+    place, log = _place(options, "auto"), functools.partial(log_line, "run")
     return supervise(options.program, place, **vars(options.restarts), log=log).code
-
-
-def _log(verb: str, line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may have been closed
-        print_to_stderr(f"ddpm-ds {verb}: {line}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-from ddpm_ds.ground.errors import OptionError, SpecError
+from ddpm_ds.ground.errors import OptionError, SpecError, print_to_stderr
 from ddpm_ds.ground.options import HIDDEN, file_path, option
 from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC
 
@@ -106,6 +107,12 @@ def read(options: type[Options], given: argparse.Namespace) -> Options:
         elif (value := getattr(given, name, None)) is not None:
             values[name] = tuple(value) if isinstance(value, list) else value
     return options(**values)
+
+
+def log_line(verb: str, line: str) -> None:
+    """Print a line of a verb that stays with what it has started, also when the terminal has been closed."""
+    with contextlib.suppress(OSError):
+        print_to_stderr(f"ddpm-ds {verb}: {line}")
 
 
 def without(words: Sequence[str], options: type[Any]) -> list[str]:

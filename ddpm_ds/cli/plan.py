@@ -1,6 +1,4 @@
-"""``ddpm-ds plan``: find the layout that trains a U-Net fastest on given devices, and report why; and the plan of a run
-in words and tables: what every run prints first, and what its start has decided since.
-"""
+"""``ddpm-ds plan``: the fastest layouts on given devices, and why; and the plan of a run in words and tables."""
 
 from __future__ import annotations
 
@@ -82,8 +80,7 @@ def plan(options: PlanOptions) -> None:
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
     set_environment()
-    hidden = None if options.measure else True
-    with tqdm(desc="timing layers", unit=" layers", leave=False, disable=hidden) as bar:
+    with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
         found = run_plan.plan(
             spec,
             files.deepspeed_config,
@@ -100,10 +97,9 @@ def plan(options: PlanOptions) -> None:
         )
     job, devices = found.predictor.job, found.predictor.machine
     parameters = sum(layer.parameters for layer in job.layers)
+    timed = "timed on this machine" if options.measure else "computed, not timed (--measure times them)"
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
-    print(f"devices  {devices.words()}")
-    print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
-    print(report(found))
+    print(f"devices  {devices.words()}\nlayers   {timed}\n\n{report(found)}")
     if options.out is not None:
         with writing(options.out, overwrite=options.overwrite) as file:
             file.write(f"{json.dumps(found.ds_config(), indent=2)}\n".encode())
@@ -116,17 +112,15 @@ def plan(options: PlanOptions) -> None:
 
 
 def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
-    """Draw the step of the fastest layout."""
     if (first := found.best[0].layout).stages == 1:
         print(f"{path}: not drawn, as 1 has one stage, which waits for no other")
         return
     from ddpm_ds.observe.timeline import draw_step
 
     step = found.predictor.simulate(first, keep_events=True)
-    milliseconds = f"{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
-    names, title = list(map(str, range(len(step.events)))), f"{name}: {first.words()}\n{milliseconds}"
+    title = f"{name}: {first.words()}\n{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
     with writing(path, overwrite=overwrite) as file:
-        draw_step(step.events, step.step_seconds, names, title, file)
+        draw_step(step.events, step.step_seconds, list(map(str, range(len(step.events)))), title, file)
     print(f"{path}: the step of 1")
 
 
@@ -201,7 +195,6 @@ def why(found: Plan) -> str:
 
 
 def _of_groups(first: Prediction, best: Prediction, link_bandwidth: float) -> str:
-    """Return a sentence on the best layout with tensor groups beside the first."""
     share = best.summing_seconds / best.step_seconds
     summing = f"its sums take {share:.0%} of a step over links of {link_bandwidth / 1e9:.3g} GB/s"
     if first.layout.tensor.size > 1:
@@ -230,7 +223,6 @@ def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
 
 
 def _difference(first: Prediction, other: Prediction) -> str:
-    """Return the largest part of the difference between two steps."""
     cause = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
     if other.layout.checkpoint_interval and not first.layout.checkpoint_interval:
         cause = "activations are computed again"

@@ -158,7 +158,7 @@ def verify_(options: VerifyOptions) -> None:
     """Read every byte of a checkpoint, or of all of a run, and compare checksums; exit code 2 if any is damaged."""
     alone = (options.path / MANIFEST).exists() or not checkpoints_of(options.path).exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
-    damaged: dict[Path, CheckpointError] = {}
+    damaged = dict[Path, CheckpointError]()
     for checkpoint in checkpoints:
         try:
             manifest = read_manifest(checkpoint)
@@ -216,8 +216,7 @@ def add_checkpoint(verbs: Verbs) -> None:
     """Add the verb ``checkpoint`` and its own verbs."""
     about = "list, verify, describe or consolidate checkpoints"
     more = "Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a checkpoint."
-    inner = verbs.add_parser("checkpoint", help=about, description=more).add_subparsers(
-        title="verbs", metavar="VERB", required=True
-    )
+    parser = verbs.add_parser("checkpoint", help=about, description=more)
+    inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for each in (list_, verify_, describe, consolidate):
         each.add(inner)

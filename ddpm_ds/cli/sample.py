@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -35,8 +35,6 @@ FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Formats by the suffix of --out."""
 WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
-KINDS_HELP = "ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps"
-GUIDANCE_HELP = "guidance: 1 is none; without --guide 0 leaves out the class"
 FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance_between")
 """Fields of the sampler that have an option of the same name and with one value."""
 
@@ -56,16 +54,11 @@ def different(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return read
 
 
-def sampler_kind(text: str) -> str:
-    """Parse the kind of a sampler."""
-    if text not in SAMPLERS:
-        raise OptionError(f"{text!r} is none of {', '.join(SAMPLERS)}")
+def one_of(text: str, words: Collection[str]) -> str:
+    """Parse one of some words."""
+    if text not in words:
+        raise OptionError(f"{text!r} is none of {', '.join(words)}")
     return text
-
-
-def guidance(text: str) -> float:
-    """Parse the strength of guidance."""
-    return number(text, 0.0, 1e3, "a guidance from 0 to 1,000")
 
 
 def _interval(text: str) -> tuple[float, float]:
@@ -77,7 +70,6 @@ def _interval(text: str) -> tuple[float, float]:
 
 
 def _choices(field: str) -> tuple[str, ...]:
-    """Return the values that the Literal ``field`` of the spec's sampler section accepts."""
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
@@ -91,16 +83,20 @@ class WeightsOptions:
     device: Device = option("device that draws (default: CUDA if any)", default="auto")
 
 
+_kinds = different(partial(one_of, words=SAMPLERS))
+_weights = different(partial(number, lowest=0.0, highest=1e3, what="a guidance from 0 to 1,000"))
+
+
 @dataclass(frozen=True)
 class SamplerOptions:
-    group = "sampler", "defaults are those of the section `sampler` of the run"
-    sampler: tuple[str, ...] = option(KINDS_HELP, "KIND", lambda text: (sampler_kind(text),), default=())
+    group = "sampler", "defaults are those of the run's section `sampler`; evaluate takes lists of KIND and W"
+    sampler: tuple[str, ...] = option("see docs/sampling.md", "KIND", _kinds, default=())
     steps: int | None = option("steps from noise to image (default: see sampler.steps)", "N", int)
     eta: float | None = option("noise that ddim adds: 0 none, 1 as much as ddpm", "X", float)
     spacing: str | None = option("which timesteps are visited", choices=_choices("spacing"))
     variance: str | None = option("variance of ddpm's steps", choices=_choices("variance"))
     clip: str | None = option("how predicted clean images are kept in range", choices=_choices("clip"))
-    guidance: tuple[float, ...] = option(GUIDANCE_HELP, "W", lambda text: (guidance(text),), default=())
+    guidance: tuple[float, ...] = option("1 is none; without --guide 0 leaves out the class", "W", _weights, default=())
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
     )
@@ -157,12 +153,7 @@ class SampleOptions:
 
 
 def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
-
-    Raises:
-        CheckpointError: there are no such weights.
-        SpecError: an option asks for something that the weights or the sampler don't have.
-    """
+    """Load the weights, and the guide if there is one, and make the samplers that the options ask for."""
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import DTYPES, choose_device
@@ -183,10 +174,7 @@ def samplers_from(
     """Return the run's sampler, changed by the options, for each kind with each guidance.
 
     A kind other than the run's starts from its own number of steps and without added noise. ``checks`` are further
-    arguments of :func:`ddpm_ds.diffusion.spec.check_sampler`.
-
-    Raises:
-        SpecError: an option is out of range, or the sampler, the diffusion process or the U-Net does not support it.
+    arguments of :func:`ddpm_ds.diffusion.spec.check_sampler`. SpecError names an option that is not supported.
     """
     from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
 
@@ -204,10 +192,8 @@ def samplers_from(
             message = fault["msg"][:1].lower() + fault["msg"][1:]
             raise SpecError(f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {message}") from None
         if options.variance is not None and "variance" not in SAMPLERS[kind].options:
-            readers = samplers_with("variance")
-            raise SpecError(
-                f"--variance is an option of {readers}, not of {kind}; leave it out or use --sampler {readers}"
-            )
+            by = samplers_with("variance")
+            raise SpecError(f"--variance is an option of {by}, not of {kind}; leave it out or use --sampler {by}")
         try:
             check_sampler(changed, diffusion, guide=options.guide is not None, **checks)
             check_guidance(changed, diffusion)
@@ -275,16 +261,10 @@ def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
 
 
 def _channel(options: SampleOptions, trained: Trained) -> int:
-    """Return the number of the channel that --channel names."""
-    if options.channel is None:
-        return 0
-    if not trained.are_fields:
-        raise SpecError(
-            f"--channel {options.channel} is of fields, and {options.drawing.path} draws pictures; leave it out"
-        )
-    if options.channel not in trained.channels:
-        raise SpecError(f"--channel {options.channel} is none of {', '.join(trained.channels)}")
-    return trained.channels.index(options.channel)
+    channels, channel = trained.channels if trained.are_fields else (), options.channel
+    if channel is not None and channel not in channels:
+        raise SpecError(f"--channel {channel} is none of {', '.join(channels) or 'those of fields'}; leave it out")
+    return 0 if channel is None else channels.index(channel)
 
 
 def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
@@ -298,9 +278,8 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     elif (suffix := out.suffix.lower()) in FORMATS:
         kind = FORMATS[suffix]
     else:
-        raise SpecError(
-            f"--out {out}: the suffix {out.suffix} is of no format; use none for a folder, .npz, .npy or .zarr"
-        )
+        formats = "none for a folder, .npz, .npy or .zarr"
+        raise SpecError(f"--out {out}: the suffix {out.suffix} is of no format; use {formats}")
     if kind != "folder" and trained.are_fields == (kind == "npz"):
         what, use = ("fields", ".npy, .zarr") if trained.are_fields else ("pictures", ".npz")
         raise SpecError(f"--out {out} can't hold {what}, which {options.drawing.path} draws; use {use} or a folder")
@@ -326,11 +305,9 @@ def sample(options: SampleOptions) -> int:
     Image number I of a seed is the same picture whatever --count, --first, and --batch-images are. Interrupted, it
     keeps the finished batches, and the same command continues from there (docs/sampling.md).
 
-      ddpm-ds sample runs/digits
       ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes
       ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
-      ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes
-      ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
+      ddpm-ds sample runs/shapes --prompt "a red circle" --guidance 5 --out shapes
       ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
     """
     set_environment()
@@ -338,9 +315,10 @@ def sample(options: SampleOptions) -> int:
     from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for
     from ddpm_ds.unet.operations import widening
 
+    if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
+        raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
     trained, (sampler,), guide = load(options.drawing)
-    inputs, labels = _inputs(options, trained), _labels(options, trained)
-    texts = texts_of(options.text, trained)
+    inputs, labels, texts = _inputs(options, trained), _labels(options, trained), texts_of(options.text, trained)
     setup = Setup(trained, sampler, guide, inputs).with_prompts(texts, options.text.negative)
     request = request_for(
         setup,
@@ -359,10 +337,10 @@ def sample(options: SampleOptions) -> int:
     try:
         draw_missing(setup, request, drawn)
         images, shown = drawn.images(), request.labels_of(request.index)
-        if kind == "npy":
-            outputs.write_numpy(out, images if inputs is None else request.by_input(images))
-        elif kind == "zarr":
+        if kind == "zarr":
             outputs.write_zarr(out, trained, request.by_input(images), options.first)
+        elif kind == "npy":
+            outputs.write_numpy(out, images if inputs is None else request.by_input(images))
         elif kind == "npz":
             outputs.write_numpy(out, images, shown)
         else:
@@ -370,15 +348,13 @@ def sample(options: SampleOptions) -> int:
             outputs.write_pngs(out, grid, images, request.index)
         drawn.remove()
     except KeyboardInterrupt:
-        print(
-            f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there"
-        )
+        kept = f"{drawn.count:,} of {request.count:,} images are kept"
+        print(f"interrupted: {kept}; the same command continues from there")
         return 128 + signal.SIGINT
     seen = "" if request.images_seen is None else f" after {request.images_seen:,} images"
-    how, many = request.sampler, f"{request.count:,} images"
-    if inputs is not None:
-        many += f", {request.members} for each of {request.count // request.members:,} inputs,"
-    print(f"{out}: {many} by {how.kind} in {how.steps} steps, seed {request.seed}, {request.weights} weights{seen}")
+    each = "" if inputs is None else f", {request.members} for each of {request.count // request.members:,} inputs,"
+    made = f"{request.sampler.kind} in {request.sampler.steps} steps, seed {request.seed}, {request.weights} weights"
+    print(f"{out}: {request.count:,} images{each} by {made}{seen}")
     if options.mlflow:
         params = request.model_dump(exclude={"batch_images"})
         outputs.record_child(trained, "sample", params, artifacts={out / outputs.GRID: ""})

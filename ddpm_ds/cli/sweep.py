@@ -8,15 +8,16 @@ import shutil
 import sys
 from argparse import REMAINDER
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ddpm_ds.cli.options import ConfigOption, SpecOptions, Verb, take_files
+from ddpm_ds.cli.options import ConfigOption, SpecOptions, Verb, log_line, take_files
 from ddpm_ds.cli.train import parse
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.experiments.compare import of_folder, terminal
 from ddpm_ds.experiments.sweep import LOG, OPTIONS, Trial, make_trials, parse_variables, run_command
-from ddpm_ds.ground.errors import EXIT_PREEMPTED, UserError, print_to_stderr
+from ddpm_ds.ground.errors import EXIT_PREEMPTED, UserError
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.options import flag, option, process_count, valid_text
 from ddpm_ds.ground.units import counted
@@ -92,9 +93,7 @@ def sweep(options: SweepOptions) -> int:
     return 0 if options.dry_run else _train(folder, trials, options, given)
 
 
-def _log(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may have been closed
-        print_to_stderr(f"ddpm-ds sweep: {line}")
+_log = partial(log_line, "sweep")
 
 
 def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list[str]) -> int:

@@ -17,48 +17,19 @@ from ddpm_ds.cli.options import ConfigOption, Device, OneLineParser, SpecOptions
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
-from ddpm_ds.ground.errors import (
-    ERROR,
-    RAN_OUT,
-    BadNumbersError,
-    CheckpointError,
-    PeerLostError,
-    Preempted,
-    SpecError,
-    UserError,
-    faults_logged,
-    is_out_of_memory,
-    print_to_stderr,
-)
+from ddpm_ds.ground import errors
+from ddpm_ds.ground.errors import SpecError, UserError, print_to_stderr
 from ddpm_ds.ground.options import HIDDEN, flag, option, process_count
 from ddpm_ds.pipeline.placement import launched_hosts
+from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import Machine
-from ddpm_ds.planning.run_plan import (
-    RunDraft,
-    check_memory,
-    choose,
-    lay_out,
-    machine_here,
-    make_plan,
-    read_run,
-    with_decisions,
-)
+from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
 from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
+from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import (
-    MACHINE,
-    OUTPUT_ROOT,
-    STAGES,
-    VERDICT,
-    check_output,
-    checkpoints_of,
-    make_run_dir,
-    new_run_dir,
-    remove_if_empty,
-)
+from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.tracker import start_child
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.unet.layers import Layer
@@ -115,16 +86,16 @@ def checked(options: TrainOptions, world_size: int, hosts: Sequence[str]) -> tup
         UserError: an option or a file is wrong.
     """
     found = take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
-    files = read_run(found.spec, found.overrides, found.deepspeed_config)
-    chosen = choose(files, hosts, world_size, options.pipeline_stages, options.device)
-    draft = lay_out(files, hosts, world_size, options.pipeline_stages, chosen)
+    files = run_plan.read_run(found.spec, found.overrides, found.deepspeed_config)
+    chosen = run_plan.choose(files, hosts, world_size, options.pipeline_stages, options.device)
+    draft = run_plan.lay_out(files, hosts, world_size, options.pipeline_stages, chosen)
     for name, steps in (("--trace-steps", options.trace_steps), ("--profile-kernels", options.profile_kernels)):
         if steps and steps[-1] > draft.steps:
             asked = f"{name} {steps[0]}-{steps[-1]}"
             raise SpecError(f"{asked}, but the run has {draft.steps} steps; use steps up to {draft.steps}")
     if options.steps is not None:
         draft = replace(draft, spec=_rehearsed(draft.spec))
-    run_dir = options.run_dir or new_run_dir(draft.spec.name)
+    run_dir = options.run_dir or run_folder.new_run_dir(draft.spec.name)
     _check_resume(options.start_from, run_dir)
     return draft, run_dir
 
@@ -139,16 +110,21 @@ def _rehearsed(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update=sections)
 
 
+def _has_saved(folder: Path) -> bool:
+    return os.path.isdir(run_folder.checkpoints_of(folder))
+
+
 def _check_resume(resume: str, run_dir: Path) -> None:
     """Raise CheckpointError if ``resume`` is neither a word nor a checkpoint nor the folder of a run that has any."""
     path = Path(resume)
-    if resume in ("auto", "never") or os.path.isdir(checkpoints_of(path)) or os.path.isfile(path / MANIFEST):
+    if resume in ("auto", "never") or _has_saved(path) or os.path.isfile(path / MANIFEST):
         return
-    if path.absolute().parent == checkpoints_of(run_dir.absolute()):  # a kill during a save may have moved it away
+    if path.absolute().parent == run_folder.checkpoints_of(run_dir.absolute()):  # a kill in a save may have moved it
         return
-    beside = [folder for folder in (run_dir.parent / path, OUTPUT_ROOT / path) if os.path.isdir(checkpoints_of(folder))]
-    hint = f"did you mean {beside[0]}?" if beside else f"write a path, such as {OUTPUT_ROOT / 'NAME'}"
-    raise CheckpointError(f"--resume {resume} is no checkpoint, and no run's folder that has one; {hint}")
+    beside = filter(_has_saved, (run_dir.parent / path, run_folder.OUTPUT_ROOT / path))
+    path_needed = f"write a path, such as {run_folder.OUTPUT_ROOT / 'NAME'}"
+    hint = next((f"did you mean {folder}?" for folder in beside), path_needed)
+    raise errors.CheckpointError(f"--resume {resume} is no checkpoint, and no run's folder that has one; {hint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,16 +132,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as screen:  # closes the progress line before an error is printed
             _train(arguments, screen)
-    except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
-        print_to_stderr(f"{ERROR}{error}")
+    except errors.PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
+        print_to_stderr(f"{errors.ERROR}{error}")
         os._exit(record_exit(error.exit_code))
-    except (UserError, BadNumbersError, Preempted) as error:
-        print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, Preempted) else ERROR))
+    except (UserError, errors.BadNumbersError, errors.Preempted) as error:
+        print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, errors.Preempted) else errors.ERROR))
         return error.exit_code
     except Exception as error:  # an orderly exit of the interpreter would wait for other ranks
-        if is_out_of_memory(error):
+        if errors.is_out_of_memory(error):
             fix = "ddpm-ds fit finds a micro-batch that fits"
-            print_to_stderr(f"{ERROR}rank {os.environ['RANK']} {RAN_OUT}; {fix}")
+            print_to_stderr(f"{errors.ERROR}rank {os.environ['RANK']} {errors.RAN_OUT}; {fix}")
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         traceback.print_exc()
@@ -181,9 +157,9 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
         if int(os.environ["RANK"]) == 0:
             check_experiment(draft.spec.logging.experiment, run_dir.parent)
             if options.run_dir is None and not options.dry_run:
-                run_dir = make_run_dir(run_dir)
-                screen.callback(remove_if_empty, run_dir)
-            check_output(run_dir, options.start_from)
+                run_dir = run_folder.make_run_dir(run_dir)
+                screen.callback(run_folder.remove_if_empty, run_dir)
+            run_folder.check_output(run_dir, options.start_from)
             if not options.described:
                 print(describe_plan(draft, run_dir), flush=True)
         if options.dry_run:
@@ -195,14 +171,14 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
                 sender = start_child()  # imports MLflow meanwhile
                 screen.callback(sender.wait)
                 screen.callback(sender.kill)
-        with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
+        with for_good(), activity(line, "starting PyTorch and DeepSpeed"):
             # These import torch, after everything cheap is checked.
             from ddpm_ds.ground.device import choose_device
             from ddpm_ds.pipeline import import_deepspeed
 
             device = choose_device(options.device, draft.ds.layout.stages)
             import_deepspeed()
-            machine = machine_here(draft.ds.precision, world_size)
+            machine = run_plan.machine_here(draft.ds.precision, world_size)
             warning = check_run_memory(options.overrides, draft, run_dir, machine)
             if warning is not None and os.environ["LOCAL_RANK"] == "0":
                 print(warning, flush=True)
@@ -221,18 +197,18 @@ def _train_with_others(
     """Meet the other ranks, make the plan with them, and train as planned."""
     from ddpm_ds.planning.finished_run import machine_json
     from ddpm_ds.train.session import run_training
-    from ddpm_ds.train.start import meet, started
+    from ddpm_ds.train.start import meet, shared_images, started
 
     rendezvous = meet(draft, device, asked, line)
-    doing = line.doing if line else lambda what: contextlib.nullcontext()
-    with rendezvous.reporting():
-        plan = make_plan(draft, rendezvous.hosts, machine)
-    with started(plan, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
-        with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
-            plan = with_decisions(plan, device)
+    with rendezvous.reporting(), run_folder.disk_errors_reported(run_dir), activity(line, "checking the run's images"):
+        plan = run_plan.make_plan(draft, rendezvous.hosts, machine)
+        images = shared_images(draft.spec, run_dir, asked.start_from, rendezvous)
+    with started(plan, images, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
+        with watchdog.blamed(), watchdog.pause(), activity(line, "planning the pipeline"):
+            plan = run_plan.with_decisions(plan, device)
         if line is not None and (decisions := decided_since(draft, plan)):
             print(decisions, flush=True)
-        files = {STAGES: stage_table(plan), MACHINE: machine_json(plan.machine, {})}
+        files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine, {})}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
                 _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
@@ -244,17 +220,16 @@ def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, m
     Raises:
         LayoutError: it does not fit; the message has a change with which it does.
     """
-
     hosts = draft.grid.hosts
 
     def again(changes: Sequence[str], stages: int) -> RunDraft:
-        files = read_run(draft.spec_path, [*overrides, *changes], draft.ds_path)
-        return lay_out(files, hosts, len(hosts), stages)
+        files = run_plan.read_run(draft.spec_path, [*overrides, *changes], draft.ds_path)
+        return run_plan.lay_out(files, hosts, len(hosts), stages)
 
     if not hosts:  # unknown until the ranks have met
         return None
-    new = draft.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
-    return check_memory(draft, machine, int(os.environ["RANK"]), again, new=new)
+    new = draft.spec.train.initial_weights is None and not _has_saved(run_dir)
+    return run_plan.check_memory(draft, machine, int(os.environ["RANK"]), again, new=new)
 
 
 def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:
@@ -269,18 +244,18 @@ def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_d
 
     engine, recorder = ended.engine, ended.recorder
     pauses, found = Pauses(), None
-    with faults_logged("time of the pauses", recorder.log):
+    with errors.faults_logged("time of the pauses", recorder.log):
         pauses = read_pauses(run_dir)
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
-    with faults_logged("verdict", recorder.log):
+    with errors.faults_logged("verdict", recorder.log):
         if os.environ["RANK"] == "0":
             found = verdict.conclude(run_dir, startup_times(layers, engine.device, precision))
-            recorder.artifact(run_dir / VERDICT)
+            recorder.artifact(run_dir / run_folder.VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")
     if link is None:
         return
-    with faults_logged("summary", recorder.log):
+    with errors.faults_logged("summary", recorder.log):
         if found is not None:
             print(f"\n{verdict.text(found, run_dir)}", flush=True)
         print(

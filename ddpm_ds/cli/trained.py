@@ -12,21 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpm_ds.cli.options import SpecOptions, Verb
-from ddpm_ds.cli.sample import (
-    GUIDANCE_HELP,
-    KINDS_HELP,
-    DrawingOptions,
-    SamplerOptions,
-    TextOptions,
-    WeightsOptions,
-    different,
-    guidance,
-    load,
-    sampler_kind,
-    texts_of,
-)
+from ddpm_ds.cli.sample import DrawingOptions, TextOptions, WeightsOptions, different, load, one_of, texts_of
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
-from ddpm_ds.ground.errors import OptionError, SpecError
+from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.ground.options import flag, option, positive, whole
 from ddpm_ds.ground.units import MOST_COUNT
 from ddpm_ds.processes.ranks import set_environment
@@ -39,7 +27,6 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.trained import Trained
 
 MANY = 10_000
-"""Images that are drawn to be scored, without conditions."""
 OF_PICTURES = ("inception_weights", "clip_model", "prompt", "prompts", "negative")
 """Options of ``evaluate`` that runs with conditions don't take."""
 OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
@@ -47,25 +34,7 @@ OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
 DRAWN_AT_ONCE = 16
 
 
-def _metrics(text: str) -> tuple[str, ...]:
-    names = text.split(",")
-    for name in names:
-        if name not in METRICS:
-            raise OptionError(f"{name!r} is none of {', '.join(METRICS)}")
-    return tuple(names)
-
-
-@dataclass(frozen=True)
-class SamplersOptions(SamplerOptions):
-    """Changes of the run's sampler, of which several are evaluated."""
-
-    sampler: tuple[str, ...] = option(KINDS_HELP, "KIND,...", different(sampler_kind), default=())
-    guidance: tuple[float, ...] = option(GUIDANCE_HELP, "W,...", different(guidance), default=())
-
-
-@dataclass(frozen=True)
-class EvaluatedOptions(DrawingOptions):
-    sampling: SamplersOptions = SamplersOptions()
+_metrics = different(partial(one_of, words=METRICS))
 
 
 @dataclass(frozen=True)
@@ -81,7 +50,7 @@ class EvaluateOptions:
     out: Path | None = option("folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)", "DIR")
     clip_model: Path | None = option("CLIP model that scores how well images fit their prompts", "DIR|OWNER/NAME")
     text: TextOptions = TextOptions()
-    drawing: EvaluatedOptions = EvaluatedOptions()
+    drawing: DrawingOptions = DrawingOptions()
 
 
 @Verb
@@ -143,7 +112,6 @@ def _refuse(options: EvaluateOptions, names: Sequence[str], why: str) -> None:
 
 
 def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, list[Score]]]:
-    """Return a function that evaluates a setup without conditions."""
     from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
@@ -166,21 +134,16 @@ def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], 
 
 
 def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
-    """Return a function that evaluates a setup with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
     why = f" is of images without conditions, and {trained.origin} has some, whose scores are all computed"
     _refuse(options, ("metrics", *OF_PICTURES), why)
-    if options.conditions is None:
-        inputs = Inputs.held_out(trained, options.dataset)
-    else:
-        inputs = Inputs.open(options.conditions, trained)
-    numbers = {"seed": options.drawing.seed, "batch_images": options.drawing.batch_images}
-    count, members = options.count, options.members
-    return lambda setup: evaluate_ensembles(
-        replace(setup, inputs=inputs), options.out, count=count, members=members, **numbers
-    )
+    given, drawing = options.conditions, options.drawing
+    inputs = Inputs.held_out(trained, options.dataset) if given is None else Inputs.open(given, trained)
+    evaluated = partial(evaluate_ensembles, count=options.count, members=options.members)
+    numbers = {"seed": drawing.seed, "batch_images": drawing.batch_images}
+    return lambda setup: evaluated(replace(setup, inputs=inputs), options.out, **numbers)
 
 
 _samples = partial(whole, lowest=0, highest=64, what="a number from 0 to 64")

@@ -306,7 +306,7 @@ def evaluate_losses(trained: Trained, held_out: Subset, out: Path | None, batch_
         f"outputs    {folder}",
         flush=True,
     )
-    loss = HeldOutLoss(spec, device, store, positions, encoders_of(spec, device), images=batch_images)
+    loss = HeldOutLoss(spec, device, store, positions, encoders_of(spec.data.text, device), images=batch_images)
     sums = loss.zeros()
     with torch.inference_mode(), fitting(batch_images):
         for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):

@@ -32,6 +32,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def activity(line: ProgressLine | None, what: str) -> contextlib.AbstractContextManager[None]:
+    """Show an activity on the line, if there is one; see :meth:`ProgressLine.doing`."""
+    return contextlib.nullcontext() if line is None else line.doing(what)
+
+
 class ProgressLine:
     """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. It moves even if the run is busy."""
 

@@ -18,8 +18,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
     """Return the weight of the old average in a step that ends at ``images_seen``.
 
-    Half of the average's weight is on the last ``halflife_images``; early in training, on the last ``rampup_fraction``
-    of all images seen, so that the first, random weights are forgotten. Source: Karras et al. 2022 (EDM), appendix F.
+    Half of the weight is on the last ``halflife_images``; early on, on the last ``rampup_fraction`` of all images, so
+    that the first, random weights are forgotten. Source: Karras et al. 2022 (EDM), appendix F.
     """
     halflife: float = spec.halflife_images
     if spec.rampup_fraction:

@@ -30,10 +30,7 @@ def is_due(every: int | None, before: int, images_seen: int, done: bool = False)
 
 @dataclass(frozen=True)
 class Interval:
-    """Means and sums over the steps between two log points, of a rank or of all; times are of the host's clock.
-
-    They cover everything but pauses: samples, validation and checkpoints.
-    """
+    """Means and sums over the steps between two log points, of a rank or of all; times leave out pauses."""
 
     steps: int
     images: int
@@ -129,10 +126,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
-    """Combine the ranks' intervals: mean loss, longest data wait, slowest clock. Collective.
-
-    Only the stage with the last layer knows a loss; its replicas saw equal numbers of images.
-    """
+    """Combine the ranks' intervals: the last stage's mean loss, longest data wait, slowest clock. Collective."""
     device = engine.device
     waits = [interval.data_wait_seconds, interval.seconds]
     memory = [peak_memory_bytes(device), peak_reserved_bytes(device)]
@@ -141,25 +135,23 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     stages, losses, bad, data_waits, seconds, peaks, reserved = torch.stack(everyone, dim=1).tolist()
-    last = [rank for rank, stage in enumerate(stages) if stage == engine.loss_stage]
+    by_stage = [[rank for rank, own in enumerate(stages) if own == stage] for stage in range(engine.num_stages)]
+    last = by_stage[engine.loss_stage]
     return dataclasses.replace(
         interval,
         loss=sum(losses[rank] for rank in last) / len(last),
         non_finite_steps=int(max(bad[rank] for rank in last)),
         data_wait_seconds=max(data_waits),
         seconds=max(seconds),
-        stage_peak_memory_bytes=[
-            [int(peak) for peak, of in zip(peaks, stages, strict=True) if of == stage]
-            for stage in range(engine.num_stages)
-        ],
+        stage_peak_memory_bytes=[[int(peaks[rank]) for rank in ranks] for ranks in by_stage],
         peak_reserved_bytes=int(max(reserved)),
     )
 
 
 def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
-    """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
+    """Return one log point of a whole run, of ``macs_per_image`` in a forward pass through the whole U-Net.
 
-    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net.
+    Its names are a contract: dashboards and comparisons read them.
     """
     images_per_second, devices = interval.images / interval.seconds, sum(map(len, interval.stage_peak_memory_bytes))
     peaks = [float(max(ranks)) for ranks in interval.stage_peak_memory_bytes]

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, OptimizerSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache, Indices, Subset
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
-from ddpm_ds.data.spec import ConditionSpec, DataSpec
+from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
@@ -62,10 +62,10 @@ class Noised(NamedTuple):
 
 
 class Denoising:
-    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec.
+    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec; ``seed`` replaces the spec's.
 
     ``statistics`` are the data-set cache's, by field, ``constants`` (C, H, W) its constant fields, and ``empty`` the
-    encoded empty text of a run with captions, or its encoders. ``seed`` replaces the spec's.
+    encoded empty text of a run with captions, or its encoders.
     """
 
     def __init__(
@@ -78,13 +78,10 @@ class Denoising:
         *,
         seed: int | None = None,
     ) -> None:
-        data = spec.data
-        self._spec = spec
-        self._device = device
+        self._spec, self._device, self._empty, data = spec, device, empty, spec.data
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed if seed is None else seed, device)
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
-        self._empty = empty
         self._conditions = Conditions(data, device, statistics=statistics.get("condition"), constants=constants)
 
     @functools.cached_property
@@ -110,10 +107,9 @@ class Denoising:
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0, mask = self._moved(batch, moves)
-        t, eps = self._diffusion.draw(draws, x0.shape)
-        labels = None
-        if spec.unet.classes is not None:
-            labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
+        (t, eps), labels, classes = self._diffusion.draw(draws, x0.shape), None, spec.unet.classes
+        if classes is not None:
+            labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
@@ -134,8 +130,8 @@ class Denoising:
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(batch.pooled, batch.sizes))
 
     def _size(self, batch: MicroBatch) -> tuple[int, int]:
-        height, width = batch.images.shape[2:]
-        return self._spec.data.size if self._spec.data.buckets is None else (height, width)
+        data, (height, width) = self._spec.data, batch.images.shape[2:]
+        return data.size if data.buckets is None else (height, width)
 
     def _moved(self, batch: MicroBatch, moves: Moves) -> tuple[Tensor, Tensor | None]:
         """Return x0 and the mask."""
@@ -165,9 +161,8 @@ class Denoising:
 
 
 def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:
-    """Return the fields of the cache that a rank reads: each is read where it is used, and never sent.
-
-    The rank may have the ``first`` stage, the ``last``, and layers that read ``text``.
+    """Return the fields of the cache that a rank reads, with the ``first`` stage, the ``last``, or layers that read
+    ``text``: each is read where it is used, and never sent.
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
@@ -213,9 +208,8 @@ def replica_batches(
     return loaded if encoders is None else (encoded(batch, encoders) for batch in loaded)
 
 
-def encoders_of(spec: RunSpec, device: torch.device) -> TextEncoders | None:
+def encoders_of(text: TextSpec | None, device: torch.device) -> TextEncoders | None:
     """Return the encoders of captions that are stored as tokens, loaded at their first use; None if there are none."""
-    text = spec.data.text
     return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
 
 
@@ -227,31 +221,29 @@ def encoded(batch: MicroBatch, encoders: TextEncoders) -> MicroBatch:
     return batch._replace(text=tokens, pooled=pooled)
 
 
-def learning_rate(spec: RunSpec, images: float) -> float:
-    """Return the learning rate after so many images of the run; `optimizer.decay` must be given.
+def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float] | None:
+    """Return a function from the images before a step and in it to its learning rate, for a run of ``length`` images.
 
-    Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al. 2024
-    (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
+    It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0. None if DeepSpeed
+    decides. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al.
+    2024 (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
     """
-    optimizer, warmup = spec.optimizer, spec.optimizer.warmup_images
-    if optimizer.decay == "cosine":
-        progress = (images - warmup) / max(spec.train.images - warmup, 1)
-        wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
-        share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
-    else:
-        assert optimizer.decay == "inverse_sqrt" and optimizer.reference_images is not None, "the spec refuses it"
-        share = max(images / optimizer.reference_images, 1.0) ** -0.5
-    return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
-
-
-def rate_of(spec: RunSpec) -> Callable[[int, int], float] | None:
-    """Return a function from the images before a step and in it to its learning rate; None if DeepSpeed decides.
-
-    It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0.
-    """
-    if spec.optimizer.decay is None:
+    decay, warmup, reference = optimizer.decay, optimizer.warmup_images, optimizer.reference_images
+    if decay is None:
         return None
-    return lambda before, batch: learning_rate(spec, before + batch / 2)
+
+    def rate(before: int, batch: int) -> float:
+        images = before + batch / 2
+        if decay == "cosine":
+            progress = (images - warmup) / max(length - warmup, 1)
+            wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
+            share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
+        else:
+            assert decay == "inverse_sqrt" and reference is not None, "the spec refuses it"
+            share = max(images / reference, 1.0) ** -0.5
+        return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
+
+    return rate
 
 
 class _Part(NamedTuple):
@@ -259,18 +251,15 @@ class _Part(NamedTuple):
 
     store: DatasetCache
     positions: Indices
-    """Positions in the store."""
-    places: Indices
-    """Places among all held-out images."""
-    counts: npt.NDArray[np.float64]
-    """1 for each, or 0 for images that fill it up."""
+    places: Indices  # among all held-out images
+    counts: npt.NDArray[np.float64]  # 1 for each, or 0 for images that fill it up
 
 
 class HeldOutLoss:
     """Loss on the ``positions`` of a data-set cache, up to ``images`` at a time; ``encoders`` encode stored tokens.
 
-    It is the distance that training minimises, without crops, flips, dropped conditions, weights and perturbed inputs,
-    so that runs which differ in those can be compared. Masked pixels don't count.
+    It is the distance that training minimises, without crops, flips, dropped conditions, weights, perturbed inputs and
+    masked pixels.
     """
 
     def __init__(
@@ -301,12 +290,12 @@ class HeldOutLoss:
 
     def size(self, call: int) -> tuple[int, int]:
         """Return height and width of the stored images of a call."""
-        return self._part(call).store.size
+        return self._parts[call % len(self._parts)].store.size
 
     def inputs(self, call: int) -> Carry:
         """Return the inputs of the U-Net for a call, and remember what they were made of until it is added."""
-        part = self._part(call)
-        prepared = self._objective.held_out(self._read(part, self._fields), *self._levels[call // len(self._parts)])
+        part, level = self._parts[call % len(self._parts)], self._levels[call // len(self._parts)]
+        prepared = self._objective.held_out(self._read(part, self._fields), *level)
         self._noised[call] = prepared, torch.from_numpy(part.counts).to(self._device)
         return self._objective.inputs(prepared)
 
@@ -314,7 +303,7 @@ class HeldOutLoss:
         """Return the encoded first captions of a call; None if the U-Net reads no text."""
         if not self._text_fields:
             return None
-        batch = self._read(self._part(call), self._text_fields)
+        batch = self._read(self._parts[call % len(self._parts)], self._text_fields)
         assert batch.text is not None, "it is among the fields"
         return widened(batch.text, batch.text_scale).to(self._device)
 
@@ -337,16 +326,12 @@ class HeldOutLoss:
         Fields and latents also have ``validation/loss_channel_NAME`` of each channel.
         """
         quantiles, found = self._quantiles, (sums / self._count).tolist()
-        losses, of_channels = found[: len(quantiles)], found[len(quantiles) :]
-        values = {f"validation/loss_t{quantile}": loss for quantile, loss in zip(quantiles, losses, strict=True)}
-        values = values if len(quantiles) > 1 else {}
-        values |= {
-            f"validation/loss_channel_{name}": loss for name, loss in zip(self._channels, of_channels, strict=True)
-        }
+        losses = found[: len(quantiles)]
+        names = [f"t{quantile}" for quantile in quantiles] + [f"channel_{name}" for name in self._channels]
+        values = {f"validation/loss_{name}": loss for name, loss in zip(names, found, strict=True)}
+        if len(quantiles) == 1:
+            del values[f"validation/loss_{names[0]}"]
         return {"eval/loss": sum(losses) / len(losses), **values}
-
-    def _part(self, call: int) -> _Part:
-        return self._parts[call % len(self._parts)]
 
     def _micro_batches(self, store: DatasetCache, positions: Indices) -> Iterator[_Part]:
         """Yield micro-batches of one size; a size's last one is filled up with images that don't count."""

@@ -13,17 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import (
-    CompleteCheckpoint,
-    Gather,
-    check_shared,
-    clean,
-    names,
-    newest,
-    whole,
-)
-from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, check_shared, clean, names, newest, whole
+from ddpm_ds.checkpoint.manifest import Description, read_manifest
 from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.data.held_out import training_and_held_out
 from ddpm_ds.ground.errors import CheckpointError, OutputError, SpecError
@@ -36,17 +27,13 @@ from ddpm_ds.tracking.run_folder import IDENTITY, RESUMES, RunFolder, checkpoint
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 
-DTYPES = ("F64", "F32", "F16", "BF16")
 SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such files"
 
 
 class InitialWeights:
     """Open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
 
-    It is checked at once: names, ``shapes``, and that all values are finite in the run's ``dtype``.
-
-    Raises:
-        SpecError: the file can't be read, is of another U-Net, or has values that can't be trained; one line.
+    SpecError if it can't be read, its names or ``shapes`` are others, or values are not finite in the run's ``dtype``.
     """
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
@@ -63,7 +50,7 @@ class InitialWeights:
             piece = self._file.get_slice(name)
             if tuple(piece.get_shape()) != shape:
                 raise self._of_another_unet(f"{name} is {tuple(piece.get_shape())}, not {shape}")
-            if piece.get_dtype() not in DTYPES:
+            if piece.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise self._of_another_unet(f"{name} is {piece.get_dtype()}, no float")
         for name in self._shapes:
             if not self.read(name).to(dtype).isfinite().all():
@@ -76,8 +63,7 @@ class InitialWeights:
         (length,) fp32 in host memory, a copy; only the rows that hold them are read.
         """
         shape = self._shapes[name]
-        stop = math.prod(shape) if length is None else first + length
-        row = math.prod(shape[1:])
+        row, stop = math.prod(shape[1:]), math.prod(shape) if length is None else first + length
         low = first // row
         rows = self._file.get_slice(name)[low : math.ceil(stop / row)]
         return rows.flatten()[first - low * row : stop - low * row].to(torch.float32, copy=True)
@@ -122,8 +108,7 @@ def gather_in(rendezvous: Rendezvous) -> Gather:
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
     """Make and lock the run's folder, check that all hosts share it, and clean up after a killed run; collective.
 
-    Raises:
-        OutputError: another process trains into it, it can't be written, or hosts don't share it.
+    OutputError if another process trains into it, it can't be written, or hosts don't share it.
     """
     lock = claim_folder(run_dir) if rank == 0 else None
     run_dir = Path(gather(str(run_dir))[0])
@@ -157,10 +142,7 @@ def find_checkpoint(run_dir: Path, resume: str, log: Callable[[str], None]) -> C
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint or of another
     run's folder. A run that began from such a path and has saved since goes on from its own newest, so that the same
-    command can be started again.
-
-    Raises:
-        CheckpointError: the path is no good checkpoint, or the folder has checkpoints and none is good.
+    command can be started again. CheckpointError if the path is no good checkpoint, or none of the folder's is good.
     """
     if resume == "never":
         return None
@@ -204,19 +186,14 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_resume(
-    checkpoint: CompleteCheckpoint,
-    spec: RunSpec,
-    ds_config: Mapping[str, Any],
-    data_sha256: Mapping[str, str],
-    run_dir: Path,
-) -> list[str]:
-    """Return the allowed changes since the checkpoint, which may be of another run than ``run_dir``.
+def check_resume(checkpoint: CompleteCheckpoint, about: Description, run_dir: Path) -> list[str]:
+    """Return the allowed changes of a run since the checkpoint, which may be of another run than ``run_dir``.
 
     Raises:
         CheckpointError: the spec trains something else, or the images are others.
     """
-    found = changes(_with_defaults(checkpoint.manifest.spec), spec.model_dump(mode="json"))
+    before = checkpoint.manifest
+    found = changes(_with_defaults(before.spec), about.spec)
     refused = [change for change in found if not change.startswith(MAY_CHANGE)]
     own = checkpoints_of(run_dir).resolve() in checkpoint.path.resolve().parents
     anew = f"to train a new run, {'use another --run-dir' if own else 'leave --resume out'}"
@@ -226,30 +203,25 @@ def check_resume(
         raise CheckpointError(
             f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or {anew}"
         )
-    if checkpoint.manifest.data_sha256 != data_sha256:
-        before, now = (
-            training_and_held_out(checksums)[0] for checksums in (checkpoint.manifest.data_sha256, data_sha256)
-        )
+    if before.data_sha256 != about.data_sha256:
+        old, new = (training_and_held_out(one.data_sha256)[0] for one in (before, about))
         raise CheckpointError(
-            f"{checkpoint.path} {'held out' if before == now else 'was trained on'} other images than those of the "
+            f"{checkpoint.path} {'held out' if old == new else 'was trained on'} other images than those of the "
             f"data-set cache; give it the same images, or {anew}"
         )
-    return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
+    return found + [f"ds_config.{change}" for change in changes(before.ds_config, about.ds_config)]
 
 
-def remove_abandoned_points(
-    run_dir: Path, checkpoint: CompleteCheckpoint | None, spec: RunSpec, ds_config: Mapping[str, Any]
-) -> str | None:
+def remove_abandoned_points(run_dir: Path, checkpoint: CompleteCheckpoint | None, about: Description) -> str | None:
     """Remove the points and pictures after the checkpoint if the folder's last start trained something else; return a
-    line about it, or None. Rank 0 calls this before the run is recorded.
+    line about it, or None. Else numbers that went bad would stay in the curves, since steps are logged once.
 
-    They would stay in the run's curves, since steps are logged once: such as numbers that went bad before a setting was
-    changed. Without a checkpoint, the run becomes a new one of MLflow.
+    Rank 0 calls this before the run is recorded. Without a checkpoint, the run becomes a new one of MLflow.
     """
     try:
         folder = RunFolder(run_dir)
-        old, new = ({name: each.get(name) for name in NUMBERS} for each in (folder.ds_config, ds_config))
-        found = changes(folder.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
+        old, new = ({name: each.get(name) for name in NUMBERS} for each in (folder.ds_config, about.ds_config))
+        found = changes(folder.spec.model_dump(mode="json"), about.spec)
     except (OSError, ValueError, AttributeError, SpecError):  # a new folder, or files that were cut off
         return None
     found = [change for change in found if not change.startswith(MAY_CHANGE)]

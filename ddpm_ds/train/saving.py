@@ -1,8 +1,7 @@
 """Checkpoints of an engine: content, saving, loading and rollback.
 
-Each rank writes the pieces that its optimizer owns, addressed by parameter name and offset. So a checkpoint does not
-depend on stages, replicas, tensor groups, ZeRO stage or precision: in another layout each rank reads the pieces that it
-owns there.
+Each rank writes the pieces that its optimizer owns, by parameter name and offset, and reads those that it owns: so a
+checkpoint does not depend on stages, replicas, tensor groups, ZeRO stage or precision.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,10 +45,8 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
         else:
             state = optimizer.state.get(piece.master, {})
             tensors |= {moment: state[moment] for moment in MOMENTS if moment in state}
-        found += [
-            Fragment(kind, piece.name, piece.first, piece.of(tensor), shard=piece.shard)
-            for kind, tensor in tensors.items()
-        ]
+        place = piece.name, piece.first
+        found += [Fragment(kind, *place, piece.of(one), shard=piece.shard) for kind, one in tensors.items()]
     return found
 
 
@@ -68,23 +65,15 @@ def described(
     spec: RunSpec, ds: ResolvedDsConfig, layers: Sequence[Layer], data_sha256: dict[str, str], fields: FieldFacts | None
 ) -> Description:
     """Return a run's description, before its first image; the checksums and ``fields`` are of the data-set cache."""
-    return Description(
-        images=0,
-        step=0,
-        spec=spec.model_dump(mode="json"),
-        ds_config=ds.as_json(),
-        layout=ds.layout.sizes,
-        data_sha256=data_sha256,
-        parameters=parameter_shapes(layers),
-        fields=None if fields is None else fields.model_dump(mode="json"),
-    )
+    values, facts = spec.model_dump(mode="json"), None if fields is None else fields.model_dump(mode="json")
+    about = {"ds_config": ds.as_json(), "layout": ds.layout.sizes, "parameters": parameter_shapes(layers)}
+    return Description(images=0, step=0, spec=values, data_sha256=data_sha256, fields=facts, **about)
 
 
 class Saver:
     """Saver of this rank's share of checkpoints of a run in ``run_dir``; all methods are collective.
 
-    ``keeping`` says which checkpoints stay, ``about`` describes the run; ``log`` shows a line on rank 0. ``store`` is
-    of the ranks' :class:`ddpm_ds.processes.rendezvous.Rendezvous`.
+    ``log`` shows a line on rank 0. ``store`` is of the ranks' :class:`ddpm_ds.processes.rendezvous.Rendezvous`.
     """
 
     def __init__(
@@ -173,7 +162,6 @@ class Saver:
             how = "rounded to 8 bits" if now else "in fp32 from here on; those of the checkpoint are of 8 bits"
             self._log(f"Adam's moments of weights are {how}")
         insides.refresh_weights(engine)
-
         engine.images_seen = engine.global_samples = state.images_seen
         engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps
         engine.global_steps = state.steps
@@ -186,11 +174,8 @@ class Saver:
         self.rollbacks = state.rollbacks
 
     def roll_back(self, trouble: str, limit: int) -> str:
-        """Go back to the newest checkpoint and skip the images seen since, at most ``limit`` times in a run; return a
-        line that begins with the ``trouble``.
-
-        Raises:
-            BadNumbersError: it was done often enough, or there is no checkpoint to go back to.
+        """Go back to the newest checkpoint and skip the images seen since; return a line that begins with the
+        ``trouble``. BadNumbersError if that was done ``limit`` times, or there is no checkpoint to go back to.
         """
         engine = self._engine
         self.wait()

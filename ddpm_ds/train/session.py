@@ -1,5 +1,5 @@
-"""Training of a started run on one process: build the engine, record, and the loop: step, average, log, validate and
-save; roll back or stop if the numbers are bad. A rehearsal is a few steps and one picture, timed.
+"""Training of a started run on one process: the engine, the record, and the loop: step, log, validate and save; roll
+back or stop if the numbers are bad. A rehearsal is a few steps and one picture, timed.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, handle
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import Layout
-from ddpm_ds.tracking.progress import ProgressLine
+from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_reported
 from ddpm_ds.tracking.tracker import RunStart
@@ -68,15 +68,12 @@ REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_image
 
 
 class Rehearsal(Observer):
-    """Observer that ends a run after ``steps`` timed steps, and writes their seconds and all ranks' peak memory.
-
-    Earlier steps allocate the optimizer's moments and send the pipeline's first messages, which takes longer.
-    """
+    """Observer that ends a run after ``steps`` timed steps, and writes their seconds and all ranks' peak memory."""
 
     def __init__(self, engine: UnetPipelineEngine, run_dir: Path, steps: int, checkpoint_interval: int) -> None:
         self._engine, self._file, self._steps = engine, run_dir / REHEARSAL, steps
         self._checkpoint_interval = checkpoint_interval
-        self._warm_up = CAUTIOUS_STEPS if runs_behind(engine.device) else 1
+        self._warm_up = CAUTIOUS_STEPS if runs_behind(engine.device) else 1  # they allocate moments, and connect
         self._began, self._seconds = 0.0, list[float]()
 
     def begin_step(self, step: int) -> None:
@@ -111,28 +108,25 @@ class Training:
 
     spec: RunSpec
     macs: int
-    """Multiply-accumulates of one image's forward."""
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[MicroBatch] | None]
     """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
     saver: Saver | None
-    """None in a rehearsal, which saves nothing."""
+    """None in a rehearsal."""
     requests: Requests
     watchdog: Watchdog
     validation: Validation
     observer: Observer
     recorder: Recorder
     ended: Callable[[], bool]
-    """Function that returns whether a step was the last; called once after each step."""
+    """Function that is called once after each step, and returns whether it was the last."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
 
 def train(run: Training) -> Interval:
     """Train until the run has ended; return the last interval of the loss curve.
 
-    Raises, on all ranks alike:
-        BadNumbersError: the policy is to stop, or the run was rolled back often enough.
-        Preempted: the run was asked to stop, or its launcher is gone, and it is saved.
+    On all ranks alike BadNumbersError ends it by its policy, or Preempted if it was asked to stop, and is saved.
     """
     engine, spec = run.engine, run.spec
     run.validation.before_first_step()
@@ -193,17 +187,12 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     """Describe the problem if fp16 overflows even at the lowest loss scale, else return None."""
     if not engine.fp16_enabled() or (overflows := engine.gradients.overflows_at_floor()) < OVERFLOWS_AT_FLOOR:
         return None
-    return (
-        f"fp16 overflowed in {overflows} steps in a row at the lowest loss scale, "
-        f"{engine.next_loss_scale():g}, after {engine.images_seen:,} images; {REMEDIES}, or bf16"
-    )
+    where = f"at the lowest loss scale, {engine.next_loss_scale():g}, after {engine.images_seen:,} images"
+    return f"fp16 overflowed in {overflows} steps in a row {where}; {REMEDIES}, or bf16"
 
 
 def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
-    """Describe the problem with the last interval's loss, or return None.
-
-    In fp16 steps whose loss is not finite are skipped; only a run that is ``done`` needs one that is finite.
-    """
+    """Describe the problem with the last interval's loss, or return None; fp16 skips steps whose loss is not finite."""
     after = f"after {run.engine.images_seen:,} images; {REMEDIES}"
     if done and not math.isfinite(interval.loss):
         return f"train/loss was not finite in any of the last {interval.steps} steps, {after}"
@@ -219,8 +208,7 @@ def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """Run that is over and saved, and still recorded; with its last loss and the images since its start."""
 
     engine: UnetPipelineEngine
@@ -239,17 +227,14 @@ def run_training(
     files: Mapping[str, str],
     sender: Popen[bytes] | None,
 ) -> Iterator[Ended | None]:
-    """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end; every rank enters this.
+    """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end, as :func:`train`. Collective.
 
     The body finishes the record (:meth:`Recorder.finish`), unless it gets None: of a rehearsal, or a run that had seen
     all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by
     file name. ``sender`` is the child that sends the record; None records nothing.
-
-    It raises what :func:`train` does.
     """
-    device, (store, among) = prepared.device, prepared.images
-    doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
-    encoders = encoders_of(plan.spec, device)
+    device, (store, among), doing = prepared.device, prepared.images.trained, partial(activity, progress)
+    encoders = encoders_of(plan.spec.data.text, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
     other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), named_builds(doing), for_good():
@@ -263,7 +248,7 @@ def run_training(
             others=[layers_for(plan.spec, size, plan.ds.layout.tensor) for size in other_sizes],
             verbose=asked.verbose,
         )
-        engine.rate = rate_of(plan.spec)
+        engine.rate = rate_of(plan.spec.optimizer, plan.spec.train.images)
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
             numbers = [engine.module.size_number(each.size) for each in store.caches]
@@ -287,10 +272,9 @@ def _recorded(
     plan: RunPlan, prepared: Prepared, asked: Asked, line: ProgressLine, files: Mapping[str, str], sender: Popen[bytes]
 ) -> contextlib.AbstractContextManager[Recorder]:
     """Record the run, on rank 0."""
-    store, device = prepared.images.cache, prepared.device
-    spec, config = plan.spec.model_dump(mode="json"), plan.ds.as_json()
+    store, device, about = prepared.images.trained.cache, prepared.device, prepared.about
     derived: dict[str, object] = {
-        **plan.ds.layout.sizes,
+        **about.layout,
         "parameters": plan.parameters,
         "forward_gflops_per_image": 2 * plan.macs / 1e9,
         "steps": plan.steps,
@@ -299,8 +283,8 @@ def _recorded(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
     }
     kept: dict[str, str | bytes] = {
-        SPEC: yaml.safe_dump(spec, sort_keys=False),
-        DS_CONFIG: json.dumps(config, indent=2) + "\n",
+        SPEC: yaml.safe_dump(about.spec, sort_keys=False),
+        DS_CONFIG: json.dumps(about.ds_config, indent=2) + "\n",
         **files,
     }
     if store.constants is not None:
@@ -313,7 +297,7 @@ def _recorded(
     start = RunStart(
         plan.spec.logging.experiment,
         prepared.claim.run_dir,
-        params={**spec, "ds_config": config, "derived": derived},
+        params={**about.spec, "ds_config": about.ds_config, "derived": derived},
         tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
         dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
         parent=asked.parent_run,
@@ -361,7 +345,7 @@ def _train(
     encoders: TextEncoders | None,
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
-    spec, run_dir = plan.spec, prepared.claim.run_dir
+    spec, run_dir, images = plan.spec, prepared.claim.run_dir, prepared.images
     rehearsal = saver = None
     with watchdog.blamed(), watchdog.pause():
         if asked.steps is not None:
@@ -380,14 +364,15 @@ def _train(
         recorder.finish("FINISHED")
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
-    losses, drawn_for = None, prepared.images
-    if len(prepared.held_out.positions):
-        losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
-        drawn_for = prepared.held_out
+    losses, drawn_for = None, images.trained
+    if len(images.held_out.positions):
+        losses = HeldOutLoss(spec, engine.device, *images.held_out, encoders, images=engine.micro_batch_size)
+        drawn_for = images.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
-    previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
-    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops)
-    batches = partial(_batches, spec, plan.ds.layout, prepared.images, engine, encoders)
+    previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
+    measure_every = spec.evaluation.every_images
+    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops)
+    batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:

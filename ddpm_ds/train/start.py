@@ -1,5 +1,7 @@
 """Start of a run on one process: it meets the other ranks, checks that they have the same software, files and images
-and a GPU each, and joins the process group.
+and a GPU each, and joins the process group::
+
+    meet ──▶ Rendezvous ──▶ shared_images ──▶ Images ──▶ started ──▶ Prepared, Watchdog
 """
 
 import contextlib
@@ -10,19 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.config.spec import RunSpec, check_picture
+from ddpm_ds.config.spec import RunSpec, SamplesSpec, check_picture
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import check_steps, pixels_of
 from ddpm_ds.data.prepare import How
+from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.text import check_text
 from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, memory_bytes, share_threads
 from ddpm_ds.ground.errors import HostError, SpecError, one_line
@@ -35,21 +38,11 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import flatten
-from ddpm_ds.tracking.progress import ProgressLine
+from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.run_folder import disk_errors_reported
+from ddpm_ds.train import resume
 from ddpm_ds.train.asked import Asked
-from ddpm_ds.train.resume import (
-    Claim,
-    InitialWeights,
-    check_resume,
-    claim_run,
-    find_checkpoint,
-    gather_in,
-    images_learned,
-    remove_abandoned_points,
-)
 from ddpm_ds.train.saving import described
-from ddpm_ds.unet.layers import parameter_shapes
 from ddpm_ds.unet.model import check_compiler, choose_kernels
 from ddpm_ds.unet.operations import widening
 
@@ -61,147 +54,142 @@ MOST_NAMED = 3
 """Maximum number of differences that a message names."""
 
 
+class Images(NamedTuple):
+    """Images that a run is trained on, and held-out ones, which all ranks have alike."""
+
+    trained: Subset
+    held_out: Subset
+    checksums: dict[str, str]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Inputs of a run, checked on all ranks."""
 
     device: torch.device
-    images: Subset
-    """Images that are trained on."""
-    held_out: Subset
-    claim: Claim
+    images: Images
+    claim: resume.Claim
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
     about: Description
-    """Description of the run for its checkpoints."""
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
-    initial: InitialWeights | None
+    initial: resume.InitialWeights | None
     prompts: EncodedPrompts | None
     """Prompts of the run's pictures, on rank 0 alone; None in a run without text."""
 
 
 def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: ProgressLine | None) -> Rendezvous:
-    """Meet the other ranks on this process's ``device``; HostError if they would run something else. Collective."""
+    """Meet the other ranks on this process's ``device``; UserError if they would run something else, share a GPU, or
+    if the device lacks kernels or a compiler. Collective.
+    """
     if asked.memory_budget is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(asked.memory_budget / memory_bytes(device), 1.0), device)
     use_host_accelerator()
     share_threads(device)
-    with progress.doing("waiting for all processes") if progress is not None else contextlib.nullcontext():
+    with activity(progress, "waiting for all processes"):
         rendezvous = Rendezvous(asked.start_seconds)
     with rendezvous.reporting():
         documents = {str(draft.spec_path): draft.spec.model_dump(mode="json"), str(draft.ds_path): draft.ds.as_json()}
         check_alike(rendezvous, documents, draft.bounds, device.type)
+        mixed_gpus = check_gpus(rendezvous, device)
+        choose_kernels(draft.ds.config.kernels, device)  # raises if they can't run
+        if draft.ds.config.compile:
+            check_compiler(device)
+        if rendezvous.rank == 0:
+            for notice in filter(None, (mixed_gpus, widening(device.type, DTYPES[draft.ds.precision][1]))):
+                print(notice, flush=True)
     return rendezvous
+
+
+def shared_images(spec: RunSpec, run_dir: Path, start_from: str, rendezvous: Rendezvous) -> Images:
+    """Prepare the images together, once on each host, and check that all hosts have the same. Collective."""
+    check_text(spec.data.text, spec.unet.text)
+    check_steps(spec.data, len(spec.unet.multipliers))
+    first_on_host = int(os.environ["LOCAL_RANK"]) == 0
+    own = resume.images_learned(run_dir, start_from) if first_on_host else None
+    learned = (one["checksums"] for one in rendezvous.agree("learned", {"checksums": own}))
+    store, held_out = prepare_all(
+        spec.data,
+        How(progress=first_on_host, verify=None if first_on_host else False),
+        learned=next(filter(None, learned), None),
+        group=spec.bucket_group or 1,
+    )
+    check_store(store, spec, held_out)
+    checksums = checksums_of(store, held_out)
+    remedy = "give all hosts the same images, or a data.store_root that all of them see"
+    _check(rendezvous, "prepared images: ", rendezvous.agree("images", checksums), remedy)
+    return Images(*parts(spec.data, store, held_out), checksums)
 
 
 @contextlib.contextmanager
 def started(
     plan: RunPlan,
+    images: Images,
     run_dir: Path,
     device: torch.device,
     asked: Asked,
     rendezvous: Rendezvous,
     progress: ProgressLine | None,
 ) -> Iterator[tuple[Prepared, Watchdog]]:
-    """Start a run on ranks that have met; the body trains it, in the process group and watched.
+    """Start a run on ranks that have met; the body trains it, in the process group and watched. Collective.
 
-    Collective. Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0.
-
-    Raises:
-        UserError: something given is wrong, here or on another host; raised before anything is trained.
-        PeerLostError: another rank is gone.
+    Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0. UserError if something given is wrong, here or
+    on another host; PeerLostError if another rank is gone.
     """
-    checking = progress.doing("checking the run's files and images") if progress else contextlib.nullcontext()
-    with rendezvous.reporting(), disk_errors_reported(run_dir), checking:
-        prepared = _prepared(plan, run_dir, device, asked, rendezvous, progress)
+    log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
+    rank, gather, spec = rendezvous.rank, resume.gather_in(rendezvous), plan.spec
+    with rendezvous.reporting(), disk_errors_reported(run_dir), activity(progress, "checking the run's files"):
+        claim = resume.claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
+        about = described(spec, plan.ds, plan.layers, images.checksums, images.trained.cache.meta.facts)
+        checkpoint = agreed(partial(resume.find_checkpoint, claim.run_dir, asked.start_from, log), rank, gather)
+        changed, initial, prompts = list[str](), None, None
+        if checkpoint is not None:
+            changed = resume.check_resume(checkpoint, about, claim.run_dir)
+            log(f"resuming from {checkpoint.path}")
+            for change in changed:
+                log(f"  changed since: {change}")
+        elif spec.train.initial_weights is not None:
+            initial = resume.InitialWeights(spec.train.initial_weights, about.parameters, DTYPES[plan.ds.precision][1])
+        if rank == 0 and spec.data.text is not None and spec.samples.every_images is not None:
+            prompts = _prompts(spec.data.text, spec.samples, images, claim.run_dir / PROMPTS, device, log)
+        rendezvous.agree("ready", {})
+        if rank == 0 and (left := resume.remove_abandoned_points(claim.run_dir, checkpoint, about)):
+            log(left)
     with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
         rendezvous.close()
         names = []
-        for rank in range(dist.get_world_size()):
-            stage, _, part = plan.grid.coordinates(rank)
-            names.append(rendezvous.name(rank, stage, part if plan.grid.tensor > 1 else None))
-        rank, store, dead, hang = rendezvous.rank, rendezvous.store, asked.dead_seconds, asked.hang_seconds
+        for each in range(dist.get_world_size()):
+            stage, _, part = plan.grid.coordinates(each)
+            names.append(rendezvous.name(each, stage, part if plan.grid.tensor > 1 else None))
+        dead, hang = asked.dead_seconds, asked.hang_seconds
         work = DeviceWork(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
-        with Watchdog(rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
-            yield prepared, watchdog
+        with Watchdog(rank, names, rendezvous.store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
+            yield Prepared(device, images, claim, checkpoint, about, changed, initial, prompts), watchdog
         dist.barrier()
 
 
-def _prepared(
-    plan: RunPlan, run_dir: Path, device: torch.device, asked: Asked, rendezvous: Rendezvous, line: ProgressLine | None
-) -> Prepared:
-    """Check this rank's device and images against those of the others, and claim the run's folder."""
-    rank = rendezvous.rank
-    mixed_gpus = check_gpus(rendezvous, device)
-    choose_kernels(plan.ds.config.kernels, device)  # raises if they can't run
-    if plan.ds.config.compile:
-        check_compiler(device)
-    check_text(plan.spec.data.text, plan.spec.unet.text)
-    check_steps(plan.spec.data, len(plan.spec.unet.multipliers))
-    first_on_host = int(os.environ["LOCAL_RANK"]) == 0
-    gather = gather_in(rendezvous)
-    store, held_out = prepare_all(
-        plan.spec.data,
-        How(progress=first_on_host, verify=None if first_on_host else False),
-        learned=next(filter(None, gather(images_learned(run_dir, asked.start_from) if first_on_host else None)), None),
-        group=plan.spec.bucket_group or 1,
-    )
-    check_store(store, plan.spec, held_out)
-    checksums = checksums_of(store, held_out)
-    remedy = "give all hosts the same images, or a data.store_root that all of them see"
-    _check(rendezvous, "prepared images: ", rendezvous.agree("images", checksums), remedy)
-    log: Callable[[str], None] = line.log if line is not None else lambda text: None
-    claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
-    checkpoint = agreed(partial(find_checkpoint, claim.run_dir, asked.start_from, log), rank, gather)
-    changed, initial = list[str](), None
-    if checkpoint is not None:
-        changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), checksums, claim.run_dir)
-        log(f"resuming from {checkpoint.path}")
-        for change in changed:
-            log(f"  changed since: {change}")
-    elif plan.spec.train.initial_weights is not None:
-        shapes, dtype = parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
-        initial = InitialWeights(plan.spec.train.initial_weights, shapes, dtype)
-    images = parts(plan.spec.data, store, held_out)
-    about = described(plan.spec, plan.ds, plan.layers, checksums, store.meta.facts)
-    prompts = _prompts(plan.spec, *images, claim.run_dir, device, log) if rank == 0 else None
-    rendezvous.agree("ready", {})
-    if rank == 0:
-        if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
-            log(left)
-        for notice in (mixed_gpus, widening(device.type, DTYPES[plan.ds.precision][1])):
-            if notice is not None:
-                print(notice, flush=True)
-    return Prepared(device, *images, claim, checkpoint, about, changed, initial, prompts)
-
-
 def _prompts(
-    spec: RunSpec, images: Subset, held_out: Subset, run_dir: Path, device: torch.device, log: Callable[[str], None]
-) -> EncodedPrompts | None:
-    """Return the prompts of the pictures; a resumed run keeps its own."""
-    if spec.data.text is None or spec.samples.every_images is None:
-        return None
-    prompts = spec.samples.prompts
+    text: TextSpec, samples: SamplesSpec, images: Images, file: Path, device: torch.device, log: Callable[[str], None]
+) -> EncodedPrompts:
+    """Return the prompts of the pictures; a resumed run keeps those of its ``file``."""
+    prompts = samples.prompts
     if not prompts:
-        store, positions = held_out if len(held_out.positions) else images
-        positions = positions[: min(spec.samples.count, MOST_CAPTIONS)]
-        if spec.data.text.stored != "ids":
+        store, positions = images.held_out if len(images.held_out.positions) else images.trained
+        positions = positions[: min(samples.count, MOST_CAPTIONS)]
+        if text.stored != "ids":
             return EncodedPrompts.of_captions(store, positions)
         prompts = first_captions(store, positions)
-    kept = EncodedPrompts.read(run_dir / PROMPTS)
-    if kept is not None and kept.texts == prompts:
+    if (kept := EncodedPrompts.read(file)) is not None and kept.texts == prompts:
         return kept
-    return EncodedPrompts.of(spec.data.text, prompts, device, log)
+    return EncodedPrompts.of(text, prompts, device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | None = None) -> None:
-    """Refuse images that the spec's U-Net does not fit; ``held_out`` is the cache of held-out images.
-
-    Raises:
-        SpecError: classes differ, too many images are held out, or pictures of decoded latents would be too large.
+    """Check that the images fit the spec's U-Net; SpecError if classes differ, too many are held out, or pictures of
+    decoded latents would be too large.
     """
-    held_out = store if held_out is None else held_out
+    held_out = held_out or store
     try:
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
@@ -214,8 +202,8 @@ def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | Non
             raise SpecError(f"unet.classes = {asked}, but the images have no labels; {fix}")
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
     if asked is not None and held_out.meta.classes != store.meta.classes:
-        both = enumerate(itertools.zip_longest(held_out.meta.classes, store.meta.classes, fillvalue="missing"))
-        number, theirs, ours = next((number, *names) for number, names in both if names[0] != names[1])
+        pairs = itertools.zip_longest(held_out.meta.classes, store.meta.classes, fillvalue="missing")
+        number, (theirs, ours) = next(one for one in enumerate(pairs) if len({*one[1]}) > 1)
         raise SpecError(
             f"data.held_out_path = {spec.data.held_out_path}: class {number} is {one_line(theirs)}, and that of "
             f"data.path = {spec.data.path} is {one_line(ours)}; give both the same classes, or --set unet.classes=null"
@@ -235,21 +223,16 @@ def check_alike(
 
 
 def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
-    """Check that each rank has its own GPU; return a line if they are of several models. Collective.
-
-    Raises:
-        HostError: ranks share a GPU, or their settings of NCCL differ.
-        PeerLostError: a rank is lost.
-    """
+    """Check that ranks have GPUs of their own and NCCL's settings alike; return a line if models differ. Collective."""
     if device.type != "cuda":
         return None
     gpu = torch.cuda.get_device_properties(device)
     settings = {name: os.environ.get(name) for name in MESSAGE_ENVIRONMENT if name.startswith("NCCL_")}
     own = {"id": str(gpu.uuid), "model": f"{gpu.name} {gib(gpu.total_memory)}", "settings": settings}
     all_gpus = rendezvous.agree("gpus", own)
-    remedy = "set it alike everywhere, in .deepspeed_env for example"
-    _check(rendezvous, "", [one["settings"] for one in all_gpus], remedy)
-    owners: dict[str, int] = {}
+    settings_of_all, remedy = [one["settings"] for one in all_gpus], "set it alike everywhere, as in .deepspeed_env"
+    _check(rendezvous, "", settings_of_all, remedy)
+    owners = dict[str, int]()
     for rank, one in enumerate(all_gpus):
         if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
             raise HostError(

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import EncodedPrompts
+from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
-from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
 from ddpm_ds.diffusion.process import Drawing, Sampler
@@ -53,11 +52,9 @@ def _parts(calls: Sequence[int], stops: Stops) -> Iterator[Sequence[int]]:
 
 
 class Previews:
-    """The first ``samples.count`` images of the sampler of an engine's run: those of ``ddpm-ds sample`` with its own
-    seed.
+    """The first ``samples.count`` images of the sampler of an engine's run, as ``ddpm-ds sample`` draws them.
 
-    A run with a condition of each image draws members for the first ``positions`` of its data-set cache ``store``, a
-    run with text for ``prompts``.
+    A run with a condition of each image draws members for the first of ``images``, a run with text for ``prompts``.
     """
 
     def __init__(
@@ -65,23 +62,22 @@ class Previews:
         spec: RunSpec,
         engine: UnetPipelineEngine,
         watchdog: Watchdog,
-        store: DatasetCache | None = None,
-        positions: Indices | None = None,
+        images: Subset,
         prompts: Prompts | None = None,
         stops: Stops = lambda: False,
     ) -> None:
-        self._spec, self._engine, self._watchdog, self._store = spec, engine, watchdog, store
-        self._stops, self._prompts = stops, prompts
-        data, device = spec.data, engine.device
-        statistics = store.meta.statistics if store is not None and data.are_fields else {}
-        self._scale = Scale.of(data.normalise, statistics.get("images"), device, pictures=not data.are_fields)
+        self._spec, self._engine, self._watchdog, self._prompts, self._stops = spec, engine, watchdog, prompts, stops
+        self._store, self._positions = store, positions = images
+        data, device, statistics = spec.data, engine.device, store.meta.statistics
+        own = statistics.get("images") if data.are_fields else None
+        self._scale = Scale.of(data.normalise, own, device, pictures=not data.are_fields)
         self._to_pixels = to_pixels(autoencoder_of(data), device)
         self._conditions: Conditions | None = None
-        self._positions, self.count, self.members = positions, spec.samples.count, 1
-        if store is not None and data.condition is not None:
-            given = store.meta.statistics.get("condition")
+        self.count, self.members = spec.samples.count, 1
+        if data.condition is not None:
+            given = statistics.get("condition")
             self._conditions = Conditions(data, device, statistics=given, constants=store.constants)
-            if self._conditions.reads and positions is not None:
+            if self._conditions.reads:
                 most = MOST_MEMBERS if OBJECTIVES[spec.diffusion.objective].diffuses else 1
                 self.members = max(k for k in range(1, most + 1) if self.count % k == 0)
                 self.count = min(self.count, self.members * len(positions))
@@ -132,11 +128,10 @@ class Previews:
         labels = None if classes is None else index % classes
         if self._conditions is not None:
             inputs = index.clamp(max=self.count - 1) // self.members
-            condition = self._condition(inputs)
+            condition = self._condition(self._conditions, inputs)
             dropped = self._conditions.dropped(condition)
             if labels is not None and self._conditions.reads:
-                store, at = self._stored(inputs)
-                labels = torch.from_numpy(store.labels[at])
+                labels = torch.from_numpy(self._store.labels[self._positions[inputs.numpy()]])
         index = index.to(device)
         if self._prompts is not None:
             condition, dropped = self._prompts.beside(condition, index)
@@ -150,32 +145,24 @@ class Previews:
             conditions=(condition, dropped),
         )
 
-    def _condition(self, inputs: Tensor) -> Condition:
-        assert self._conditions is not None
-        fields = {name: self._field(name, inputs) for name in self._conditions.reads}
-        return self._conditions.at_rest(fields, inputs.to(self._engine.device), self._scale)
+    def _condition(self, conditions: Conditions, inputs: Tensor) -> Condition:
+        fields = {name: self._field(name, inputs) for name in conditions.reads}
+        return conditions.at_rest(fields, inputs.to(self._engine.device), self._scale)
 
     def _field(self, name: str, inputs: Tensor) -> Tensor:
-        store, at = self._stored(inputs)
-        return torch.from_numpy(store.fields[name].read(at)).to(self._engine.device)
-
-    def _stored(self, inputs: Tensor) -> tuple[DatasetCache, Indices]:
-        assert self._store is not None and self._positions is not None, "a run with conditions has both"
-        return self._store, self._positions[inputs.numpy()]
+        read = self._store.fields[name].read(self._positions[inputs.numpy()])
+        return torch.from_numpy(read).to(self._engine.device)
 
     def _beside(self, drawn: Tensor) -> Drawn:
-        """Return drawn images with their conditions."""
-        names = self._names("images") if self._spec.data.are_fields else ()
+        fields = self._store.meta.fields
+        names, given = (fields[name].channels if name in fields else () for name in ("images", "condition"))
+        names = names if self._spec.data.are_fields else ()
         if self._conditions is None or not self._conditions.reads:
             return Drawn(drawn, channels=names, prompts=() if self._prompts is None else self._prompts.texts)
         inputs = torch.arange(min(self.count // self.members, MOST_ROWS))
-        shown = self._conditions.shown(self._condition(inputs), self._scale)
+        shown = self._conditions.shown(self._condition(self._conditions, inputs), self._scale)
         truths = Moves(self._spec.data.size).of(self._field("images", inputs)).float().cpu()
-        return Drawn(drawn, self.members, shown, truths, names, self._names("condition"))
-
-    def _names(self, name: str) -> tuple[str, ...]:
-        fields = {} if self._store is None else self._store.meta.fields
-        return fields[name].channels if name in fields else ()
+        return Drawn(drawn, self.members, shown, truths, names, given)
 
 
 def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
@@ -202,9 +189,9 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the values of a held-out loss on an engine, whose replicas share the calls; raises Stopped as well.
+    """Return the values of a held-out loss, of which replicas share the calls; raises Stopped as well. Collective.
 
-    Collective over all ranks; first stages read the images and get the values, others an empty dictionary.
+    First stages read the images and get the values, others an empty dictionary.
     """
     replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
     sums, module, pipeline = held_out.zeros(), engine.module, ForwardPipeline(engine, held_out.images)
@@ -233,7 +220,9 @@ def measured(
 class Validation:
     """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks."""
 
-    spec: RunSpec
+    draw_every: int | None
+    measure_every: int | None
+    """Images between two pictures, and between two losses; None for none."""
     engine: UnetPipelineEngine
     ema: Ema
     held_out: HeldOutLoss | None
@@ -245,9 +234,8 @@ class Validation:
 
     def due(self, before: int, done: bool) -> tuple[bool, bool]:
         """Return whether samples, and whether the held-out loss are due after the step from ``before`` images on."""
-        spec, seen = self.spec, self.engine.images_seen
-        losses = self.held_out is not None and is_due(spec.evaluation.every_images, before, seen, done)
-        return is_due(spec.samples.every_images, before, seen, done), losses
+        seen, every = self.engine.images_seen, None if self.held_out is None else self.measure_every
+        return is_due(self.draw_every, before, seen, done), is_due(every, before, seen, done)
 
     def after_step(self, before: int, done: bool) -> None:
         """Draw the samples and measure the loss that are due, unless the run is asked to stop meanwhile."""
@@ -265,7 +253,7 @@ class Validation:
 
     def before_first_step(self) -> None:
         """Draw the samples of the initial weights, unless samples are off or the run is resumed."""
-        if self.spec.samples.every_images is not None and not self.engine.global_steps:
+        if self.draw_every is not None and not self.engine.global_steps:
             begin = time.perf_counter()
             with self._averaged():
                 self._draw(begin)

@@ -21,6 +21,7 @@ from ddpm_ds.ground.device import host_memory
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.ground.units import gib
 from ddpm_ds.processes.supervisor import Outcome, Place
+from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.run_folder import EVENTS, append_event, ending
 from tests.forking import REPOSITORY
 from tests.launching import place_digits, run_ranks, tiny_spec
@@ -180,7 +181,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         (begun[-1] / "spec.yaml").touch()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "new_run_dir", lambda name: Path("runs", f"20261101-120000-{name}"))
+    monkeypatch.setattr(run_folder, "new_run_dir", lambda name: Path("runs", f"20261101-120000-{name}"))
     monkeypatch.setattr(launch, "supervise", supervised)
     monkeypatch.setattr(train, "_train_with_others", trained)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("HOME", str(tmp_path))):

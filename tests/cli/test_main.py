@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddpm_ds.cli import train
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec_file import SPEC
@@ -77,12 +78,10 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
 
 
 def test_each_fault_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "--spec", str(DIGITS), "--set", "data.sorce=x", "--set", "unet.dropout=2"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[:3] for line in lines] == [
-        ["ddpm-ds", " error", " --set data.sorce=x"],
-        ["ddpm-ds", " error", " --set unet.dropout=2"],
-    ]
+    changes = ["data.sorce=x", "unet.dropout=2"]
+    assert main(["prepare", "--spec", str(DIGITS), *(word for one in changes for word in ("--set", one))]) == 2
+    for line, change in zip(capsys.readouterr().err.splitlines(), changes, strict=True):
+        assert line.startswith(f"ddpm-ds: error: --set {change}: ")
 
 
 IMPORTED = """
@@ -136,11 +135,12 @@ def test_output_that_nobody_reads_any_more_ends_the_command_quietly(monkeypatch:
         assert main(["schema"]) == 128 + signal.SIGPIPE
 
 
-def test_help_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [[], ["run"], ["checkpoint", "list"], None], ids=str)
+def test_help_is_exit_code_0(words: list[str] | None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["prepare", "--help"])
-    assert caught.value.code == 0
-    assert "usage: ddpm-ds" in capsys.readouterr().out
+        train.main(["--help"]) if words is None else main([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0 and ("exit codes" in shown or words == ["checkpoint", "list"])
 
 
 def test_schema_and_errors_come_without_torch() -> None:

@@ -127,14 +127,8 @@ def test_python_draws_the_same(planted: Planted) -> None:
         draw_from_python(trained, 6, conditions="held-out")
 
 
-FORECAST: dict[str, Any] = {
-    "kind": "stored",
-    "variables": ["t2m", "u"],
-    "channels": 2,
-    "normalise": "statistics",
-    "constants": ["land"],
-    "constant_channels": 1,
-}
+STATES = {"kind": "stored", "variables": ["t2m", "u"], "channels": 2, "normalise": "statistics"}
+FORECAST: dict[str, Any] = {**STATES, "constants": ["land"], "constant_channels": 1}
 
 
 @pytest.fixture
@@ -175,10 +169,7 @@ def test_a_rollout_feeds_each_state_back(forecast: Planted, tmp_path: Path, samp
         ("--conditions OUT/no.npz", "no.npz does not exist; name a file or folder, or held-out"),
         ("--conditions held-out --count 6", "has 5 inputs; name some of these"),
         ("--conditions held-out --first 5", "has 5 inputs; name some of these"),
-        (
-            "--conditions held-out --steps-ahead 2 --out OUT/x.npy",
-            "needs a vector for each step (data.condition.vector",
-        ),
+        ("--conditions held-out --steps-ahead 2 --out OUT/x.npy", "needs a vector for each step (data.condition.vec"),
         ("--conditions held-out --channel v", "--channel v is none of t2m, u"),
         ("--conditions held-out --out OUT/x.npz", "can't hold fields, which"),
         ("--conditions held-out --members 0", "'0' is not a number from 1 to 4,096"),

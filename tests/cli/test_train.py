@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -26,7 +25,7 @@ from ddpm_ds.ground.device import choose_device
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import Machine, machine_like
-from tests.launching import REPOSITORY, write_json
+from tests.launching import REPOSITORY
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -40,40 +39,41 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
-def run(*arguments: object, config: Path = MAIN) -> int:
-    return command.main(["--deepspeed_config", str(config), *map(str, arguments)])
-
-
-def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: object, config: Path = MAIN) -> str:
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: object) -> str:
     """The one line of a refusal."""
-    assert run(*arguments, config=config) == 2
+    assert command.main(["--deepspeed_config", str(MAIN), *map(str, arguments)]) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err.startswith("ddpm_ds: error: "), err
     assert not (tmp_path / "runs").exists(), "a refused run left something behind"
     return err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--set", "unet.chanels=64"], "did you mean unet.channels?"),
-        (["--spec", "nowhere.yaml"], "no such run spec"),
-        (["-p", "2"], "don't divide 1 processes"),
-        (["--sett", "x=1"], "unrecognized arguments"),
-        (["-p", "two"], "'two' is not a whole number"),
-        (["--note", os.fsdecode(b"caf\xe9")], "is not UTF-8 text"),
-    ],
-)
-def test_bad_options_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert said in refused(capsys, tmp_path, *arguments)
+REFUSED = {
+    "--set unet.chanels=64": "did you mean unet.channels?",
+    "--spec nowhere.yaml": "no such run spec",
+    "-p 2": "don't divide 1 processes",
+    "--sett x=1": "unrecognized arguments",
+    "-p two": "'two' is not a whole number",
+    f"--note {os.fsdecode(b'caf' + bytes([0xE9]))}": "is not UTF-8 text",
+    "--set ds.gradient_cliping=1.0": "did you mean gradient_clipping?",
+    "--run-dir file/run": "--run-dir file/run can't be written",
+    "--run-dir run --resume never": "--run-dir run holds a run and --resume is never",
+    "--run-dir photos": "--run-dir photos is neither empty nor the folder of a run",
+    "--run-dir mine/digits-2 --resume digits-1": "has one; did you mean mine/digits-1?",
+    **dict.fromkeys(
+        [f"--resume {what}" for what in ("nowhere/digits-1", "a\0b", "x" * 5000, "file", "empty")],
+        "is no checkpoint, and no run's folder that has one; write a path, such as runs/NAME",
+    ),
+}
 
 
-def test_a_bad_json_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    edited = tmp_path / "edited.json"
-    edited.write_text(json.dumps({**json.loads(MAIN.read_text()), "gradient_cliping": 1.0}))
-    assert "did you mean gradient_clipping?" in refused(capsys, tmp_path, config=edited)
+@pytest.mark.parametrize("words", REFUSED, ids=lambda words: ascii(words)[:40])
+def test_bad_options_are_refused(words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for folder in ("empty", "run", "photos", "mine/digits-1/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("file", "run/spec.yaml", "photos/holiday.jpg"):
+        (tmp_path / file).touch()
+    assert REFUSED[words] in refused(capsys, tmp_path, "--set", "data.store_root=s", *words.split(" "))
 
 
 def test_more_stages_than_layers_are_refused(
@@ -82,58 +82,47 @@ def test_more_stages_than_layers_are_refused(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # on one host, so that nobody elsewhere has to be told
         monkeypatch.setenv(name, "32")
     assert "has mirrored cuts for 7 at most; use fewer stages" in refused(capsys, tmp_path, "-p", "32")
-    values = json.loads(MAIN.read_text())
-    values["pipeline"]["schedule"] = "1f1b"
-    line = write_json(tmp_path / "line.json", values)
-    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32", config=line)
+    line = ("--set", "ds.pipeline.schedule=1f1b")
+    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32", *line)
 
 
-@pytest.mark.parametrize("folder", ["nowhere", "empty"])
-def test_a_folder_without_images_is_refused(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    spec = REPOSITORY / "launch" / "specs" / "folder.yaml"
-    changes = ("--set", f"data.path={folder}", "--set", "data.store_root=s")
-    assert folder in refused(capsys, tmp_path, "--spec", spec, *changes)
-
-
-def test_more_classes_than_the_images_have_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name in ("cats", "dogs"):
-        (tmp_path / "pets" / name).mkdir(parents=True)
-        Image.new("L", (8, 8)).save(tmp_path / "pets" / name / "one.png")
-    overrides = ["data.source=folder", "data.path=pets", "data.store_root=s", "unet.classes=3"]
-    overrides.append("data.held_out_images=0")
-    said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
-    assert "unet.classes = 3, but the images have 2 classes" in said
-
-
-def test_held_out_images_of_other_classes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for folder, names in (("train", ("cats", "dogs", "owls")), ("val", ("cats", "owls"))):
-        for name in names:
-            (tmp_path / folder / name).mkdir(parents=True)
-            Image.new("L", (8, 8), len(folder)).save(tmp_path / folder / name / "one.png")
-    overrides = ["data.source=folder", "data.path=train", "data.held_out_path=val", "data.store_root=s"]
-    overrides += ["unet.classes=3", "data.held_out_images=0"]
-    said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
-    assert (
-        "data.held_out_path = val: class 1 is owls, and that of data.path = train is dogs; give both the same" in said
-    )
+PETS = ["data.source=folder", "data.path=pets"]
 
 
 @pytest.mark.parametrize(
-    ("source", "hint"),
-    [("folder", "folders in data.path are classes"), ("arrays", "they are the array labels of a .npz")],
+    ("folders", "changes", "said"),
+    [
+        ([], ["data.source=folder", "data.path=nowhere"], "nowhere"),
+        (["pets"], PETS, "pets"),
+        (["pets/cats", "pets/dogs"], [*PETS, "unet.classes=3"], "unet.classes = 3, but the images have 2 classes"),
+        (
+            ["pets/cats", "pets/dogs", "pets/owls", "val/cats", "val/owls"],
+            [*PETS, "data.held_out_path=val", "unet.classes=3"],
+            "data.held_out_path = val: class 1 is owls, and that of data.path = pets is dogs; give both the same",
+        ),
+        (
+            ["pets/"],
+            [*PETS, "unet.classes=10"],
+            "unet.classes = 10, but the images have no labels; folders in data.path are classes",
+        ),
+        (
+            [],
+            ["data.source=arrays", "data.path=pets.npy", "unet.classes=10"],
+            "unet.classes = 10, but the images have no labels; they are the array labels of a .npz",
+        ),
+    ],
 )
-def test_classes_of_images_without_labels_are_refused_with_where_labels_come_from(
-    source: str, hint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_images_that_are_missing_or_of_other_classes_are_refused(
+    folders: list[str], changes: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "pets").mkdir()
-    Image.new("L", (8, 8)).save(tmp_path / "pets" / "one.png")
+    """Each folder has a picture, but a plain one has none."""
     np.save(tmp_path / "pets.npy", np.zeros((2, 8, 8), np.uint8))
-    path = "pets" if source == "folder" else "pets.npy"
-    overrides = [f"data.source={source}", f"data.path={path}", "data.store_root=s", "data.held_out_images=0"]
-    overrides.append("unet.classes=10")
-    said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
-    assert f"unet.classes = 10, but the images have no labels; {hint}" in said and "unet.classes=null" in said
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        if "/" in folder:
+            Image.new("L", (8, 8), len(folder)).save(tmp_path / folder / "one.png")
+    changes = [*changes, "data.store_root=s", "data.held_out_images=0"]
+    assert said in refused(capsys, tmp_path, *(part for change in changes for part in ("--set", change)))
 
 
 def test_a_damaged_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -144,27 +133,6 @@ def test_a_damaged_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
     content[-1] ^= 1
     images.write_bytes(content)
     assert "images.npy" in refused(capsys, tmp_path, "--set", "data.store_root=s")
-
-
-def test_an_output_folder_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    said = refused(capsys, tmp_path, "--run-dir", "file/run", "--set", "data.store_root=s")
-    assert "--run-dir file/run can't be written" in said
-
-
-@pytest.mark.parametrize(
-    ("file", "resume", "said"),
-    [
-        ("spec.yaml", "never", "--run-dir old holds a run and --resume is never"),
-        ("holiday.jpg", "auto", "--run-dir old is neither empty nor the folder of a run"),
-    ],
-)
-def test_a_run_folder_that_is_taken_is_refused(
-    file: str, resume: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / file).write_text("")
-    assert said in refused(capsys, tmp_path, "--run-dir", "old", "--resume", resume)
 
 
 @pytest.mark.parametrize(
@@ -206,18 +174,6 @@ def test_another_experiment_and_a_deleted_one_are_refused(
     said = refused(capsys, tmp_path, *elsewhere)
     assert "MLFLOW_EXPERIMENT_NAME=another one, but logging.experiment = gone" in said
     assert "--set 'logging.experiment=another one', or unset" in said
-
-
-@pytest.mark.parametrize("resume", ["digits-1", "nowhere/digits-1", "a\0b", "x" * 5000, "file", "empty"])
-def test_resuming_from_no_checkpoint_is_refused(
-    resume: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "mine" / "digits-1" / "checkpoints").mkdir(parents=True)
-    said = refused(capsys, tmp_path, "--run-dir", tmp_path / "mine" / "digits-2", "--resume", resume)
-    assert "is no checkpoint, and no run's folder that has one; " in said
-    assert said.endswith(f"did you mean {tmp_path}/mine/digits-1?" if resume == "digits-1" else "such as runs/NAME")
 
 
 def test_cuda_asked_for_by_the_environment_and_absent_is_refused(
@@ -269,32 +225,6 @@ def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_device("cuda").type == "cuda" and torch.backends.cudnn.benchmark
 
 
-def test_dry_run_prints_batch_layout_and_stages_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert run("-p", "2", "--run-dir", "out/mine", "--dry-run") == 0
-    out = capsys.readouterr().out
-    for expected in (
-        "4 processes: 2 stages x 2 replicas, schedule planned",
-        "64 images = 8 micro-batches of 4 x 2 replicas",
-        "701,345 parameters in 17 layers",
-        "128,000 images = 2,000 steps",
-        "out/mine",
-        "sent MB/step",
-    ):
-        assert expected in out
-    assert os.listdir(tmp_path) == []
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        command.parse(["--help"])
-    assert left.value.code == 0
-    out = capsys.readouterr().out
-    assert "exit codes" in out and "--num_gpus 4 launch/train.py" in out
-
-
 SMALL = ("unet.channels=64", "train.batch_images=64", "ds.pipeline.activation_checkpoint_interval=0")
 FP32 = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 
@@ -311,13 +241,7 @@ FP32 = REPOSITORY / "ds_configs" / "zero0_fp32.json"
     ],
 )
 def test_a_run_that_is_larger_than_the_memory_is_refused_with_advice_that_fits(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    kind: str,
-    config: Path,
-    processes: int,
-    share: float,
-    advice: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, config: Path, processes: int, share: float, advice: str
 ) -> None:
     words = ["--deepspeed_config", str(config), *(word for one in SMALL for word in ("--set", one))]
 

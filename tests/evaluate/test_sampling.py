@@ -184,6 +184,7 @@ def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
         ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
+        ("--guidance 1,2", "sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several"),
         ("--out OUT/x.jpg", "the suffix .jpg is of no format; use none for a folder, .npz, .npy or .zarr"),
         ("--out OUT/nowhere/x.npz", "can't be written; name a file in a folder that exists and is yours"),
         ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),

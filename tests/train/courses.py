@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data import prepare, writing
@@ -55,6 +56,12 @@ CALM = {"few": ("1x2", ("1x2", "1x1")), "many": ("2x2", ("2x2", "1x4"))}
 """The layout that begins in fp16 and goes on in fp32, and those in fp32 that it goes on from in fp16."""
 
 
+def about(spec: RunSpec, data_sha256: dict[str, str], ds_config: dict[str, Any] | None = None) -> Description:
+    """What a run says of itself."""
+    values, nothing = spec.model_dump(mode="json"), dict[str, Any]()
+    return Description.model_construct(spec=values, ds_config=ds_config or nothing, data_sha256=data_sha256)
+
+
 class Courses:
     """Trains courses into a folder and finds there what became of them."""
 
@@ -66,10 +73,7 @@ class Courses:
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
         ).model_dump(mode="json", exclude_defaults=True)
-        values["ema"] = {
-            "halflife_images": HALFLIFE_IMAGES,
-            "rampup_fraction": RAMPUP_FRACTION,
-        }
+        values["ema"] = {"halflife_images": HALFLIFE_IMAGES, "rampup_fraction": RAMPUP_FRACTION}
         (folder / "spec.yaml").write_text(yaml.safe_dump(values))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(writing, "SHARD_BYTES", 2**14)  # eight files
@@ -83,10 +87,7 @@ class Courses:
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
         config["optimizer"]["type"] = layout.optimizer
-        config["pipeline"] |= {
-            "activation_checkpoint_interval": layout.recompute,
-            "schedule": layout.schedule,
-        }
+        config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
         if precision == "fp32":
             del config["fp16"]

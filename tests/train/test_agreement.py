@@ -55,7 +55,7 @@ def test_gpus_of_several_models_are_a_remark_and_settings_that_differ_an_error(m
         gpus_of(others, monkeypatch)
 
 
-def test_on_a_cpu_nobody_asks_for_gpus_and_a_version_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_nobody_asks_for_gpus_and_a_version_that_differs_is_named() -> None:
     alone = Rendezvous(1.0)
     assert start.check_gpus(alone, torch.device("cpu")) is None
     alone.hosts = ("worker-1", "worker-2")

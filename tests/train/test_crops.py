@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.held_out import split
 from ddpm_ds.data.loader import Share, micro_batches
 from ddpm_ds.data.prepare import Recipes, prepare
-from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.train.objective import Denoising, HeldOutLoss
-from ddpm_ds.train.resume import check_resume
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
@@ -69,17 +63,3 @@ def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None
     assert torch.equal(x0, expected)
     for tensor in (x_t, x0, eps):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_checkpoint_from_before_the_key_goes_on_without_crops(spec: RunSpec, store: DatasetCache) -> None:
-    plain = spec.model_copy(update={"data": spec.data.model_copy(update={"crop_from": None})})
-    older = plain.model_dump(mode="json")
-    del older["data"]["crop_from"]
-    manifest = SimpleNamespace(spec=older, data_sha256=store.meta.sha256, ds_config={})
-    checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
-    assert check_resume(checkpoint, plain, {}, store.meta.sha256, Path()) == []
-    with pytest.raises(CheckpointError, match=r"data\.crop_from: null -> 11"):
-        check_resume(checkpoint, spec, {}, store.meta.sha256, Path())
-    older["data"]["gone"] = 1
-    with pytest.raises(CheckpointError, match=r"data\.gone: 1 -> unset"):
-        check_resume(checkpoint, plain, {}, store.meta.sha256, Path())

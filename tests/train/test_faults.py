@@ -4,7 +4,6 @@ disturbed; it alone can't go on, and all end."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import sys
@@ -19,7 +18,7 @@ import pytest
 
 from ddpm_ds.ground.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for, write_json
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
@@ -110,12 +109,9 @@ def test_a_rank_killed_at_the_start_and_one_killed_while_a_checkpoint_is_written
 
 def faulty(run_dir: Path, fault: str, *changes: str, exits: ExitFile) -> tuple[list[int], list[str]]:
     """Exit codes of two stages of a line, of which the last, which reads images, meets a fault, and what they print."""
-    line = json.loads((REPOSITORY / "ds_configs/zero2_fp16.json").read_text())
-    line["pipeline"]["schedule"] = "1f1b"
-    config = write_json(run_dir.with_name("line.json"), line)
-    options = ["--hang-seconds", "600"]  # so that nothing but the fault ends them in time
+    changes, options = (*changes, "ds.pipeline.schedule=1f1b"), ["--hang-seconds", "600"]  # the fault is what ends them
     environment: dict[str, Any] = {"FAULT": fault, EXIT_FILE_VARIABLE: exits.name}
-    with Ranks(run_dir, *changes, options=options, config=str(config), script=FAULTY, **environment) as ranks:
+    with Ranks(run_dir, *changes, options=options, script=FAULTY, **environment) as ranks:
         return ranks.codes(), ranks.said.splitlines()
 
 

@@ -15,14 +15,14 @@ from PIL import Image
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.held_out import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.train.validation import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
-from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec, write_json
+from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.train.ranks import measured_losses, recorded_losses
 from tests.train.validation_worker import WATCHDOG, engine_of
 
@@ -41,15 +41,13 @@ def train(folder: Path, spec: RunSpec, processes: int, stages: int | None = None
     place_empty_store(folder)
     file = folder / "spec.yaml"
     file.write_text(yaml.safe_dump({"name": "tiny", **json.loads(json.dumps(sections_of(spec)))}))
-    config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
-    config["pipeline"] = {**config.get("pipeline", {}), "stages": stages or processes}
-    words = ["--deepspeed_config", str(write_json(folder / "ds.json", config)), "--spec", str(file)]
+    config = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
+    words = ["--deepspeed_config", config, "--spec", str(file), "-p", str(stages or processes)]
     done = run_ranks(
         processes,
         REPOSITORY / "launch" / "train.py",
         *words,
-        "--run-dir",
-        str(folder / "run"),
+        *("--run-dir", str(folder / "run")),
         MLFLOW_TRACKING_URI="",
         XDG_CACHE_HOME=str(folder / "cache"),
         **({READS_TEXT: "1"} if spec.data.text else {}),
@@ -91,17 +89,17 @@ def test_as_many_images_as_asked_for_are_shared_by_the_inputs(
 ) -> None:
     spec = field_spec(tmp_path, samples={"count": count})
     store: DatasetCache = prepare(spec.data)
-    previews = Previews(spec, engine_of(7), WATCHDOG, store, split(COUNT, HELD_OUT)[1][:available])
+    previews = Previews(spec, engine_of(7), WATCHDOG, Subset(store, split(COUNT, HELD_OUT)[1][:available]))
     assert (previews.count, previews.members) == (drawn, members)
     regression = field_spec(tmp_path, samples={"count": count}, diffusion={"objective": "regression"})
-    previews = Previews(regression, engine_of(7), WATCHDOG, store, split(COUNT, HELD_OUT)[1])
+    previews = Previews(regression, engine_of(7), WATCHDOG, Subset(store, split(COUNT, HELD_OUT)[1]))
     assert previews.members == 1
 
 
 def test_pictures_show_the_given_condition_and_the_truth_beside(tmp_path: Path) -> None:
     spec = field_spec(tmp_path, samples={"count": 12})
     store, positions = prepare(spec.data), split(COUNT, HELD_OUT)[1]
-    previews = Previews(spec, engine_of(7), WATCHDOG, store, positions)
+    previews = Previews(spec, engine_of(7), WATCHDOG, Subset(store, positions))
     beside = previews._beside(torch.zeros(12, 2, 8, 12))
     found = arrays()
     assert beside.truths is not None and beside.given is not None
@@ -123,16 +121,10 @@ def text_spec(folder: Path, samples: dict[str, Any], **text: Any) -> RunSpec:
         (folder / "pictures" / f"{number:02}.txt").write_text(CAPTIONS[number % 3])
     write_encoders(folder / "encoders", ["a", "red", "blue", "circle", "square"], width=12, second=8, pooled=10)
     unet = {"context_channels": 20, "blocks": [1], "heads": [2], "pooled_channels": 10, "size_channels": 8}
+    data = {"source": "folder", "path": str(folder / "pictures"), "channels": 3, "store_root": str(folder / "stores")}
+    captions = {"encoders": str(folder / "encoders"), "stored": "int8", "drop_to": "zeros", **text}
     return tiny_spec(
-        data={
-            "source": "folder",
-            "path": str(folder / "pictures"),
-            "channels": 3,
-            "store_root": str(folder / "stores"),
-            "horizontal_flips": False,
-            "held_out_images": 4,
-            "text": {"encoders": str(folder / "encoders"), "stored": "int8", "drop_to": "zeros", **text},
-        },
+        data={**data, "horizontal_flips": False, "held_out_images": 4, "text": captions},
         unet={"classes": None, "multipliers": [1], "attention_resolutions": [], "text": unet},
         optimizer={"learning_rate": 0.03},
         train={"images": 32, "batch_images": 16, "label_drop": 0.0},

@@ -36,21 +36,11 @@ PROCESSES: dict[str, dict[str, Any]] = {
 def spec_of(process: dict[str, Any]) -> RunSpec:
     """A small U-Net of SDXL's kind on latents."""
     text = {"context_channels": WIDTH, "tokens": TOKENS, "blocks": [0, 2], "heads": [1, 2], "middle_blocks": 2}
+    text |= {"pooled_channels": POOLED, "size_channels": 8}
+    latents = {"source": "folder", "path": "pictures", "channels": 4, "autoencoder": "vae", "horizontal_flips": False}
     return tiny_spec(
-        data={
-            "source": "folder",
-            "path": "pictures",
-            "channels": 4,
-            "autoencoder": "vae",
-            "horizontal_flips": False,
-            "text": {"encoders": "sdxl", "drop": 0.0, "drop_to": "zeros"},
-        },
-        unet={
-            "classes": None,
-            "attention_resolutions": [],
-            "dropout": 0.0,
-            "text": {**text, "pooled_channels": POOLED, "size_channels": 8},
-        },
+        data={**latents, "text": {"encoders": "sdxl", "drop": 0.0, "drop_to": "zeros"}},
+        unet={"classes": None, "attention_resolutions": [], "dropout": 0.0, "text": text},
         diffusion=process,
         sampler={"clip": "none"},
         train={"label_drop": 0.0},

@@ -22,7 +22,7 @@ from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, RunFolder, checkpoints_of, identity_of
 from ddpm_ds.train.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
-from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, sources_of, train_all
+from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, about, sources_of, train_all
 from tests.train.ranks import the_same
 
 pytestmark = pytest.mark.launch
@@ -154,7 +154,16 @@ def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -
         checkpoint = checkpoint_at(checkpoints_of(tmp_path / of) / "step_00000002", train="0")
         for after, images in ((tiny_spec(train={"seed": 7}), {"train": "0"}), (tiny_spec(), {"train": "1"})):
             with pytest.raises(CheckpointError, match=f"to train a new run, {advice}$"):
-                check_resume(checkpoint, after, {}, images, tmp_path / "own")
+                check_resume(checkpoint, about(after, images), tmp_path / "own")
+
+
+def test_a_checkpoint_from_before_a_key_goes_on_with_its_default() -> None:
+    checkpoint, now = checkpoint_at(Path("older")), about(tiny_spec(), {})
+    del checkpoint.manifest.spec["data"]["crop_from"]
+    assert check_resume(checkpoint, now, Path()) == []
+    checkpoint.manifest.spec["data"]["gone"] = 1
+    with pytest.raises(CheckpointError, match=r"data\.gone: 1 -> unset"):
+        check_resume(checkpoint, now, Path())
 
 
 @pytest.mark.parametrize("changed", [5, 6])
@@ -163,7 +172,7 @@ def test_more_than_five_other_settings_are_another_run(changed: int) -> None:
     optimizer = {"learning_rate": 0.5, "warmup_images": 3, "decay": "cosine", "decay_to": 0.5}
     after = tiny_spec(train=others, optimizer=dict(list(optimizer.items())[: changed - len(others)]))
     with pytest.raises(CheckpointError) as refused:
-        check_resume(checkpoint_at(Path("older")), after, {}, {}, Path())
+        check_resume(checkpoint_at(Path("older")), about(after, {}), Path())
     named = f"older is of another run, with {changed} other settings; to train a new run, leave --resume out"
     assert (str(refused.value) == named) == (changed > 5) and ("train.seed: " in str(refused.value)) == (changed <= 5)
 
@@ -181,11 +190,11 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
     ) -> tuple[str | None, list[int], list[int | None], bool]:
         """What is said, and the steps of the points, the images of the pictures and whether it is the same run."""
         identity = folder.identity()
-        said = remove_abandoned_points(tmp_path, checkpoint, spec, config)
+        said = remove_abandoned_points(tmp_path, checkpoint, about(spec, {}, config))
         steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in RunFolder(tmp_path).points(name)]
         return said, steps, [images_of(path.stem) for path in folder.all_samples()], identity_of(tmp_path) == identity
 
-    assert remove_abandoned_points(tmp_path, None, slow, config) is None, "a new folder"
+    assert remove_abandoned_points(tmp_path, None, about(slow, {}, config)) is None, "a new folder"
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tiny_spec().model_dump(mode="json"), sort_keys=False))
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "samples").mkdir()

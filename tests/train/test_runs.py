@@ -52,12 +52,13 @@ def train(
     config: str = "zero0_fp32.json",
     overrides: list[str] = TINY,
     cache: Path | None = None,
+    code: int = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """The main command with a small U-Net, its outputs in ``folder``."""
+    """The main command with a small U-Net, its outputs in ``folder``, which ends with an exit ``code``."""
     changes = [f"data.store_root={folder.parent / 'data'}", *overrides]
     place_empty_store(folder.parent)
     place_digits(folder.parent)
-    return run_ranks(
+    done = run_ranks(
         processes,
         TRAIN,
         "--deepspeed_config",
@@ -69,6 +70,8 @@ def train(
         MLFLOW_TRACKING_URI="",
         XDG_CACHE_HOME=str(cache or folder.parent / "cache"),
     )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
 
 
 def curve(folder: Path, name: str = "train/loss") -> list[float]:
@@ -89,7 +92,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on one process in fp32."""
     folder = tmp_path_factory.mktemp("runs") / "one"
     done = train(1, folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (folder.parent / "stdout").write_text(done.stdout)
     (folder.parent / "stderr").write_text(done.stderr)
     return folder
@@ -108,29 +110,43 @@ def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
     folder = one_process
     if process == "edm":
         folder = tmp_path / "runs" / "edm"
-        done = train(1, folder, overrides=[*TINY, *EDM])
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        train(1, folder, overrides=[*TINY, *EDM])
     golden = json.loads(GOLDEN.read_text())
     assert curve(folder) == pytest.approx(golden["train/loss"][process], rel=2e-4)
 
 
+SHORT = ["train.images=160", "logging.log_every_images=32", "samples.every_images=160", "evaluation.every_images=160"]
+SHORT += ["unet.multipliers=[1]", "unet.attention_resolutions=[8]", "unet.head_channels=4", "ema.halflife_images=100"]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shorter run on one process."""
+    folder = tmp_path_factory.mktemp("short") / "one"
+    train(1, folder, config="zero1_fp32.json", overrides=[*TINY, *SHORT])
+    return folder
+
+
 @pytest.mark.launch
 @pytest.mark.long
-def test_two_stages_of_two_replicas_give_the_same_curve_as_one_process(tmp_path: Path) -> None:
-    short = ["train.images=320", "logging.log_every_images=32", "samples.every_images=160"]
-    overrides = [*TINY, *short, "evaluation.every_images=160", "unet.multipliers=[1]", "unet.attention_resolutions=[]"]
-    one, four = (tmp_path / "runs" / name for name in ("one", "four"))
-    for processes, folder, layout in ((1, one, ()), (4, four, ("-p", "2"))):
-        done = train(processes, folder, *layout, overrides=overrides)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert (four / "programs.txt").exists(), "the schedule is planned"
-    losses = curve(four)
-    assert len(losses) == 10 and mlflow_run(four)[1].data.params["derived.stages"] == "2"
-    assert losses == pytest.approx(curve(one), rel=1e-5) and losses[-1] < losses[0]
-    assert curve(four, "eval/loss") == pytest.approx(curve(one, "eval/loss"), rel=1e-4)
-    for images in (160, 320):
-        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (four, one))
+@pytest.mark.parametrize(("stages", "replicas", "parts"), [(2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)])
+def test_a_run_in_another_layout_has_the_curves_and_pictures_of_one_process(
+    stages: int, replicas: int, parts: int, short: Path, tmp_path: Path
+) -> None:
+    processes, folder = stages * replicas * parts, tmp_path / "runs" / "split"
+    options = ("-p", str(stages), "--set", f'ds.pipeline.tensor={{"size":{parts}}}', "--trace-steps", "2-3")
+    done = train(processes, folder, *options, config="zero1_fp32.json", overrides=[*TINY, *SHORT])
+    assert ("layers split; a rank sends " in done.stdout) == (parts > 1), "all that can be: groups and heads divide"
+    assert (folder / "programs.txt").exists() == (stages > 1), "the schedule of a pipeline is planned"
+    losses = curve(folder)
+    assert len(losses) == 5 and losses == pytest.approx(curve(short), rel=1e-5) and losses[-1] < losses[0]
+    assert curve(folder, "eval/loss") == pytest.approx(curve(short, "eval/loss"), rel=1e-4)
+    for images in (0, 160):
+        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (folder, short))
         assert drawn.shape == expected.shape and np.abs(drawn - expected).max() <= 1
+    params, summary = mlflow_run(folder)[1].data.params, json.loads((folder / "trace" / "summary.json").read_text())
+    assert (params["derived.stages"], params["derived.tensor_size"]) == (str(stages), str(parts))
+    assert [rank["part"] for rank in summary["ranks"]] == list(range(parts)) * (processes // parts)
 
 
 @pytest.mark.launch
@@ -210,23 +226,16 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
 @pytest.mark.launch
 def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path: Path) -> None:
     """fp16, ZeRO-2 and both timing keys, which crash the stock engine; cut by the layers' times."""
-    config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
-    config["wall_clock_breakdown"] = True
-    config["flops_profiler"]["enabled"] = True
-    config["flops_profiler"]["profile_step"] = 3
-    config["pipeline"]["partition"] = "measured"
-    (tmp_path / "profiled.json").write_text(json.dumps(config))
-    folder = tmp_path / "runs" / "main"
+    folder, cache = tmp_path / "runs" / "main", tmp_path / "cache"
+    profiled = ["ds.wall_clock_breakdown=true", "ds.flops_profiler.enabled=true", "ds.flops_profiler.profile_step=3"]
     small = ["train.images=448", "logging.log_every_images=64", "optimizer.learning_rate=0.005"]
     small += ["unet.multipliers=[1]", "unet.attention_resolutions=[]"]
-    small += ["samples.every_images=null", "evaluation.every_images=null"]
-    config_file, cache = str(tmp_path / "profiled.json"), tmp_path / "cache"
-    done = train(2, folder, "-p", "2", config=config_file, overrides=[*TINY, *small], cache=cache)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    small += ["samples.every_images=null", "evaluation.every_images=null", "ds.pipeline.partition=measured"]
+    done = train(2, folder, "-p", "2", config="zero2_fp16.json", overrides=[*TINY, *small, *profiled], cache=cache)
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     losses = curve(folder)
     assert losses[-1] < 0.7 * losses[0]
-    known = json.loads((tmp_path / "cache" / "ddpm_ds" / "layer_times.json").read_text())
+    known = json.loads((cache / "ddpm_ds" / "layer_times.json").read_text())
     assert len(known) > 3 and "cut by the layers' times on this device" in done.stdout
     client, run = mlflow_run(folder)
     stages = [f"flops.stage{stage}.txt" for stage in range(4)]  # two on each process
@@ -257,15 +266,13 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(
     changes = ["unet.multipliers=[1]", "unet.attention_resolutions=[]", "samples.every_images=null"]
     changes += ["evaluation.every_images=null", "optimizer.learning_rate=1e6", "train.batch_images=8"]
     changes += ["logging.log_every_images=40", *scale]
-    done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes])
-    assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
+    done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes], code=3)
     (line,) = error_lines(done.stderr)
     assert said in line and "learning_rate" in line
     assert "Traceback" not in done.stderr
     assert mlflow_run(folder)[1].info.status == "FAILED"
     changes += ["optimizer.learning_rate=1e-3", "train.images=80"]
-    again = train(1, folder, config=config, overrides=[*TINY, *changes])
-    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-4000:]
+    train(1, folder, config=config, overrides=[*TINY, *changes])
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(point["step"], point["train/lr"]) for point in points] == [(5, 1e-3), (10, 1e-3)]
     assert all(point["train/loss"] < 2 for point in points), "none of what was left"
@@ -283,23 +290,20 @@ def test_images_of_a_held_out_source_are_measured_and_never_trained_on(tmp_path:
     changes += ["samples.every_images=null", "evaluation.every_images=64", "logging.log_every_images=32"]
     runs = tmp_path / "runs"
 
-    def start(name: str, held_out: str, images: int = 64, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    def start(name: str, held_out: str, images: int = 64, processes: int = 1, code: int = 0) -> str:
         held_out = "null" if held_out == "null" else str(tmp_path / f"{held_out}.npy")
         overrides = [*TINY, *changes, f"data.held_out_path={held_out}", f"train.images={images}"]
-        return train(processes, runs / name, "-p", str(processes), overrides=overrides)
+        return train(processes, runs / name, "-p", str(processes), overrides=overrides, code=code).stderr
 
     for name in ("null", "dark", "bright"):
-        assert (done := start(name, name)).returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        start(name, name)
     assert curve(runs / "null") == curve(runs / "dark") == curve(runs / "bright") and len(curve(runs / "null")) == 2
     dark, bright = (curve(runs / name, "eval/loss") for name in ("dark", "bright"))
     assert len(dark) == len(bright) == 1 and dark != bright and not (runs / "null" / "evaluations.jsonl").exists()
 
-    refused = start("dark", "bright", 128)
-    assert refused.returncode == 2 and "held out other images than those of the data-set cache" in refused.stderr
+    assert "held out other images than those of the data-set cache" in start("dark", "bright", 128, code=2)
     (tmp_path / "dark.npy").rename(tmp_path / "moved.npy")
-    done = start("dark", "moved", 128, processes=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "moved.npy" in done.stderr and len(curve(runs / "dark", "eval/loss")) == 2
+    assert "moved.npy" in start("dark", "moved", 128, processes=2) and len(curve(runs / "dark", "eval/loss")) == 2
 
 
 @pytest.mark.launch
@@ -322,7 +326,6 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
         for images in lengths:
             overrides = [*TINY, *changes, f"train.images={images}"]
             done = train(processes, tmp_path / "runs" / name, "-p", str(processes), overrides=overrides)
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "images-000000032" in done.stderr
     one, whole, resumed = (tmp_path / "runs" / name for name in ("one", "whole", "resumed"))
     assert the_same(end_of(whole), end_of(resumed))
@@ -332,8 +335,7 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     assert measured[1] == measured[2][-1:]
     for words in ((), ("--batch-images", "2")):
         assert measured_losses(one, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
-    wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"])
-    assert wrong.returncode == 2
+    wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"], code=2)
     assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr
 
 

@@ -33,14 +33,9 @@ from tests.train.ranks import the_same
 
 STEPS = 2
 WHOLE = "whole"
+FEW = {"multipliers": [1], "attention_resolutions": [], "head_channels": 4}
 SPEC = tiny_spec(
-    unet={
-        "multipliers": [1],
-        "attention_resolutions": [],
-        "head_channels": 4,
-        "time_conditioning": "scale_shift",
-        "dropout": 0.0,
-    },
+    unet={**FEW, "time_conditioning": "scale_shift", "dropout": 0.0},
     train={"images": 64, "batch_images": 8},
     ema={"halflife_images": 15, "rampup_fraction": 0.5},
 )
@@ -99,15 +94,11 @@ def run_course(course: Course, folder: Path) -> None:
     engine = case.engine(SPEC)
     engine.averages = ema = averages_of(engine, SPEC.ema.model_copy(update={"on_host": case.zero == 1}))
     store = store_of(rank, ranks)
-    about = Description(
-        images=0,
-        step=0,
-        spec={},
-        ds_config={"optimizer": {"type": "AdamW8bit" if case.eight_bit else "AdamW"}},
-        layout={},
-        data_sha256={},
-        parameters=parameter_shapes(layers_of(SPEC)),
+    config, shapes = (
+        {"optimizer": {"type": "AdamW8bit" if case.eight_bit else "AdamW"}},
+        parameter_shapes(layers_of(SPEC)),
     )
+    about = Description(images=0, step=0, spec={}, ds_config=config, layout={}, data_sha256={}, parameters=shapes)
 
     def saver(source: str) -> Saver:
         there = folder / course.name / source

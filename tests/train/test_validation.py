@@ -24,7 +24,7 @@ from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of, run_cases
-from tests.train.validation_worker import WATCHDOG, Look, engine_of, in_memory
+from tests.train.validation_worker import NO_IMAGES, WATCHDOG, Look, engine_of, in_memory
 from tests.unet.variants import randomise
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
-    drawn = Previews(spec, engine_of(2), WATCHDOG).draw()
+    drawn = Previews(spec, engine_of(2), WATCHDOG, NO_IMAGES).draw()
     assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
 
 
@@ -145,10 +145,10 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
         def stops(asked: Iterator[bool] = asked) -> bool:
             return next(asked, True)
 
-        previews = Previews(spec, engine, WATCHDOG, stops=stops)
+        previews = Previews(spec, engine, WATCHDOG, NO_IMAGES, stops=stops)
         monkeypatch.setattr(dist, "all_gather", lambda everyone, mine, group: None)
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
-        all_of = Validation(spec, engine, averages, losses, previews, WATCHDOG, recorder, stops)
+        all_of = Validation(8, 8, engine, averages, losses, previews, WATCHDOG, recorder, stops)
         all_of.after_step(0, done=False)
         assert ran == parts and averages.applied.return_value.__exit__.called
         assert recorder.log.call_count == 1 and not recorder.evaluation.called
@@ -159,9 +159,7 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])
-def test_the_held_out_loss_of_fields_leaves_masked_pixels_out_and_is_by_channel(
-    process: Process,
-) -> None:
+def test_the_held_out_loss_of_fields_leaves_masked_pixels_out_and_is_by_channel(process: Process) -> None:
     """Image by image and channel by channel, through a U-Net that is given the condition of each."""
     spec, count = fields_spec(process), 10
     batch, unet = global_batch(spec, 0), UNet(layers_of(spec), 0).eval().requires_grad_(False)

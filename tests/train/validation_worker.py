@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import parts
+from ddpm_ds.data.held_out import Subset, parts
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Prompts
@@ -44,24 +44,14 @@ from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, rep
 
 HELD_OUT = 13
 TOKENS, WIDTH, POOLED = 5, 12, 10
-TEXT: tuple[dict[str, Any], dict[str, Any]] = (
-    {"source": "folder", "path": "pictures", "text": {"encoders": "encoders", "stored": "int8"}},
-    {
-        "attention_resolutions": [],
-        "multipliers": [1],
-        "text": {
-            "context_channels": WIDTH,
-            "tokens": TOKENS,
-            "blocks": [1],
-            "heads": [2],
-            "pooled_channels": POOLED,
-            "size_channels": 8,
-        },
-    },
-)
-"""Data and U-Net of a run with text."""
 FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
 """Layers of a run without text that two stages share; four take more."""
+READS = {"context_channels": WIDTH, "tokens": TOKENS, "blocks": [1], "heads": [2]}
+TEXT: tuple[dict[str, Any], dict[str, Any]] = (
+    {"source": "folder", "path": "pictures", "text": {"encoders": "encoders", "stored": "int8"}},
+    {**FEW, "text": {**READS, "pooled_channels": POOLED, "size_channels": 8}},
+)
+"""Data and U-Net of a run with text."""
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
 
 
@@ -142,8 +132,11 @@ def in_memory(labels: Any, arrays: dict[str, Any], statistics: Any = None, const
         name: SimpleNamespace(read=lambda at, array=array: array[at], shape=array.shape)
         for name, array in arrays.items()
     }
-    meta: Any = SimpleNamespace(statistics=statistics or {}, count=len(labels))
+    meta: Any = SimpleNamespace(statistics=statistics or {}, count=len(labels), fields={})
     return DatasetCache(Path(), meta, fields.pop("images"), labels, fields, constants)
+
+
+NO_IMAGES = Subset(in_memory(np.zeros(0), {"images": np.zeros((0, 1, 8, 8), np.uint8)}), np.zeros(0, np.int64))
 
 
 def reference(spec: RunSpec) -> UNet:
@@ -249,7 +242,7 @@ def run_case(look: Look) -> dict[str, Any]:
         shadow.mul_(0.5)
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
-        Previews(spec, engine, WATCHDOG, prompts=prompts_of(spec)).draw()
+        Previews(spec, engine, WATCHDOG, NO_IMAGES, prompts_of(spec)).draw()
         halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
@@ -260,17 +253,13 @@ def run_case(look: Look) -> dict[str, Any]:
         for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
     )
 
-    drawn = Previews(spec, engine, WATCHDOG, prompts=prompts_of(spec)).draw()
+    drawn = Previews(spec, engine, WATCHDOG, NO_IMAGES, prompts_of(spec)).draw()
     if dist.get_rank() == 0:
         assert drawn is not None
         images = drawn.images
         difference = (images.int() - drawn_alone(spec, unet).int()).abs()
-        record["shape"], record["image"], record["pixels"] = (
-            list(images.shape),
-            difference.max().item(),
-            ((difference > 0).float().mean().item()),
-        )
-        record["expected"] = measured_alone(spec, unet, store)
+        record |= {"shape": list(images.shape), "image": difference.max().item()}
+        record |= {"pixels": (difference > 0).float().mean().item(), "expected": measured_alone(spec, unet, store)}
     else:
         assert drawn is None
     positions, images = held_out_of(spec, store), engine.micro_batch_size
