@@ -272,7 +272,7 @@ def gradients_of(engine: UnetPipelineEngine) -> Iterator[tuple[str, Tensor | Non
     sizes = [parameter.numel() for _, parameter in named]
     parts = (flat := torch.zeros(sum(sizes), device=engine.device)).split(sizes)
     places = dict(zip((name for name, _ in named), parts, strict=True))
-    for piece in insides.owned_pieces(engine):
+    for piece in engine.gradients.owned():
         places[piece.name][piece.first : piece.first + piece.length] = piece.of(engine.gradients.own_sum)
     torch.distributed.all_reduce(flat, group=engine.grid.get_data_parallel_group())
     yield from ((name, places[name].view(parameter.shape)) for name, parameter in named)
@@ -445,13 +445,13 @@ def run_case(case: Case) -> list[dict[str, Any]]:
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
         loss_here = loss_here / (case.replicas * case.tensor)
         torch.distributed.all_reduce(loss_here)
-        moment_errors = {}
-        for piece in insides.owned_pieces(engine):
+        moment_errors = dict[str, float]()
+        for piece in engine.gradients.owned():
             whole = expected.moments[piece.name]
             own = whole if piece.shard is None else part_of(whole, piece.shard)
             own = own[piece.first : piece.first + piece.length]
-            found = difference(first_moment(engine, piece).to(own.device), own, own if piece.shard is None else whole)
-            moment_errors[piece.name] = found / expected.cancelled[piece.name]
+            found = difference(first_moment(engine, piece).to(own.device), own, whole) / expected.cancelled[piece.name]
+            moment_errors[piece.name] = max(found, moment_errors.get(piece.name, 0.0))
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
             {
