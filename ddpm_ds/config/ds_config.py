@@ -296,9 +296,8 @@ def resolve(
     if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:  # the scheduler has nothing to do
         values["scheduler"] = REMOVED
     zero = config.zero_optimization
-    for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        elements = _given(getattr(zero, name), BUCKET_ELEMENTS)
-        values[f"zero_optimization.{name}"] = elements if zero.stage else REMOVED
+    elements = _given(zero.reduce_bucket_size, BUCKET_ELEMENTS)
+    values["zero_optimization.reduce_bucket_size"] = elements if zero.stage else REMOVED
     if config.offloads:
         values |= {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}
     asked = "steps_per_print" in config.model_fields_set

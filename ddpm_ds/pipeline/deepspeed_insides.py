@@ -9,7 +9,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -264,10 +264,16 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
     )
 
 
-def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
-    """Return the fp32 master of each parameter of the unfused fp16 optimizer, in their order; none of the plain one."""
-    wide = {id(parameter): master for parameter, master in _unfused_masters(engine.optimizer)}
-    return [wide[id(parameter)] for parameter in engine.module.parameters()] if wide else []
+def separate_masters(engine: DeepSpeedEngine, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the fp32 master of each of the parameters; none if the optimizer steps them directly.
+
+    Assumes that the groups of the unfused fp16 optimizer have one order.
+    """
+    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return []
+    groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+    wide = {id(one): master for narrow, masters in groups for one, master in zip(narrow, masters, strict=True)}
+    return [wide[id(parameter)] for parameter in parameters]
 
 
 def checks_gradients(engine: DeepSpeedEngine) -> bool:
@@ -327,13 +333,6 @@ class OwnedPiece:
 def masters(engine: DeepSpeedEngine) -> list[Tensor]:
     """Return the fp32 tensors that are stepped; assumes them in the parameter groups of ``basic_optimizer``."""
     return [master for group in engine.basic_optimizer.param_groups for master in group["params"]]
-
-
-def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield an unfused optimizer's parameters with their masters; assumes that both groups have one order."""
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        for narrow, wide in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            yield from zip(narrow, wide, strict=True)
 
 
 def is_partitioned(engine: DeepSpeedEngine) -> bool:

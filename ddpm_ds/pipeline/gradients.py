@@ -527,10 +527,10 @@ class SeparateGradients(OwnStep):
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)
-        self._parameters = list(engine.module.parameters())
+        self._parameters = engine.module.in_flat_order()
         self._tensor = engine.module.tensor
         self._counted, self._partial, self._alike = self._tensor.by_spread(self._parameters)
-        self._masters = insides.separate_masters(engine)
+        self._masters = insides.separate_masters(engine, self._parameters)
         sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
         views = self._flat.split(sizes) if sizes else ()
@@ -539,10 +539,10 @@ class SeparateGradients(OwnStep):
         self._release()
 
     def owned(self) -> list[OwnedPiece]:
-        named = self._engine.module.named_parameters()
+        masters = dict(zip(self._parameters, self._masters or self._parameters, strict=True))
         return [
-            OwnedPiece(name, 0, one.numel(), master, 0, one.dim(), shard_of(one))
-            for (name, one), master in zip(named, self._masters or self._parameters, strict=True)
+            OwnedPiece(name, 0, one.numel(), masters[one], 0, one.dim(), shard_of(one))
+            for name, one in self._engine.module.named_parameters()
         ]
 
     def expect(self, passes: Counter[tuple[int, PassKind]]) -> None:

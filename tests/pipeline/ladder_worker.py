@@ -112,7 +112,7 @@ class Case:
 
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
-        zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+        zero = {"stage": self.zero, "reduce_bucket_size": 4096}
         fused = self.fused or self.offload
         adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": fused}}
         blocks: dict[str, Any] = {
