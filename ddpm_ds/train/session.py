@@ -51,8 +51,9 @@ from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_
 from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.ema import Ema, averages_of
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, fields_read, rate_of, replica_batches
+from ddpm_ds.train.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.start import Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of

@@ -30,8 +30,8 @@ from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
-from ddpm_ds.train.objective import HeldOutLoss
 
 PART = 8
 """Evaluations of the U-Net, on every micro-batch of a picture, between two looks whether to stop."""

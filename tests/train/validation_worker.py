@@ -32,7 +32,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
+from ddpm_ds.train.held_out_loss import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
