@@ -107,7 +107,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
-        """On rank 0: why the last lost checkpoint was not saved, and which one is there instead."""
+        """On rank 0: why the last failed checkpoint was not saved, and which one is there instead."""
         self._host = HostCopy()
         if rank == 0:
             with contextlib.suppress(OSError):

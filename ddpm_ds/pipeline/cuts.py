@@ -69,7 +69,7 @@ def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[float]) -> list[int] | None:
-    """Return the places between the parts of the division whose heaviest part is lightest.
+    """Divide a list so that its heaviest part is as light as possible; return the places between the parts.
 
     Ties are broken by the smallest sum of the places' ``prices``. ``weights[n][a, b]`` is the weight of the n-th part,
     from place a to place b, infinite if there is none; the first part has one row, the last one column. Exact dynamic
@@ -104,7 +104,7 @@ def _ends(part: int, parts: int) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Mirrored pairs of cuts of a list of layers, between the two ends of the list and its turn as the last pair."""
+    """Mirrored pairs of cuts: the two ends of the list first, its turn last."""
 
     lefts: npt.NDArray[np.int64]
     rights: npt.NDArray[np.int64]
@@ -126,7 +126,6 @@ class _Pairs:
 
 @functools.lru_cache(maxsize=64)
 def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
-    """Return all mirrored pairs of cuts of some layers."""
     import numpy as np  # only now: command lines are read without it
 
     live, turns = live_skips(layers), _turns(layers)
@@ -147,14 +146,10 @@ def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
 def mirrored_cuts(
     layers: Sequence[Layer], weights: Sequence[float], ranks: int, crossing: float = 0.0, room: Room | None = None
 ) -> tuple[int, ...]:
-    """Return the mirrored bounds of ``2 * ranks`` stages that exactly minimise the heaviest rank, and then the elements
-    that cross.
+    """Return the mirrored bounds of ``2 * ranks`` stages that exactly minimise the heaviest rank.
 
-    An element that crosses a pair weighs ``crossing`` on both sides. The turn, which only divides the last rank's
-    layers, makes its two stages as equal as possible.
-
-    Raises:
-        LayoutError: there are too few mirrored pairs, or none fits every rank into the ``room``.
+    Ties are broken by the fewest crossing elements, which weigh ``crossing`` each on both sides. The turn, which only
+    divides the last rank's layers, makes its two stages as equal as possible. Raises LayoutError as :func:`weighted`.
     """
     import numpy as np
 
@@ -166,7 +161,7 @@ def mirrored_cuts(
         )
     lefts, rights, turns, before = pairs.lefts, pairs.rights, pairs.turns, running_sum(weights)
     inside = before[rights] - before[lefts]
-    # of each place, the turns that the last rank may have
+    # turns (columns) that the last rank may have if it begins at a place (row)
     within = np.array((lefts[:, None] < turns) & (turns < rights[:, None]))
     parts: list[npt.NDArray[np.float64]] = []
     for rank in range(ranks):
@@ -204,11 +199,7 @@ def mirrored_cuts(
 
 
 def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
-    """Refuse bounds of an even number of stages that would make a skip leave its rank.
-
-    Raises:
-        LayoutError: the cuts are not mirrored; the message gives cuts that are.
-    """
+    """Raise LayoutError if a skip would leave its rank under these bounds of a fold, and name mirrored cuts."""
     live, turns, ranks = live_skips(layers), _turns(layers), len(bounds) // 2
     if bounds[ranks] not in turns:
         raise LayoutError(
@@ -267,9 +258,8 @@ def partition(
     parameters and layers of a rank; ties are broken by the fewest crossing elements. A sequence gives the first layer
     of every stage but the first.
 
-    Raises:
-        LayoutError: the list can't be cut into so many stages, or given cuts are not increasing positions inside the
-            list or, in a fold, not mirrored.
+    Raises LayoutError if the list can't be cut so: too many stages, or given cuts that do not increase or, in a fold,
+    are not mirrored.
     """
     if not isinstance(method, str):
         count = 2 * stages if folds(schedule) else stages
@@ -303,9 +293,7 @@ def weighted(
     """Return the bounds that minimise the heaviest rank's sum of ``weights``, one for each layer.
 
     Each element that crosses a cut, per image, adds ``crossing`` to the ranks on both sides; no rank exceeds ``room``.
-
-    Raises:
-        LayoutError: the list can't be cut into so many stages, or not within the ``room``.
+    Raises LayoutError if the list can't be cut into so many stages, or not within the ``room``.
     """
     if folds(schedule):
         return mirrored_cuts(layers, weights, stages, crossing, room)
@@ -345,10 +333,7 @@ def balanced(
     """Return the contiguous partition that exactly minimises the heaviest part, and then the elements that cross.
 
     ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides. No cut is
-    before item ``first``.
-
-    Raises:
-        LayoutError: no partition fits every part into the ``room``.
+    before item ``first``. Raises LayoutError if no partition fits every part into the ``room``.
     """
     import numpy as np  # only now: command lines are read without it
 

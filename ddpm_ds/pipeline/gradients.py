@@ -49,7 +49,7 @@ class _Bucket:
     """Place of each gradient: in the flat sum, or in the scratch memory from which it is reduced or widened."""
     length: int
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """First and last index, plus 1, in the scratch memory, of each replica's part."""
+    """Range [begin, end) in the scratch memory that each replica owns."""
     runs: list[Tensor] = field(default_factory=list)
     """Contiguous pieces of the flat sum that this rank's part is added to."""
     last: nn.Parameter | None = None
@@ -58,12 +58,12 @@ class _Bucket:
 
 @dataclass
 class _Pass:
-    """Kind of pass of a phase."""
+    """Buckets of one kind of pass in one phase."""
 
     buckets: list[_Bucket]
     """In the order in which they are reduced, the same on all replicas."""
     done: int = 0
-    """Number of buckets that are added in the pass that is running."""
+    """Number of buckets that the running pass has added."""
 
 
 class FlatGradients(OwnStep):
@@ -131,7 +131,7 @@ class FlatGradients(OwnStep):
         self._release()
 
     def clear(self) -> None:
-        """Take the memory of the sum, with zeros."""
+        """Allocate the sum, and fill it with zeros."""
         storage = self._sum.untyped_storage()
         if not storage.size():
             storage.resize_(self._sum.numel() * self._sum.element_size())
@@ -139,11 +139,7 @@ class FlatGradients(OwnStep):
 
     @contextlib.contextmanager
     def gathering(self, phase: int, kind: PassKind) -> Iterator[None]:
-        """Add the gradients of a pass to the sum, bucket after bucket as they arrive.
-
-        Raises:
-            RuntimeError: a parameter got no gradient.
-        """
+        """Add a pass's gradients to the sum, bucket after bucket; raises RuntimeError if a parameter got none."""
         running = self._passes.get((phase, kind)) or self._planned(phase, kind)
         self._running, running.done = running, 0
         yield
@@ -188,7 +184,7 @@ class FlatGradients(OwnStep):
         starts = [*accumulate(lengths, initial=0)]
         bucket = _Bucket(parameters, _views(self._scratch, starts, parameters), starts[-1])
         kept, own = (self._owned, self._flat.replica) if self._reduces else (self._flat.elements, 0)
-        runs: list[tuple[int, int]] = []  # of the own part: first and last index, plus 1, in the flat weights
+        runs: list[tuple[int, int]] = []  # [first, stop) in the flat weights, of the own part
         for place, length, start in zip(places, lengths, starts, strict=False):
             for owner in range(place // kept, (place + length - 1) // kept + 1):
                 first, stop = max(place, owner * kept), min(place + length, (owner + 1) * kept)
@@ -308,7 +304,7 @@ class FlatGradients(OwnStep):
 
 
 def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return views of a flat tensor from these elements on, in the shapes of the parameters."""
+    """Return views of a flat tensor in the shapes of the parameters, each from its first element on."""
     return [
         flat.narrow(0, first, parameter.numel()).view(parameter.shape)
         for first, parameter in zip(firsts, parameters, strict=False)
@@ -429,7 +425,6 @@ def gradients_of(engine: PipelineEngine, wanted: Wanted) -> Gradients:
 
 
 def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

@@ -62,7 +62,7 @@ class HeldOutLoss:
         levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
         self._quantiles = HELD_OUT_QUANTILES[:: 1 if diffuses else 9]  # all are one in a regression
         self._levels = [levels.quantile(quantile) for quantile in self._quantiles]
-        """Timestep or noise level, and stream of the noise, of each percentile."""
+        """Timestep or noise level, and stream of the noise, by percentile."""
         self._fields = sorted(fields_read(spec, first=True, last=True, text=False))
         self._text_fields = sorted(fields_read(spec, first=False, last=False, text=spec.data.text is not None))
         self._channels = channel_names(spec.data)
@@ -78,7 +78,7 @@ class HeldOutLoss:
         return self._parts[call % len(self._parts)].store.size
 
     def inputs(self, call: int) -> Carry:
-        """Return the inputs of the U-Net for a call, and remember what they were made of until it is added."""
+        """Return the inputs of the U-Net for a call; its noised images are kept until :meth:`add`."""
         part, level = self._parts[call % len(self._parts)], self._levels[call // len(self._parts)]
         prepared = self._objective.held_out(self._read(part, self._fields), *level)
         self._noised[call] = prepared, torch.from_numpy(part.counts).to(self._device)
@@ -106,7 +106,7 @@ class HeldOutLoss:
             sums[len(self._quantiles) :] += (of_channels * counts[:, None]).sum(dim=0) / len(self._quantiles)
 
     def values(self, sums: Tensor) -> dict[str, float]:
-        """Return ``eval/loss``, the mean of ``validation/loss_t10`` to ``loss_t90``, and these but for a regression.
+        """Return ``eval/loss`` and, but for a regression, the ``validation/loss_t10`` to ``loss_t90`` that it averages.
 
         Fields and latents also have ``validation/loss_channel_NAME`` of each channel.
         """

@@ -43,7 +43,7 @@ class Noised(NamedTuple):
     mask: Tensor | None = None
     """(N, 1 or C, H, W) uint8, 1 where a pixel counts; None if all do, or where no loss is computed"""
     given: Given | None = None
-    """What the condition is made of; None has no condition"""
+    """Arrays that the condition is made from; None if there is no condition"""
     text: Tensor | None = None
     """(N, channels + 6) float32, pooled text and sizes of the image; None if the U-Net reads neither"""
 
@@ -148,8 +148,9 @@ class Denoising:
 
 
 def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:
-    """Return the fields of the cache that a rank reads, with the ``first`` stage, the ``last``, or layers that read
-    ``text``: each is read where it is used, and never sent.
+    """Return the fields of the cache that a rank reads: each is read where it is used, and never sent.
+
+    The rank holds the ``first`` stage, the ``last``, or layers that read ``text``.
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None

@@ -120,13 +120,9 @@ class Saver:
         }
         return self._writer.begin(part, state_fragments(engine, self._ema), description, state)
 
-    def wait(self) -> bool:
-        """Wait for the last checkpoint; return whether rank 0 counts it as complete."""
-        return self._writer.wait()
-
     def check_saved(self) -> None:
         """Wait until the last checkpoint is on the disk; raises OutputError on all ranks if it can't be written."""
-        if why_not := broadcast_object("" if self.wait() else self._writer.why_not, str):
+        if why_not := broadcast_object("" if self._writer.wait() else self._writer.why_not, str):
             raise OutputError(f"{why_not}; make {self._folder} writable, with room, and start the same command again")
 
     @torch.no_grad()
@@ -178,7 +174,7 @@ class Saver:
         ``trouble``. BadNumbersError if that was done ``limit`` times, or there is no checkpoint to go back to.
         """
         engine = self._engine
-        self.wait()
+        self._writer.wait()
         bad_until, rollbacks = engine.next_index, self.rollbacks + 1
         if rollbacks > limit:
             raise BadNumbersError(f"{trouble}; the run was rolled back {limit} times (bad_numbers.max_rollbacks)")

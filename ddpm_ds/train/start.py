@@ -55,7 +55,7 @@ MOST_NAMED = 3
 
 
 class Images(NamedTuple):
-    """Images that a run is trained on, and held-out ones, which all ranks have alike."""
+    """Training images and held-out images of a run, the same on all ranks."""
 
     trained: Subset
     held_out: Subset
@@ -80,8 +80,9 @@ class Prepared:
 
 
 def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: ProgressLine | None) -> Rendezvous:
-    """Meet the other ranks on this process's ``device``; UserError if they would run something else, share a GPU, or
-    if the device lacks kernels or a compiler. Collective.
+    """Meet the other ranks, with this process on ``device``. Collective.
+
+    UserError if they would run something else or share a GPU, or if the device lacks kernels or a compiler.
     """
     if asked.memory_budget is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(asked.memory_budget / memory_bytes(device), 1.0), device)

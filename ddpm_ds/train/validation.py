@@ -122,7 +122,7 @@ class Previews:
         return self._beside(drawn) if dist.get_rank() == 0 else None
 
     def _drawing(self, sampler: Sampler, index: Tensor) -> Drawing:
-        """Begin the images with the numbers ``index`` (N,); numbers beyond the last are for its input."""
+        """Begin the images with the numbers ``index`` (N,); numbers beyond the last take its input."""
         data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
         condition = dropped = None
         labels = None if classes is None else index % classes
@@ -166,7 +166,7 @@ class Previews:
 
 
 def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
-    """Return the prompts of a run's pictures, ``encoded`` on rank 0; None if there are none. Collective."""
+    """Return the prompts of a run's pictures, which rank 0 has ``encoded``; None if there are none. Collective."""
     unet, text = spec.unet.text, spec.data.text
     if unet is None or text is None or spec.samples.every_images is None:
         return None
@@ -189,7 +189,7 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the values of a held-out loss, of which replicas share the calls; raises Stopped as well. Collective.
+    """Measure a held-out loss, whose calls the replicas share; raises Stopped if the run is asked to stop. Collective.
 
     First stages read the images and get the values, others an empty dictionary.
     """

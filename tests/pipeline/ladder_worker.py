@@ -457,7 +457,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
             {
                 "loss": loss_here.item(),
                 "expected_loss": expected.loss,
-                "gradient_norm": engine.gradient_norm(),
+                "gradient_norm": engine.gradients.norm(),
                 "expected_gradient_norm": norm,
                 "names": list(expected.gradients),
                 "contexts": [max(contexts, default=0), *contexts[-1:]],
@@ -470,7 +470,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id(), engine.module.tensor.rank],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
-                "loss_scale": engine.next_loss_scale(),
+                "loss_scale": float(engine.gradients.scale),
                 "graphs": [warm, counters["stats"]["unique_graphs"]],
             }
         )

@@ -123,7 +123,7 @@ def course_of_bits(case: Case) -> list[list[Any]]:
         loss = engine.train_batch(micro_batches(engine, global_batch(SPEC, step))).item()
         (master,) = insides.masters(engine)
         digest = hashlib.sha256(master.detach().numpy().data).hexdigest()
-        rows.append([repr(loss), repr(engine.gradient_norm()), engine.count_skipped_steps(), digest])
+        rows.append([repr(loss), repr(engine.gradients.norm()), engine.count_skipped_steps(), digest])
     engine.destroy()
     return rows
 

@@ -145,7 +145,8 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
             engine.objective, engine._cautious_steps = Poisoned(objective), 1
         with engine.watched() if step == EAGER_STEP else contextlib.nullcontext():
             loss = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
-        given.append([float(loss), engine.gradient_norm(), engine.count_skipped_steps(), engine.next_loss_scale()])
+        gradients = engine.gradients
+        given.append([float(loss), gradients.norm(), engine.count_skipped_steps(), float(gradients.scale)])
     kept = [tensor.detach().double() for tensor in (*insides.masters(engine), *ema.shadows)]
     result = {
         "steps": given,

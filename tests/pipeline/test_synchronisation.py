@@ -142,7 +142,7 @@ def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
         before = state_of(engine) if bad else {}
         engine.train_batch(micro_batches(engine, global_batch(spec, step)))
         changed += [name for name, value in before.items() if not torch.equal(value, state_of(engine)[name])]
-        finite = math.isfinite(engine.gradient_norm())
+        finite = math.isfinite(engine.gradients.norm())
         changed += [f"step {step}: norm"] if finite == bad else []
         cautious.append(engine._cautious_steps)
         sampling.append(engine.warm_up(1, gradients=False))

@@ -88,7 +88,7 @@ def test_peak_memory_of_a_cpu_process_is_the_most_that_it_has_held() -> None:
 def test_the_names_of_metrics_are_a_contract() -> None:
     """Only on CUDA has an allocator reserved anything."""
     interval = Interval(4, 400, 2.0, 0.5, 0, data_wait_seconds=0.4, stage_peak_memory_bytes=[[5, 7], [6, 4]])
-    numbers: dict[str, Any] = {"step_rate": 1e-4, "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
+    numbers: dict[str, Any] = {"step_rate": 1e-4, "gradients": SimpleNamespace(scale=65536.0, norm=lambda: 0.25)}
     engine = cast(UnetPipelineEngine, SimpleNamespace(images_seen=4000, count_skipped_steps=lambda: 3, **numbers))
     values = metrics(interval, engine, 10**9)
     reserved = metrics(replace(interval, peak_reserved_bytes=9), engine, 10**9)
