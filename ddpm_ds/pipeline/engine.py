@@ -27,18 +27,8 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
 from ddpm_ds.pipeline.gradients import Gradients, PassKind
 from ddpm_ds.pipeline.graph import Pace, StepGraph
-from ddpm_ds.pipeline.messages import (
-    Channel,
-    Edge,
-    Kind,
-    StageChannels,
-    Start,
-    at_once,
-    open_p2p_groups,
-    runs_behind,
-)
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, Start, at_once, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
-from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.pipeline.schedule import (
     Instruction,
     Program,
@@ -138,7 +128,7 @@ CAUTIOUS_STEPS = 2
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """Pipeline engine that runs a program for each rank on the stages of a U-Net; made by ``build.build_engine``."""
+    """Pipeline engine that runs a program for each rank on the stages of a U-Net; made by :func:`build_engine`."""
 
     data_iterator: Any
     objective: Objective
@@ -280,10 +270,6 @@ class UnetPipelineEngine(PipelineEngine):
         finally:
             self._watchers -= 1
 
-    def send_next_step_through_host(self) -> None:
-        """Send the next step's messages by the hosts, on all ranks alike, because its use of memory will change."""
-        self._cautious_steps = max(self._cautious_steps, 1)
-
     def warm_up(self, images: int, *, gradients: bool, sizes: Collection[int] | None = None) -> bool:
         """Run each layer once on ``images`` images of each of the ``sizes`` (default: all); return False if that was
         done before.
@@ -322,7 +308,7 @@ class UnetPipelineEngine(PipelineEngine):
             yield self.warm_up(images, gradients=False, sizes=sizes) and runs_behind(self.device)
         finally:
             self.module.train()
-            self.send_next_step_through_host()
+            self._cautious_steps = max(self._cautious_steps, 1)  # the next step finds the memory changed
 
     def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
@@ -427,7 +413,6 @@ class UnetPipelineEngine(PipelineEngine):
     @contextlib.contextmanager
     def step_withheld(self) -> Iterator[None]:
         """Run steps in this context without a change to weights, averages and the optimizer."""
-        assert isinstance(self.gradients, OwnStep)
         self._set_values(0)
         with self.gradients.withheld():
             yield
@@ -447,7 +432,7 @@ class UnetPipelineEngine(PipelineEngine):
     # ---------------------------------------------------------------- instructions
 
     def _flight(self, instruction: Instruction) -> Flight:
-        """Return the micro-batch of an instruction that has one."""
+        """Return the flight of an instruction's only micro-batch."""
         (number,) = instruction.micro_batches
         if number not in self._flights:
             if number not in self._offsets:  # micro-batch m of replica r has the positions from (m R + r) n on

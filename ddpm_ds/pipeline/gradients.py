@@ -85,10 +85,11 @@ class FlatGradients(OwnStep):
         else:
             self._sum = flat.accumulator
         self._keeps = flat.accumulator is not None
-        self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
+        self.own_sum = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
+        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
         self._tensor = engine.module.tensor
         counted, self._partial, self._alike = map(self._runs, self._tensor.by_spread(flat.places))
-        counted = [self._own] if self._tensor.size == 1 else counted or [self._own[:0]]
+        counted = [self.own_sum] if self._tensor.size == 1 else counted or [self.own_sum[:0]]
         self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
@@ -111,14 +112,9 @@ class FlatGradients(OwnStep):
             if found and found[-1][1] == start:
                 start = found.pop()[0]
             found.append((start, stop))
-        return [self._own[start:stop] for start, stop in found]
+        return [self.own_sum[start:stop] for start, stop in found]
 
     # ---------------------------------------------------------------- passes
-
-    @property
-    def own_sum(self) -> Tensor:
-        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
-        return self._own
 
     @property
     def precision(self) -> torch.dtype:
@@ -255,7 +251,7 @@ class FlatGradients(OwnStep):
         flat = self._flat
         partitions = self._sum.view(flat.replicas, self._owned)
         width = -(-self._bucket // flat.replicas)
-        for part, own in zip(partitions.split(width, 1), self._own.split(width), strict=True):
+        for part, own in zip(partitions.split(width, 1), self.own_sum.split(width), strict=True):
             wire = part.contiguous().div_(flat.replicas).to(flat.wire)
             if flat.scatters:
                 average = torch.empty_like(own, dtype=flat.wire)
@@ -278,14 +274,14 @@ class FlatGradients(OwnStep):
             if steps:
                 factor = self._factor(norm)
                 if self._widens:
-                    self._take([self._own], factor)
+                    self._take([self.own_sum], factor)
                 elif (host := self._flat.host_gradient) is not None:
-                    for own, there in zip(self._own.split(self._bucket), host.split(self._bucket), strict=True):
+                    for own, there in zip(self.own_sum.split(self._bucket), host.split(self._bucket), strict=True):
                         part = own.to(torch.float32, copy=True)
                         there.copy_(part if factor is None else part.mul_(factor))
                     self._take()
                 else:
-                    gradient = self._own
+                    gradient = self.own_sum
                     if gradient.dtype is not torch.float32 or not (self._keeps or len(gradient) == len(self._sum)):
                         gradient = gradient.to(torch.float32, copy=True)
                         self._release()

@@ -49,7 +49,7 @@ class LossScale:
         return [self.value, self.overflows_at_floor, self._stable, self._hysteresis]
 
     def count(self) -> None:
-        """Count a step on the host, which checkpoints do too."""
+        """Count a step on the host, for checkpoints."""
         self._updates += 1
 
     def state(self) -> dict[str, float]:
@@ -61,7 +61,7 @@ class LossScale:
         return dict(zip(insides.SCALER_FIELDS, values, strict=True))
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore the state of :meth:`state`, as far as it is there, and forget overflows."""
+        """Restore the values of :meth:`state` that are given, and forget overflows."""
         self.overflows_at_floor.zero_()
         if not self.settings.moves or "cur_scale" not in state:
             return
@@ -88,7 +88,7 @@ class OwnStep:
         self._scale = LossScale(insides.scale_settings(engine), engine.device) if engine.fp16_enabled() else None
         self._checks = insides.checks_gradients(engine)
         self._rate = torch.zeros((), device=engine.device)
-        self._norm = torch.full((), float("nan"), device=engine.device)  # of all graphs of a step, so at one address
+        self._norm = torch.full((), float("nan"), device=engine.device)  # all graphs of a step use it, at one address
         self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._skipped = torch.zeros((), device=engine.device)
         self._withheld = torch.zeros((), device=engine.device)  # 1 skips any step
