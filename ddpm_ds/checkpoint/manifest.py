@@ -259,7 +259,7 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
         if coded:
             expected[span.scales_key] = [len(blocks_of(span.start, span.length))]
     if scales != expected:
-        raise unusable(checkpoint, f"{name} holds codes of 8 bits without their scales, or others")
+        raise unusable(checkpoint, f"{name} holds 8-bit codes without their scales, or other scales")
     return found
 
 

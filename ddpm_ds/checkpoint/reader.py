@@ -124,8 +124,8 @@ class Reader:
     def read(self, kind: str, name: str, start: int = 0, length: int | None = None) -> Tensor:
         """Return ``length`` values (None: up to the end) of flattened parameter ``name``, from ``start`` on.
 
-        The result is a copy, (length,) fp32 in host memory, whatever is stored. Only the files that hold the values are
-        checked, and only the needed pages read. Raises ValueError if the parameter has no such values.
+        The result is a copy, (length,) fp32 in host memory. Only the files that hold the values are checked, and only
+        the needed pages read. Raises ValueError if the parameter has no such values.
         """
         elements = self._elements(kind, name)
         length = elements - start if length is None else length

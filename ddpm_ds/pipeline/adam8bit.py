@@ -45,8 +45,7 @@ class _Chunk:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with the first and second moments of weights in 8 bits (:mod:`ddpm_ds.checkpoint.reader`), and those of
-    norms and biases in fp32.
+    """AdamW with 8-bit moments of weights (:mod:`ddpm_ds.checkpoint.reader`), and fp32 moments of norms and biases.
 
     A block is 256 consecutive elements of a parameter; the last one may be shorter. If two replicas share a block, each
     has a scale for its own part.

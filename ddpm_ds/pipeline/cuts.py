@@ -72,9 +72,8 @@ def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[
     """Divide a list so that its heaviest part is as light as possible; return the places between the parts.
 
     Ties are broken by the smallest sum of the places' ``prices``. ``weights[n][a, b]`` is the weight of the n-th part,
-    from place a to place b, infinite if there is none; the first part has one row, the last one column. Exact dynamic
-    programming, O(parts x places^2), of which the first and the last part take O(places). Returns None without a
-    division.
+    from place a to place b, infinite if there is none; the first part has one row, the last one column. Returns None
+    if no division is finite. Exact dynamic programming: O(places^2) for each part but the first and the last.
     """
     import numpy as np
 
@@ -188,7 +187,7 @@ def mirrored_cuts(
         parts.append(sizes)
     chain = lightest_chain(parts, pairs.elements[1:-1].tolist())
     if chain is None:
-        raise LayoutError(f"the layers can't be folded onto {ranks} ranks that hold no more than their memory")
+        raise LayoutError(f"no fold of the layers onto {ranks} ranks fits their memory")
     chosen = [1 + number for number in chain]
     last = chosen[-1] if chosen else 0
     turn = min(
@@ -243,7 +242,7 @@ def live_skips(layers: Sequence[Layer]) -> list[int]:
 
 
 def _turns(layers: Sequence[Layer]) -> range:
-    """Return the cuts after the last layer that makes a skip and before or at the first that uses one."""
+    """Return the cuts after the last layer that makes a skip, up to the one before the first layer that uses one."""
     last_push = max(index for index, layer in enumerate(layers) if layer.pushes)
     first_pop = min(index for index, layer in enumerate(layers) if layer.skip_channels)
     return range(last_push + 1, first_pop + 1)
@@ -300,7 +299,7 @@ def weighted(
     first = first_cut(layers)
     most = len(layers) - first + 1
     if stages > most:
-        together = ", of which the first two stay together" if first > 1 else ""
+        together = ", and its first two stay together" if first > 1 else ""
         raise LayoutError(
             f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers{together}; use at most {most} stages"
         )
@@ -347,7 +346,7 @@ def balanced(
         edges = [np.where(one[None, :] - one[:, None] <= room.limit, parts, math.inf) for one in sums]
     chain = lightest_chain([edge[_ends(rank, stages)] for rank, edge in enumerate(edges)], elements)
     if chain is None:
-        raise LayoutError(f"the layers can't be cut into {stages} stages that hold no more than their memory")
+        raise LayoutError(f"no cut of the layers into {stages} stages fits their memory")
     return (0, *(place + 1 for place in chain), len(weights))
 
 

@@ -116,7 +116,7 @@ def _killing_late_programs() -> Iterator[list[str]]:
         pause = BUILD_SECONDS
         while not ended.wait(pause):
             pause = 0.1  # a build that lost one program may try another
-            for program in psutil.Process().children(recursive=True):  # a program before those that it started
+            for program in psutil.Process().children(recursive=True):  # a program before its own children
                 with contextlib.suppress(psutil.Error):
                     if program not in before:
                         killed.append(shlex.join(program.cmdline()))

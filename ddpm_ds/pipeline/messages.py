@@ -154,7 +154,7 @@ class P2PGroup:
     host_group: dist.ProcessGroup | None
     """Group of the same two ranks, connected from host to host by gloo; None if ``group`` already is."""
     tag: int
-    """Number of the edge among those that share ``host_group``; gloo matches messages by it, NCCL can't."""
+    """Number of the edge; edges share ``host_group``, where gloo matches messages by it. NCCL ignores it."""
 
 
 class Channel:

@@ -127,7 +127,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 
 
 def images_learned(run_dir: Path, resume: str) -> dict[str, str] | None:
-    """Return the checksums of the images of the newest checkpoint that :func:`find_checkpoint` may find, if any."""
+    """Return the image checksums in the newest checkpoint that :func:`find_checkpoint` may find; None without one."""
     path = run_dir if resume == "auto" else Path(resume)
     with contextlib.suppress(OSError, ValueError):  # of a path that is refused later
         folder = checkpoints_of(path)

@@ -1,7 +1,7 @@
 """Checkpoints of an engine: content, saving, loading and rollback.
 
-Each rank writes the pieces that its optimizer owns, by parameter name and offset, and reads those that it owns: so a
-checkpoint does not depend on stages, replicas, tensor groups, ZeRO stage or precision.
+Each rank writes the pieces that its optimizer owns, by parameter name and offset, and reads the pieces that it owns. So
+a checkpoint does not depend on stages, replicas, tensor groups, ZeRO stage or precision.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from ddpm_ds.unet.layers import Layer, parameter_shapes
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
-    """Return this rank's share of a checkpoint; the first replica and rank of a group have the parts that all have."""
+    """Return this rank's share of a checkpoint; the first of several ranks writes what they have alike."""
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     found, optimizer = [], engine.basic_optimizer
@@ -155,7 +155,7 @@ class Saver:
             optimizer.state.clear()
         was, now = (DS_CONFIG.read(one.ds_config).is_8bit for one in (checkpoint.manifest, self._about))
         if moments and was != now:
-            how = "rounded to 8 bits" if now else "in fp32 from here on; those of the checkpoint are of 8 bits"
+            how = "rounded to 8 bits" if now else "in fp32 from here on; the checkpoint has them in 8 bits"
             self._log(f"Adam's moments of weights are {how}")
         insides.refresh_weights(engine)
         engine.images_seen = engine.global_samples = state.images_seen

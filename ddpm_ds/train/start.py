@@ -47,7 +47,7 @@ from ddpm_ds.unet.model import check_compiler, choose_kernels
 from ddpm_ds.unet.operations import widening
 
 MOST_CAPTIONS = 64
-"""Captions that the pictures of a run take in turn."""
+"""Maximum number of captions that the pictures of a run take in turn."""
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that lets ranks share a GPU, experimentally, in NCCL 2.30 and later."""
 MOST_NAMED = 3
@@ -187,8 +187,8 @@ def _prompts(
 
 
 def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | None = None) -> None:
-    """Check that the images fit the spec's U-Net; SpecError if classes differ, too many are held out, or pictures of
-    decoded latents would be too large.
+    """Check that the images fit the spec's U-Net; SpecError if classes differ, too many images are held out, or decoded
+    pictures would be too large.
     """
     held_out = held_out or store
     try:

@@ -34,7 +34,7 @@ from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
 
 PART = 8
-"""Evaluations of the U-Net, on every micro-batch of a picture, between two looks whether to stop."""
+"""Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop."""
 Stops = Callable[[], bool]
 """Collective function that returns whether the run is asked to stop, the same on all ranks."""
 
@@ -86,7 +86,7 @@ class Previews:
         """Draw the images, None on ranks other than 0; raises Stopped if the run is asked to stop. Collective."""
         spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
         sampler = Sampler(spec.sampler, spec.diffusion)
-        # as many micro-batches as keep all stages at work, each no larger than those of training
+        # enough micro-batches to keep all stages at work, none larger than in training
         images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
         rounds = math.ceil(self.count / (replicas * images))
         replica = engine.grid.get_data_parallel_id()

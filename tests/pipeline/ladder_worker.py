@@ -187,7 +187,7 @@ class Expected(NamedTuple):
 
 
 class Reference:
-    """Plain PyTorch in fp64, image by image, on weights stored in the pipeline's precision: what rounding is from."""
+    """Plain PyTorch in fp64, image by image, on weights of the pipeline's precision; only rounding may differ."""
 
     def __init__(self, spec: RunSpec, layers: tuple[Layer, ...], precision: Precision) -> None:
         self.modules = nn.ModuleList(build_awake_layer(layer, i, spec.train.seed) for i, layer in enumerate(layers))
@@ -231,7 +231,7 @@ class Reference:
 
 @functools.cache
 def expected_steps(precision: Precision, compiled: bool, process: Process) -> list[Expected]:
-    """What the cases of a precision must equal, computed by rank 0: no other of their values changes it."""
+    """Results that all cases of a precision must equal, computed by rank 0; no other setting changes them."""
     found: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         spec = spec_of(compiled, process)
@@ -243,7 +243,7 @@ def expected_steps(precision: Precision, compiled: bool, process: Process) -> li
 
 
 def error_of(engine: UnetPipelineEngine, name: str, found: Tensor, expected: Expected) -> float:
-    """Error of this rank's gradient, of a part of a parameter relative to the whole."""
+    """Error of this rank's gradient; that of a part is relative to the whole parameter."""
     shard, whole = shard_of(engine.module.get_parameter(name)), expected.gradients[name]
     own = whole if shard is None else part_of(whole, shard).view_as(found)
     return difference(found, own, whole) / expected.cancelled[name]

@@ -71,7 +71,7 @@ def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:
 
 
 def grown_by(size: int) -> int:
-    """By how much the peak of this process is above what it has held before it held ``size`` bytes for a moment."""
+    """Growth of this process's peak memory, once it has held ``size`` bytes for a moment."""
     held, piece = psutil.Process().memory_info().rss, b"1" * 2**20
     with mmap.mmap(-1, size) as memory:  # of the kernel: what this process has freed and kept would not be new
         while memory.tell() < size:

@@ -128,7 +128,7 @@ def run_course(course: Course, folder: Path) -> None:
 
 
 class Courses:
-    """What all courses have left."""
+    """Folders that all courses have left."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
