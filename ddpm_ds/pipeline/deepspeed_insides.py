@@ -49,7 +49,7 @@ class _NoStageLimit:
 def topology(across: AcrossHosts, stages: int, replicas: int, tensor: int = 1) -> ProcessTopology:
     """Return the global ranks of stages, replicas and tensor groups, numbered as by :class:`Grid` in ``placement``.
 
-    Assumes that DeepSpeed numbers the processes row-major over a topology's axes. It must take all groups (stages,
+    Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and that it takes all groups (stages,
     replicas, tensors, everything but replicas) and a neighbour's rank from the topology, not from its own axes.
     """
     sizes = {"pipe": stages, "data": replicas, "model": tensor}
@@ -138,7 +138,7 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
     Assumes that ``OpBuilder.jit_load`` compiles extensions that were not installed with DeepSpeed, in
     ``cpp_extension._get_build_directory``; and that builds exclude each other there by ``cpp_extension.FileLock``,
     which the kernel unlocks, or before PyTorch 2.14 by ``FileBaton``, which a killed build leaves locked. Raises
-    HostError after ``BUILD_SECONDS`` of the build, whose programs are killed, or of another one that locks it.
+    HostError after ``BUILD_SECONDS``: the build's programs are killed, or another build still locks it.
     """
     build = OpBuilder.jit_load
 

@@ -93,7 +93,7 @@ def _device() -> torch.device:
 
 
 class Edge(NamedTuple):
-    """Direction in which a phase sends one kind of message, with a communicator of its own."""
+    """One kind of message in one phase, from one rank of a pipeline to another, over a communicator of its own."""
 
     kind: Kind
     phase: int
@@ -182,7 +182,7 @@ class Channel:
         self.begin(by_host=False)
 
     def begin(self, *, by_host: bool, start: Start = at_once, sizes: Sequence[int] = ()) -> None:
-        """Begin anew, without the messages that a graph leaves here which could not be captured.
+        """Begin anew: forget all messages, such as those of a graph that could not be captured.
 
         ``sizes`` numbers the images' size of each message from now on: 0, or 1 for the first of ``others``; without it
         all are 0.

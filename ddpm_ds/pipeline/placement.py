@@ -59,7 +59,7 @@ class Grid:
         return stage, replica, part
 
     def hosts_of(self, stage: int) -> list[Hashable]:
-        """Return each replica's host at a rank of the pipeline, where its tensor group begins."""
+        """Return the first host of each replica's tensor group at a rank of the pipeline."""
         return self._members(stage)[0]
 
     @property
@@ -119,9 +119,9 @@ class Sharing:
 def sharing(config: DsConfig, layout: Layout) -> Sharing:
     """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
-    Without ZeRO, and by DeepSpeed's optimizer for bf16, gradients are all-reduced once; ZeRO-1 uses that optimizer if
-    it adds bf16 gradients up in fp32. ZeRO-2 all-reduces too, although only the owner of a gradient needs it, unless
-    ``use_multi_rank_bucket_allreduce`` is off. ZeRO-1 scatters gradients. ZeRO and the optimizer for bf16 gather the
+    Without ZeRO, and by DeepSpeed's optimizer for bf16, gradients are all-reduced once. ZeRO-1 takes that optimizer if
+    it adds bf16 gradients up in fp32; otherwise it scatters gradients. ZeRO-2 all-reduces them, although only the owner
+    needs a gradient, unless ``use_multi_rank_bucket_allreduce`` is off. ZeRO and the optimizer for bf16 gather the
     weights that each replica has stepped.
     """
     zero, precision, stage = config.zero_optimization, config.precision, layout.zero_stage
@@ -165,9 +165,9 @@ def run_exchange(
     own; all other gradients are reduced after each micro-batch. While it is unknown, a weight-gradient pass is assumed
     to take half of the micro-batches in flight.
 
-    ``images`` of the full size are a replica's share of a step, by default of the batch. A tensor group sums
-    activations of ``arithmetic_bytes`` for an element, by default the precision's; ``gives_gradients`` says whether its
-    first rank gives the others the gradients that all have computed, as on GPUs.
+    ``images`` are a replica's in a step, counted in images of full size; by default it has its share of the batch. A
+    tensor group sums activations in ``arithmetic_bytes`` for an element, by default the precision's;
+    ``gives_gradients`` says whether its first rank gives the others the gradients that all have computed, as on GPUs.
     """
     config, layout, shared = ds.config, ds.layout, sharing(ds.config, ds.layout)
     if reductions is None and layout.schedule == "planned":

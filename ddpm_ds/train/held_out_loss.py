@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     store: DatasetCache
     positions: Indices
     places: Indices  # among all held-out images
-    counts: npt.NDArray[np.float64]  # 1 for each, or 0 for images that fill it up
+    counts: npt.NDArray[np.float64]  # 1, or 0 for images that only fill the micro-batch up
 
 
 class HeldOutLoss:
@@ -60,7 +60,7 @@ class HeldOutLoss:
         self._device, self._count, self._encoders = device, len(positions), encoders
         self._objective = Denoising(spec, device, store.meta.statistics, store.constants, seed=NOISE_SEED)
         levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
-        self._quantiles = HELD_OUT_QUANTILES[:: 1 if diffuses else 9]  # all are one in a regression
+        self._quantiles = HELD_OUT_QUANTILES[:: 1 if diffuses else 9]  # a regression has one level
         self._levels = [levels.quantile(quantile) for quantile in self._quantiles]
         """Timestep or noise level, and stream of the noise, by percentile."""
         self._fields = sorted(fields_read(spec, first=True, last=True, text=False))

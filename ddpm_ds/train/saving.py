@@ -32,7 +32,7 @@ from ddpm_ds.unet.layers import Layer, parameter_shapes
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
-    """Return this rank's share of a checkpoint; the first of several ranks writes what they have alike."""
+    """Return this rank's share of a checkpoint; values that several ranks have alike are of the first."""
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     found, optimizer = [], engine.basic_optimizer
