@@ -72,12 +72,12 @@ class _Bucket:
 
 @dataclass
 class _Pass:
-    """Kind of pass of a phase."""
+    """Buckets of one kind of pass in one phase."""
 
     buckets: list[_Bucket]
     """In the order in which they are reduced, the same on all replicas."""
     done: int = 0
-    """Number of buckets that are added in the pass that is running."""
+    """Number of buckets that the running pass has added."""
 
 
 class FlatGradients(OwnStep):
@@ -107,18 +107,19 @@ class FlatGradients(OwnStep):
         ]
         owned = len(flat.weights) // count
         self._reduces = flat.partitions and count > 1
-        self._own = torch.zeros(owned, dtype=flat.dtype, device=device)
-        self._sum = self._own
+        self.own_sum = torch.zeros(owned, dtype=flat.dtype, device=device)
+        self._sum = self.own_sum
         if flat.accumulator is not None:
             self._sum = flat.accumulator
         elif count > 1 and not self._reduces:
             self._sum = torch.zeros(len(flat.weights), dtype=flat.dtype, device=device)
         if count == 1:
-            self._own = self._sum
+            self.own_sum = self._sum
+        """Sum of the own gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
         self._keeps = False
         self._tensor = engine.module.tensor
         counted, self._partial, self._alike = map(self._runs, self._tensor.by_spread(flat.places))
-        counted = [self._own] if self._tensor.size == 1 else counted or [self._own[:0]]
+        counted = [self.own_sum] if self._tensor.size == 1 else counted or [self.own_sum[:0]]
         self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else owned)]
         self._packed = None
         if stored != flat.dtype and not self._reduces:
@@ -192,14 +193,9 @@ class FlatGradients(OwnStep):
             if found and found[-1][1] == start:
                 start = found.pop()[0]
             found.append((start, stop))
-        return [self._own[start:stop] for start, stop in found]
+        return [self.own_sum[start:stop] for start, stop in found]
 
     # ---------------------------------------------------------------- passes
-
-    @property
-    def own_sum(self) -> Tensor:
-        """Sum of the own gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
-        return self._own
 
     @property
     def precision(self) -> torch.dtype:
@@ -209,7 +205,7 @@ class FlatGradients(OwnStep):
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of the sum between steps, as addresses in a graph need, or give it back."""
         self._keeps = keep
-        self._release(self._sum, self._own)
+        self._release(self._sum, self.own_sum)
 
     def expect(self, passes: Counter[tuple[int, PassKind]]) -> None:
         """Prepare for steps that have so many passes of each kind of a phase."""
@@ -222,7 +218,7 @@ class FlatGradients(OwnStep):
     @torch.no_grad()
     def begin(self) -> None:
         """Begin a step's sum with zeros, and let the weights of other replicas come."""
-        for tensor in (self._sum, self._own):
+        for tensor in (self._sum, self.own_sum):
             _take_memory(tensor)
         self._sum.zero_()
         self._left = self._additions.copy()
@@ -231,11 +227,7 @@ class FlatGradients(OwnStep):
 
     @contextlib.contextmanager
     def gathering(self, phase: int, kind: PassKind) -> Iterator[None]:
-        """Add the gradients of a pass to the sum, bucket after bucket as they arrive.
-
-        Raises:
-            RuntimeError: a parameter got no gradient.
-        """
+        """Add a pass's gradients to the sum, bucket after bucket; raises RuntimeError if a parameter got none."""
         running = self._running = self._passes[phase, kind]
         running.done = 0
         yield
@@ -350,7 +342,7 @@ class FlatGradients(OwnStep):
 
     def _average(self, chunk: _Chunk, wire: Tensor, buffer: int) -> None:
         """Begin to average gradients of a chunk over the replicas, for the own part of it."""
-        part, own = self._parts[buffer].narrow(0, 0, len(wire) // self._replicas.size), self._own[chunk.own]
+        part, own = self._parts[buffer].narrow(0, 0, len(wire) // self._replicas.size), self.own_sum[chunk.own]
         averaged = self._replicas.average(wire, part)
 
         def finish() -> None:
@@ -420,24 +412,24 @@ class FlatGradients(OwnStep):
             if steps:
                 factor = self._factor(norm)
                 if self._widens:
-                    self._take([self._own], factor)
+                    self._take([self.own_sum], factor)
                 elif (host := self._flat.host_gradient) is not None:
-                    for own, there in zip(self._own.split(self._size), host.split(self._size), strict=True):
+                    for own, there in zip(self.own_sum.split(self._size), host.split(self._size), strict=True):
                         part = own.to(torch.float32, copy=True)
                         there.copy_(part if factor is None else part.mul_(factor))
                     self._take()
                 else:
-                    gradient = self._own
+                    gradient = self.own_sum
                     if gradient.dtype is not torch.float32:
                         gradient = gradient.to(torch.float32)
-                        self._release(self._own)
+                        self._release(self.own_sum)
                     self._flat.master.grad = gradient
                     if factor is not None:
                         gradient.mul_(factor)
                     self._take()
                     self._flat.master.grad = None
                 self.refresh_weights()
-        self._release(self._sum, self._own)
+        self._release(self._sum, self.own_sum)
 
     def end_step(self) -> None:
         """Count the step; a graph has refreshed the weights without the host."""
@@ -631,7 +623,6 @@ def gradients_of(engine: PipelineEngine, wanted: Wanted) -> Gradients:
 
 
 def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
