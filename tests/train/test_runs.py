@@ -336,7 +336,7 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     for words in ((), ("--batch-images", "2")):
         assert measured_losses(one, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
     wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"], code=2)
-    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr
+    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that share" in wrong.stderr
 
 
 @pytest.mark.launch
