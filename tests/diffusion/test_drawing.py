@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.data.latents import to_pixels
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Stream

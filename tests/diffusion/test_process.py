@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler, mean_error
+from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.schema.choices import SAMPLERS
 

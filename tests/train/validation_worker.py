@@ -26,7 +26,8 @@ from ddpm_ds.data.held_out import Subset, parts
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Prompts
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
