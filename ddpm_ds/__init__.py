@@ -7,8 +7,8 @@ The Python interface for scripts; ``docs/python.md`` has examples::
     open_run      read a run's folder: spec, metrics, checkpoints, verdict
     load_trained  load weights into a plain U-Net
     sample        draw images from them
-    SamplerSpec   how images are drawn
-    UserError     what bad input raises
+    SamplerSpec   settings of a sampler
+    UserError     raised for bad input
 
 A name is imported when it is first used, so ``import ddpm_ds`` brings no torch.
 """

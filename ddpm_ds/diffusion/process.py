@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.diffusion.choices import TARGETS
-from ddpm_ds.diffusion.condition import Moves, Scale
+from ddpm_ds.diffusion.condition import Moves
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
 from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground import keyed
@@ -21,11 +21,9 @@ from ddpm_ds.schema.choices import OBJECTIVES
 class Diffusion:
     """Forward process and loss of a run; its only state is the tables of :attr:`levels` on `device`.
 
-    All its arguments are on `device`. `index` is the (N,) int64 image index of ``ground/keyed.py``, `draws` are those
-    of :meth:`draws`. Nothing waits for the device. Images and noise are (N, C, H, W) tensors in channels-last memory
-    format.
-
-    Raises SpecError: the schedule is impossible.
+    All its arguments are on `device`, and nothing waits for it. `index` is the (N,) int64 image index of
+    ``ground/keyed.py``, `draws` come from :meth:`draws`. Images and noise are (N, C, H, W) tensors in channels-last
+    memory format. An impossible schedule raises SpecError.
     """
 
     def __init__(self, spec: DiffusionSpec, seed: int, device: torch.device | str) -> None:
@@ -43,7 +41,7 @@ class Diffusion:
         more_words: Mapping[int, int] = MappingProxyType({}),
         more_normals: Mapping[int, int] = MappingProxyType({}),
     ) -> Draws:
-        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), and draws of more streams."""
+        """Return all draws of a micro-batch with x_t of `shape` (N, C, H, W), and those of more streams."""
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
         normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
         if self.spec.noise_offset:
@@ -52,22 +50,12 @@ class Diffusion:
         return Draws(self.seed, index, {**words, **more_words}, {**normals, **more_normals})
 
     def moves(self, draws: Draws, stored: tuple[int, ...], size: tuple[int, int] | None, flips: bool) -> Moves:
-        """Return the crop to `size` of images of a `stored` size, at random places, and the mirrors of half of them."""
+        """Return the moves of images of a `stored` size: crops to `size` at random places, and mirrors of half."""
         place = None
         if size is not None and stored != size:  # uniform over all places
             rows, columns = (before - cropped + 1 for before, cropped in zip(stored, size, strict=True))
             place = draws.integers(Stream.CROP, rows * columns)  # (N,)
         return Moves(size, place, draws.coins(Stream.FLIP) if flips else None)
-
-    def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: tuple[int, int] | None = None) -> Tensor:
-        """Convert uint8 images (N, C, H, W) to float32 in [-1, 1], mirroring half of them if `flips`; float16 latents
-        only become float32.
-
-        Images larger than `size` (height, width) are cropped to it, each at a random place. `draws` may be None if
-        images are neither cropped nor mirrored. Source: DDPM (Ho et al. 2020), section 3.3.
-        """
-        moves = Moves() if draws is None else self.moves(draws, images.shape[2:], size, flips)
-        return Scale().to_unit(moves.of(images))  # (N, C, H, W)
 
     def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
@@ -101,15 +89,11 @@ class Diffusion:
         return torch.add(eps, more, alpha=gamma)
 
     def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar: the mean over images of weight times distance; channels have weights."""
+        """Return the loss, a float32 scalar: the mean over images of weight times mean error of weighted channels."""
         errors = self.errors(prediction, x0, eps, t)
         if self._channel_weights is not None:
             errors = errors * self._channel_weights
         return (self.levels.weights(t) * mean_error(errors, mask)).mean()
-
-    def distances(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the unweighted distance of each prediction from its target, (N,) float32."""
-        return mean_error(self.errors(prediction, x0, eps, t), mask)
 
     def errors(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the error of each element of the predictions, of any float dtype, (N, H, W, C) float32.

@@ -23,7 +23,7 @@ from ddpm_ds.ground.keyed import Stream
 
 
 class Sampler:
-    """Immutable sampler of a spec. The specs must agree (:func:`ddpm_ds.diffusion.spec.check_sampler`).
+    """Immutable sampler of two specs that agree (:func:`ddpm_ds.diffusion.spec.check_sampler`).
 
     The step from the last visited noise level returns x0 itself, without noise.
     """
@@ -173,9 +173,7 @@ class Drawing:
             if self._guide is None:
                 prediction, other = prediction.chunk(2)
             else:
-                context = self.context(number)
-                text = {} if context is None else {"context": context}
-                other = self._guide(*self.inputs(), **text).float()
+                other = self._guide(*self.inputs(), context=self.context(number)).float()
             prediction = other + self._guidance * (prediction - other)  # (N, C, H, W)
         needed = sampler.needs_noise(number)
         noise = self._noise(sampler.visits[number].stream) if needed else None

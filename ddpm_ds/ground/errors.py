@@ -34,7 +34,7 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's workspace
     "bad_alloc",
 )
-"""Texts of the errors of libraries that ran out of memory."""
+"""Texts in the errors of libraries that ran out of memory."""
 
 
 def one_line(text: str) -> str:
@@ -127,7 +127,7 @@ KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
 
 @contextlib.contextmanager
 def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Log any error of this block as one line: a missing report ends no run."""
+    """Log any error of this block as one line, since a missing report must not end a run."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -135,7 +135,7 @@ def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
-        log(f"no {what}, through an error of the program: {one_line(repr(error))} in {where}; all else is kept")
+        log(f"no {what}, because of a bug: {one_line(repr(error))} in {where}; all else is kept")
 
 
 def print_to_stderr(line: str) -> None:

@@ -1,4 +1,4 @@
-"""GroupNorm with SiLU and the embedding around it as one operator on channels-last memory, made of Triton kernels.
+"""GroupNorm, SiLU and the embedding around them as one operator on channels-last memory, made of Triton kernels.
 
 Statistics and arithmetic are in fp32 for every dtype; only x, mean and rstd are kept for the backward. The operator is
 opaque to ``torch.compile`` and causes no graph break. The division of a tensor among programs, and so the order of
@@ -88,10 +88,8 @@ def fused_norm_silu(
     without applying SiLU if ``silu`` is false.
 
     x fp32, fp16 or bf16; weight and bias (C,) of x's dtype or fp32; add, scale and shift (N, C) of x's dtype. x must be
-    on the current CUDA device. Gradients are deterministic; there is no second derivative.
-
-    Raises:
-        ValueError: x is not channels-last, which would have to be copied.
+    on the current CUDA device; another order of memory raises ValueError. Gradients are deterministic; there is no
+    second derivative.
     """
     y, _, _ = _norm_silu(x, weight, bias, add, scale, shift, groups, epsilon, silu)
     return y

@@ -178,7 +178,7 @@ class Linear(Undrawn, Weighted, nn.Linear):
 
 
 class EmbeddingProjection(Linear):
-    """Linear layer on SiLU of the embedding; :func:`project` computes several."""
+    """Linear layer on SiLU of the embedding; :func:`project` computes several at once."""
 
 
 def project(projections: Sequence[EmbeddingProjection], emb: Tensor) -> tuple[Tensor, ...]:
@@ -285,8 +285,8 @@ class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of seed, layer and image, independent of the image's batch.
 
     :func:`set_image_index` sets `images` (N,) int64, the image indices, before each forward, including a checkpoint's
-    recomputation. Masks are drawn by :func:`draw_masks`, separately from their use, so that those of several layers are
-    drawn together and compiled code is the same in every layer. `shape` is that of an image, (C, H, W).
+    recomputation. :func:`draw_masks` draws the masks of several layers together, before their use, so that compiled
+    code is the same in every layer. `shape` is an image's, (C, H, W).
     """
 
     def __init__(self, rate: float, seed: int, layer: int, shape: tuple[int, int, int]) -> None:
@@ -305,9 +305,7 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     """Return each dropout's mask of kept elements, (N, own C, H, W) bool and channels-last; None keeps all.
 
     The dropouts have the same images and kernels. Our kernel draws all masks in one launch, in one piece of memory.
-
-    Raises:
-        RuntimeError: the images are not known.
+    Unknown images raise RuntimeError.
     """
     drawing = [one for one in dropouts if one.rate and one.training]
     if not drawing:
