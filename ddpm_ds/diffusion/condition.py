@@ -58,10 +58,7 @@ class Scale:
         return cls(shift.float().to(device), size.float().to(device))
 
     def to_unit(self, values: Tensor) -> Tensor:
-        """Return stored values (N, C, H, W) on the U-Net's scale, float32 in channels-last memory format.
-
-        Source of the scale of bytes: DDPM (Ho et al. 2020), section 3.3.
-        """
+        """Return stored values (N, C, H, W) on the U-Net's scale (DDPM, section 3.3), float32 and channels-last."""
         unit = values.to(torch.float32, memory_format=torch.channels_last)
         if isinstance(self.shift, Tensor):
             return (unit - self.shift) / self.size

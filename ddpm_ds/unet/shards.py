@@ -133,8 +133,6 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
-    """Return the elements that gradients take in a ring: partial ones are summed in two passes, whole ones, if
-    ``given`` by rank 0, sent in one.
-    """
+    """Return the elements of gradients that a ring carries: partial ones in two passes, whole ones if ``given``."""
     alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike

@@ -186,13 +186,12 @@ def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
             )
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
-    rules: dict[str, object] = {
-        f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor": (
-            depth and width % heads
-        )
-        for width, heads, depth in zip(widths, text.heads, depths, strict=True)
+    faults: dict[str, object] = {
+        f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks": not any(depths),
+        f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside the "
+        "time embedding; use one": text.pooled_channels and numbers,
     }
-    rules[f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks"] = not any(depths)
-    vectors = f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside"
-    rules[f"{vectors} the time embedding; use one"] = text.pooled_channels and numbers
-    refuse(rules)
+    for width, heads, depth in zip(widths, text.heads, depths, strict=True):
+        fault = f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor"
+        faults[fault] = depth and width % heads
+    refuse(faults)

@@ -26,8 +26,7 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 class TensorGroup:
     """This process's place in a group of ranks that compute layers together; by default it is alone.
 
-    Only sums go over ``group``, in the order of the layers on every rank. Without one nothing is summed, so that a
-    rank's part can be timed.
+    Only sums go over ``group``, in the order of the layers on every rank; without one, a rank's part can be timed.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
