@@ -180,8 +180,8 @@ def check_guidance(sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
     if not any(map(sampler.guides_at, sigmas)):
         low, high = sampler.guidance_between
         raise SpecError(
-            f"sampler.guidance_between = {low:g},{high:g} holds none of the noise levels of the steps, which are from "
-            f"{min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that holds some"
+            f"sampler.guidance_between = {low:g},{high:g} has none of the steps' noise levels, which are from "
+            f"{min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that has some"
         )
 
 

@@ -41,7 +41,7 @@ class Diffusion:
         more_words: Mapping[int, int] = MappingProxyType({}),
         more_normals: Mapping[int, int] = MappingProxyType({}),
     ) -> Draws:
-        """Return all draws of a micro-batch with x_t of `shape` (N, C, H, W), and those of more streams."""
+        """Return all draws of a micro-batch with x_t of `shape` (N, C, H, W), and draws of more streams."""
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
         normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
         if self.spec.noise_offset:

@@ -107,8 +107,8 @@ class Drawing:
     "Applying guidance in a limited interval".
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
-    None without classes or for "no label", whose number is `no_label`. `conditions` are the U-Net's other inputs, and
-    its inputs for a dropped condition, which guides images with a text or without labels.
+    None without classes or for "no label", whose number is `no_label`. `conditions` has the U-Net's other inputs, then
+    those of a dropped condition, which guides images with a text or without labels.
     """
 
     def __init__(

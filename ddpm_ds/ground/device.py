@@ -97,7 +97,7 @@ def usable_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, UnicodeError):
         found = torch.device("meta")
     if found.type not in ("cpu", "cuda"):
-        raise LayoutError(f"device = {device} is none of cpu, cuda and a numbered one such as cuda:0; use one of them")
+        raise LayoutError(f"device = {device} is unknown; use cpu, cuda or a numbered one such as cuda:0")
     if found.type == "cuda":
         check_cuda(devices := torch.cuda.device_count())
         if (found.index or 0) >= devices:

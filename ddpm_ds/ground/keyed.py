@@ -26,8 +26,8 @@ class Stream(IntEnum):
     """Purpose of a draw; two streams of one image are independent.
 
     Dropout of layer i uses DROPOUT + i, held-out noise at timestep t HELD_OUT + t. A sampled image starts from noise of
-    SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t is the percentile of
-    the held-out level, and the number of the sampler's step.
+    SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t stands for the
+    percentile of the held-out level, or for the number of the sampler's step.
     """
 
     TIMESTEP = 0
@@ -68,7 +68,7 @@ def check_key(seed: int, stream: int) -> None:
 
 
 def drop_threshold(drop: float) -> int:
-    """Return how many of the 2^16 values of an element's bits make `keep_mask` drop it.
+    """Return the number of values, out of 2^16, at which `keep_mask` drops an element.
 
     Raises ValueError unless drop is in [0, 1).
     """
@@ -106,7 +106,7 @@ def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     return counters[None], streams[None]
 
 
-@functools.cache  # likewise
+@functools.cache  # for good, as above
 def _codes(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Return the counter of each block plus 2^32 times its stream, (blocks,) int64."""
     counters, streams = _columns(blocks, device)

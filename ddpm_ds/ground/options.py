@@ -28,7 +28,7 @@ def option(
     """Return a field of a frozen dataclass that is an option of a command line; ``about`` is its help.
 
     ``kind`` parses a value. Without it the field's type does: a path, the choices of a Literal, or text. ``more`` are
-    ``default``, ``names`` such as ``-p`` (that of the field, by default; without dashes it is a positional argument),
+    ``default``, ``names`` such as ``-p`` (the field's by default; without dashes it is a positional argument),
     ``group`` (title and description), ``either`` (name of a group of exclusive options), and arguments of
     ``add_argument``.
     """

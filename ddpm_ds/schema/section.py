@@ -77,7 +77,7 @@ class Needs:
 
 
 def only_with(*conditions: str | Callable[[], str]) -> Needs:
-    """Return the mark of a field whose default is its only value unless all conditions hold.
+    """Return the mark of a field whose default is its only value unless all conditions are met.
 
     A condition is a key, which must be set or true, or ``key=value|value``; `` or `` joins alternatives. A key without
     a dot belongs to the same section. A function returns the condition where names may be registered later.

@@ -14,10 +14,10 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096  # of a tile in registers at a time
 PROGRAMS = 1024  # target number of tiles, about four for each multiprocessor of a large GPU
 COMBINED_ELEMENTS = 16384  # largest number of tile sums that one program combines
-WHOLE_ELEMENTS = 8192  # most of an image that a program holds whole; a larger one would have a multiprocessor alone
+WHOLE_ELEMENTS = 8192  # most elements in the registers of a program; a larger one would fill a multiprocessor alone
 ELEMENTS_A_WARP = 1024  # of a block in registers as a whole: 32 a thread
 ROW_BYTES = (128, 64)  # preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads
-GRADIENT_WARPS = 8  # of the kernels that hold a block of x and one of dy; the others take Triton's four
+GRADIENT_WARPS = 8  # of kernels with a block of x and one of dy in registers; others take Triton's four
 
 
 class Tiles(NamedTuple):
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 class WholeImages(NamedTuple):
-    """Share of an image's groups that a program holds in registers."""
+    """Share of an image's groups that a program has in registers."""
 
     rows: int  # places for pixels
     groups: int  # of a program
@@ -61,7 +61,7 @@ def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
 
 @lru_cache
 def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
-    """Return how programs hold whole images of a shape; None if too few neighbouring channels would fit."""
+    """Return a program's share of a whole image of a shape; None if too few neighbouring channels would fit."""
     width, rows = power_above(channels // groups), power_above(pixels)
     for row_bytes in ROW_BYTES:
         wanted = -(-row_bytes // (channels // groups * element_bytes))

@@ -62,8 +62,8 @@ def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
 def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a row for each mask, (masks, 5) int64, and the mask of each block of an image, (blocks,) int32.
 
-    A row has the key, the threshold, the elements of an image, those of all masks before, and the first block. Making
-    the table waits for the device; a layout has one for each group of layers that run together.
+    A row has the key, the threshold, the number of elements of an image, its sum over earlier masks, and the first
+    block. Making the table waits for the device; a layout has one for each group of layers that run together.
     """
     blocks = [triton.cdiv(mask.elements, 2 * WORDS) for mask in masks]
     rows, before, first = [], 0, 0

@@ -180,7 +180,7 @@ class EmbedLayer(Layer):
     sinusoid_shift: int
     classes: int | None
     condition_level: bool = False
-    """Whether a second noise level, that of the condition, is embedded as the timestep is."""
+    """Whether the condition's noise level is embedded too, as the timestep is."""
     numbers: int = 0
     """Size of the vector that is added to the embedding; 0 means none."""
     pooled_channels: int = 0

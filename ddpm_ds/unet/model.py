@@ -40,7 +40,7 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
 
 
 class UNet(nn.Module):
-    """U-Net in one process, which every pipeline must equal; ``layers`` has the parameters' names of every layout."""
+    """U-Net in one process, which every pipeline must equal; its ``layers`` name parameters as every layout does."""
 
     def __init__(self, layers: Sequence[Layer], seed: int) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ class Convolution(Weighted):
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
-        like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k), of which only the layout counts
+        like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k); only its layout counts
         if _by_products(x, like, self.stride, self.padding):
             return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
         where = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
@@ -293,7 +293,7 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.rate, self.seed, self.stream, self.shape = rate, seed, Stream.DROPOUT + layer, shape
         self.beside = 0, 0
-        """Number of channels before and after those of this rank."""
+        """Number of channels before and after this rank's."""
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
 

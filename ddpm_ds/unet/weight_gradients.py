@@ -31,7 +31,7 @@ class Waiting(NamedTuple):
 
 
 class WaitingGradients:
-    """Queue of weight gradients, deferred in the phases and micro-batches of ``split``; others are in the backward."""
+    """Queue of weight gradients, deferred in the (phase, micro-batch) of ``split``; others are in the backward."""
 
     def __init__(self, split: Collection[tuple[int, int]]) -> None:
         self._split = split
@@ -69,7 +69,7 @@ class WaitingGradients:
     def compute(
         self, layers: Iterable[Weighted], numbers: Sequence[int], give: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """Give each weight its gradient over some micro-batches; layers of one product come with its first."""
+        """Give each weight its gradient over some micro-batches; layers of one product get theirs together."""
         for layer in layers:
             waiting = [self._queued[number].pop(layer) for number in numbers]
             together = waiting[0].layers
