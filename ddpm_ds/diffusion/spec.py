@@ -15,7 +15,7 @@ from ddpm_ds.schema.choices import OBJECTIVES, SAMPLERS, SCHEDULES
 from ddpm_ds.schema.section import Format, Section, needs, only_with, refuse, unused
 
 LEAST_SIGNAL = 1e-30
-"""Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
+"""Smallest factor of the image in x_t at the last timestep; with a smaller one its inverse overflows float32."""
 _NOT_EPS = types.those("objective", OBJECTIVES, lambda one: one.diffuses and one is not OBJECTIVES["eps"])
 
 
@@ -82,14 +82,10 @@ class DiffusionSpec(Section):
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not OBJECTIVES[self.objective].diffuses:
             keys = ["objective"]
-        elif not schedule.continuous:
-            keys += [
-                "timesteps",
-                "zero_terminal_snr",
-                *(["beta_start", "beta_end"] if schedule.betas else []),
-            ]
-        else:
+        elif schedule.continuous:
             keys.append("sigma_data")
+        else:
+            keys += ["timesteps", "zero_terminal_snr", *(["beta_start", "beta_end"] if schedule.betas else [])]
         return {key: getattr(self, key) for key in keys}
 
 

@@ -5,7 +5,6 @@ The first two are measured once and cached in the user's cache folder; start-up 
 
 import contextlib
 import json
-import os
 import platform
 import statistics
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from ddpm_ds.ground.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.formats import read_json
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
@@ -153,7 +153,7 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
     Rank 0 caches it. All ranks measure at once, so that processes on one CPU share it as they do in training.
     """
     dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
-    where = _name(device) if device.type == "cuda" else f"{_name(device)} x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    where = _name(device) if device.type == "cuda" else f"{_name(device)} x {processes_on_host()}"
     facts = [where, str(dtype), torch.__version__]
     known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts), list[float] | None)
     if known is not None:

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -138,7 +138,7 @@ class Timeline(Observer):
             "precision": self._precision,
             "graphs": not engine.graph.why_eager,  # other steps are CUDA graphs; traced ones are not
             "world_size": len(ranks),
-            "host_processes": int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))),
+            "host_processes": processes_on_host(len(ranks)),
             "first_step": traces[0].steps[0].number,
             "last_step": traces[0].steps[-1].number,
             "step_seconds": fmean(rank["step_seconds"] for rank in ranks),

@@ -46,6 +46,8 @@ from ddpm_ds.tracking.address import resolve_uri
 
 SPEC, DS_CONFIG, STAGES, MACHINE = "spec.yaml", "ds_config.json", "stages.txt", "machine.json"
 """Files of a run: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
+ASKED_SPEC, ASKED_CONFIG = "asked_spec.yaml", "asked_ds_config.json"
+"""Files of a run that it was started with from Python or by a sweep, not from files of the user's."""
 METRICS, EVALUATIONS, OBSERVATIONS = POINTS = ("metrics.jsonl", "evaluations.jsonl", "observations.jsonl")
 """Files of a run with log points, held-out losses and observers' measurements."""
 VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
@@ -117,7 +119,7 @@ def check_output(run_dir: Path, resume: str) -> None:
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     # as a start leaves it that is killed before it has written its spec
-    begun_ones = (LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp", checkpoints.name)
+    begun_ones = (ASKED_SPEC, ASKED_CONFIG, LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp", checkpoints.name)
     others = [path for path in run_dir.glob("*") if path.name not in begun_ones]
     others += [path for path in checkpoints.glob("*") if not path.name.startswith(PROBE)]
     if others and not (run_dir / SPEC).exists():
@@ -307,6 +309,11 @@ class RunFolder:
     def evaluations(self) -> dict[str, list[float]]:
         """Columns of the held-out losses."""
         return self.columns(EVALUATIONS)
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """Newest value of each metric, of all files."""
+        return {name: points[-1][1] for name, points in self.histories().items()}
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
         """Return every metric's points (step, value), of all files."""
