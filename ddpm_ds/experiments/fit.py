@@ -22,7 +22,7 @@ from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.ground.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.units import MOST_BATCH, gib
-from ddpm_ds.planning.inputs import usable
+from ddpm_ds.planning.inputs import Machine
 from ddpm_ds.planning.run_plan import RunDraft, lay_out, read_run, workload
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import received_signals
@@ -74,7 +74,7 @@ class Task:
     replicas: int
     processes: int
     accumulation: int | None  # micro-batches per step, so that the batch grows; None keeps ``train.batch_images``
-    device: str  # its type, cpu or cuda
+    machine: Machine  # devices of this host
     budget_bytes: int | None  # maximum bytes that a process may hold; on CUDA, None means the device's memory
     steps: int  # number of timed steps
 
@@ -168,14 +168,7 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
     """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    limit = (task.budget_bytes or 0) - LIBRARY_BYTES * (task.device == "cpu")
-    if task.device != "cpu" and not limit:  # asks the first GPU, without opening it
-        import pynvml
-
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-            limit = usable(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total), on_cpu=False)
+    limit = (task.budget_bytes or task.machine.usable_bytes) - LIBRARY_BYTES * task.machine.is_cpu
     return largest(sizes, lambda size: predicted(task, size, limit) <= limit, sizes[0]) or sizes[0]
 
 
@@ -185,7 +178,7 @@ def predicted(task: Task, size: int, device_bytes: int) -> int:
     from ddpm_ds.planning.memory import peak_bytes
 
     draft = task.draft(size)
-    job = workload(draft.spec, draft.ds.config, task.device == "cpu", counted=True)
+    job = workload(draft.spec, draft.ds.config, task.machine.is_cpu, counted=True)
     return peak_bytes(job, fitted(job, draft.ds.layout, draft.bounds, device_bytes), draft.bounds)
 
 
@@ -194,7 +187,8 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
     failed for a reason other than memory.
     """
     layout, run_dir, log = task.draft(size).ds.layout, folder / str(size), folder / f"{size}.log"
-    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device]
+    device = "cpu" if task.machine.is_cpu else "cuda"
+    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", device]
     words += ["--run-dir", run_dir, "--steps", task.steps]
     words += [] if task.budget_bytes is None else ["--memory-budget", f"{task.budget_bytes}B"]
     words += [word for change in task.overrides(size) for word in ("--set", change)]

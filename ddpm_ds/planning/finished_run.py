@@ -75,8 +75,6 @@ class FinishedRun:
     pauses: Pauses
     evaluation_seconds: float  # seconds of validation between steps
     machine: Machine  # machine that the run was planned for
-    startup: Mapping[str, LayerSeconds]
-    """Seconds of a layer's pass that do not depend on the images, by kind of layer; empty if unknown."""
     host_devices: int = 1  # number of devices of a host; 1 if unknown
     replayed: bool = False  # whether steps are CUDA graphs, in which no kernel is launched by the host
 
@@ -118,7 +116,7 @@ class FinishedRun:
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
         own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
-        known, unknown = {} if self.replayed else self.startup, LayerSeconds(0.0, 0.0)
+        known, unknown = {} if self.replayed else self.machine.startup, LayerSeconds(0.0, 0.0)
         starts, macs = [known.get(type(layer).__name__, unknown) for layer in own], sum(layer.macs for layer in own)
 
         def rate(measured: float, startup: float) -> tuple[float, float]:
@@ -160,10 +158,16 @@ class FinishedRun:
         return sum(start.forward + start.backward for start, _ in self.rates) / self.layout.stages
 
 
-def machine_json(machine: Machine, startup: Mapping[str, LayerSeconds]) -> str:
+def machine_json(machine: Machine) -> str:
     """Return the text of :data:`ddpm_ds.tracking.run_folder.MACHINE`."""
-    record = {"machine": asdict(machine), "startup": {kind: asdict(seconds) for kind, seconds in startup.items()}}
-    return f"{json.dumps(record, indent=2)}\n"
+    return f"{json.dumps(asdict(machine), indent=2)}\n"
+
+
+def _machine(path: Path) -> Machine:
+    record = read_json(path)
+    startup = {kind: LayerSeconds(**seconds) for kind, seconds in record["startup"].items()}
+    times = record["layer_times"] and tuple(LayerSeconds(**seconds) for seconds in record["layer_times"])
+    return Machine(**record | {"startup": startup, "layer_times": times})
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
@@ -181,7 +185,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    run, summary, machine = RunFolder(run_dir), read_json(run_dir / SUMMARY), read_json(run_dir / MACHINE)
+    run, summary = RunFolder(run_dir), read_json(run_dir / SUMMARY)
     config, points = DS_CONFIG.read(run.ds_config), run.points(METRICS)
     last = points[-1] if points else {}
     job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
@@ -208,8 +212,7 @@ def _read(run_dir: Path) -> FinishedRun:
         evaluation_seconds=math.fsum(
             point.get("usage/evaluation_seconds", 0.0) for point in run.points(EVALUATIONS)[:-1]
         ),
-        machine=Machine(**machine["machine"]),
-        startup={kind: LayerSeconds(**seconds) for kind, seconds in machine["startup"].items()},
+        machine=_machine(run_dir / MACHINE),
         host_devices=summary.get("host_processes", 1),
         replayed=replayed,
     )

@@ -1,11 +1,14 @@
 """Inputs of every prediction: a machine, by its discounted data sheet, and a run without its layout. No torch."""
 
+from __future__ import annotations
+
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
 from ddpm_ds.config.ds_model import DsConfig
@@ -16,6 +19,9 @@ from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
 from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import split_layers
+
+if TYPE_CHECKING:
+    from ddpm_ds.observe.device_speed import LayerSeconds  # imports PyTorch
 
 REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
 """Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
@@ -71,7 +77,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices in equal nodes, with the rates that they reach."""
+    """Devices in equal nodes, the rates that they reach, and times measured on them: a run's ``machine.json``."""
 
     kind: str
     devices: int
@@ -85,6 +91,10 @@ class Machine:
     """Bytes per second of the host's memory that each device of a node has, to step there and to copy."""
     layer_seconds: float  # fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn
     launch_seconds: float  # seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU
+    layer_times: tuple[LayerSeconds, ...] | None = None
+    """Seconds of each layer's passes for a micro-batch; None if they were not measured."""
+    startup: Mapping[str, LayerSeconds] = field(default_factory=dict)
+    """Seconds of a layer's passes that do not depend on the images, by kind of layer; empty if not measured."""
 
     @property
     def is_cpu(self) -> bool:
@@ -110,7 +120,7 @@ class Machine:
         """Seconds of each of the log2 T rounds of a sum over T ranks; on a CPU gloo's threads hinder the others."""
         return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
 
-    def on(self, hosts: Sequence[Hashable]) -> "Machine":
+    def on(self, hosts: Sequence[Hashable]) -> Machine:
         """Return the machine with its devices on ``hosts``, one for each rank, if they are known and of equal size."""
         nodes = len(set(hosts)) if len(set(Counter(hosts).values())) == 1 else 1
         return replace(self, nodes=nodes, host_bandwidth=self.host_bandwidth * nodes / self.nodes)
@@ -191,9 +201,9 @@ class Workload:
     encoder_elements: int = 0
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
     tensor: TensorSplit = field(default_factory=TensorSplit)  # split of the layers
-    _by_split: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _by_split: dict[TensorSplit, Workload] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def of(self, layout: Layout) -> "Workload":
+    def of(self, layout: Layout) -> Workload:
         """Return the run with its layers split as in a layout; the same one for the same split."""
         if layout.tensor == self.tensor:
             return self

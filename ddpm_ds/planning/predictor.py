@@ -142,7 +142,7 @@ class Predictor:
 
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
-        given = self.job, self.machine, layout, bounds or self.bounds(layout), self._layer_times(layout)
+        given = self.job, self.machine, layout, bounds or self.bounds(layout), self.layer_times(layout)
         return planned_costs(*given, with_sums=layout.tensor != self.with_sums)
 
     def least_seconds(self, layout: Layout) -> float:
@@ -184,7 +184,7 @@ class Predictor:
         most = max(SIMULATED // layout.stages, 4 * layout.most_kept)
         step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
-        alone = planned_costs(self.job, self.machine, layout, bounds, self._layer_times(layout), with_sums=False)
+        alone = planned_costs(self.job, self.machine, layout, bounds, self.layer_times(layout), with_sums=False)
         summing = sum(rank.pass_seconds for rank in costs) - sum(rank.pass_seconds for rank in alone)
         # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
@@ -217,7 +217,7 @@ class Predictor:
         launch = launch_seconds(self.job, self.machine, layout) if self.times is None else 0.0
         return layout.micro_batch_images, layout.tensor, launch
 
-    def _layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
+    def layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
         """Return the seconds of each layer of a layout for a micro-batch, in the mean over buckets of aspect."""
         key = images, _, launch = self._times_key(layout)
         if key not in self._times:
@@ -228,7 +228,7 @@ class Predictor:
 
     def _fastest_cut(self, layout: Layout, room: Room | None = None) -> Bounds | None:
         """Return the cuts with the shortest simulated step, or with ``room`` the least work of the busiest rank."""
-        seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
+        seconds = [layer.forward + layer.backward for layer in self.layer_times(layout)]
         if layout.tensor.size > 1 and layout.tensor != self.with_sums:
             for number, layer in enumerate(self.job.of(layout).layers):
                 sums = Sums(2 * layer.sums, sum(layer.summed_elements))

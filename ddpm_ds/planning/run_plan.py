@@ -174,23 +174,26 @@ def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
     the JSON asks for them. Collective: rank 0 decides. LayoutError if no measured cuts fit.
     """
-    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.observe.device_speed import LayerSeconds, measured_times
     from ddpm_ds.pipeline.schedule import Program, weight_passes
     from ddpm_ds.planning.decisions import measured_cuts
     from ddpm_ds.planning.predictor import Predictor
     from ddpm_ds.processes.process_group import decided_by_rank_0
 
     ds, layout, bounds, programs, passes = plan.ds, plan.ds.layout, plan.bounds, None, None
-    measured = ds.partition == "measured" and layout.stages > 1
+    measured, times = ds.partition == "measured" and layout.stages > 1, None
     predictor = Predictor(plan.job, plan.machine, measured_times(device, plan.job.precision) if measured else None)
     if measured:
-        bounds = decided_by_rank_0(lambda: measured_cuts(predictor, ds), tuple[int, ...])
+        bounds, times = decided_by_rank_0(
+            lambda: (measured_cuts(predictor, ds), tuple(predictor.layer_times(layout))),
+            tuple[tuple[int, ...], tuple[LayerSeconds, ...]],
+        )
     if ds.is_ordered:
         programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
         passes = weight_passes(programs, layout.schedule) if programs else None
     stages, grid, exchange, encoding = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
     cut = replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, encoding_ranks=encoding)
-    return replace(cut, programs=programs)
+    return replace(cut, programs=programs, machine=replace(plan.machine, layer_times=times))
 
 
 def _places(

@@ -115,9 +115,10 @@ def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
     """Judge a run at its end, on rank 0, with the ``startup`` of its layers, and write both; takes up to some seconds.
     OutputError or OSError if no step was traced, or the run's files can't be read or written.
     """
-    facts = replace(facts_of(run_dir), startup=startup)
-    found = verdict(facts)
-    replace_file(run_dir / MACHINE, machine_json(facts.machine, startup).encode())
+    facts = facts_of(run_dir)
+    machine = replace(facts.machine, startup=startup)
+    found = verdict(replace(facts, machine=machine))
+    replace_file(run_dir / MACHINE, machine_json(machine).encode())
     replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found
 
