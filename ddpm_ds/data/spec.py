@@ -38,10 +38,9 @@ class ConditionSpec(Section):
     channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored")] = 0
     """Channels of the stored condition; made ones are counted by themselves."""
     resize: Annotated[Literal["nearest", "bilinear", "bicubic"], only_with("kind=stored|reduced")] = "bilinear"
-    """How a condition of another size is brought to that of the image."""
+    """How a condition of another size is resized to the image's."""
     normalise: Annotated[types.Normalise, only_with("kind=stored or constants")] = None
-    """How the stored condition and the constants come to the U-Net's scale, each channel by statistics of its own; see
-    `data.normalise`."""
+    """Scaling of the stored condition and the constants, by channel, as `data.normalise` scales fields."""
     factor: Annotated[int, Field(ge=2, le=64), only_with("kind=reduced")] = 4
     """Pixels of the image, each way, in one of the reduced image."""
     noise: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=reduced", types.OF_NOISE)] = 0.0
@@ -63,8 +62,8 @@ class ConditionSpec(Section):
     vector_size: Annotated[int, Field(ge=0, le=4096), needs("*", "vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: types.Fraction = 0.0
-    """Share of the images whose condition, vector included, is replaced by zeros, which a flag says to the U-Net;
-    needed for guidance."""
+    """Share of the images whose condition, vector included, is replaced by zeros, with a flag for the U-Net; needed for
+    guidance."""
 
     def input_channels(self, image_channels: int) -> int:
         """Return all channels of the condition."""
@@ -105,14 +104,14 @@ class BucketsSpec(Section):
     step: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Heights and widths are multiples of this many pixels."""
     sizes: Literal["nearest", "sdxl"] = "nearest"
-    """Which sizes there are: for each height the width that comes nearest to the pixels of `image_size`, and for each
-    width the height, if it is within 6 %; or all of 90 to 100 % of these pixels, which at 1024
-    pixels are SDXL's own (41 with `widest` 4)."""
+    """Sizes of the buckets. nearest: for each height the width that comes nearest to the pixels of `image_size`, and
+    for each width the height, if within 6 %. sdxl: all sizes with 90 to 100 % of these pixels; at 1024 pixels they are
+    SDXL's own (41 with `widest` 4)."""
     widest: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
     """Largest ratio of the longer side to the shorter."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
-    replicas; null means `train.batch_images`. Images of buckets with fewer are in the next-best ones."""
+    replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""
 
 
 class DataSpec(Section):
@@ -153,9 +152,9 @@ class DataSpec(Section):
     values: Annotated[Literal["bytes", "float16", "float32"], only_with(types.OF_ARRAYS)] = "bytes"
     """How values are stored: bytes for pictures, floats for fields."""
     normalise: Annotated[types.Normalise, only_with(types.OF_FIELDS)] = None
-    """How fields come to the U-Net's scale, by channel: "statistics" subtracts the mean and divides by the standard
-    deviation, "range" maps the smallest and the largest value to -1 and 1; both are computed while the data are
-    prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
+    """Scaling of fields, by channel: "statistics" subtracts the mean and divides by the standard deviation, "range"
+    maps the smallest and the largest value to -1 and 1. Both are computed while the data are prepared, and undone in
+    samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
     mask: Annotated[types.Variable | None, only_with(types.OF_ARRAYS, types.PIXELS)] = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
     elsewhere; or "nan", which masks NaN in the fields. Masked values are read as the mean of their channel, and NaN in
@@ -170,9 +169,8 @@ class DataSpec(Section):
     """Path of held-out images that are a source of their own, read by the same keys as `path`, such as a folder of
     validation images or the file of another year; all of `path` is trained on. Null holds out images of `path`."""
     flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
-    """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
-    from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
-    has one channel."""
+    """Channels whose sign changes in a mirrored image, such as eastward wind: numbers from 0, first the fields' and
+    then the stored condition's, or names in `variables`, if each variable has one channel."""
     condition: Annotated[ConditionSpec | None, only_with(types.PIXELS, types.ONE_SIZE)] = None
     """Condition of each image; null learns images alone."""
     autoencoder: types.FilePath | None = None
@@ -195,8 +193,8 @@ class DataSpec(Section):
     horizontal_flips: Annotated[bool, only_with(types.PIXELS)] = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
-    images these are, of buckets of aspect about the same share of each. 0 holds out none, or all of `held_out_path`."""
+    """Number of images that are held out of training, for the held-out loss. This number and `held_out` alone decide
+    which images; each bucket of aspect gives about the same share. 0 holds out none, or all of `held_out_path`."""
     max_bad_fraction: types.Fraction = 0.01
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: types.FilePath = Path("data")
@@ -264,7 +262,7 @@ class DataSpec(Section):
 
 
 def check_source(data: DataSpec) -> None:
-    """Check that a source has the keys that it needs, and none of another kind; raises ValueError with one line."""
+    """Check that a source has the keys that it needs, and no other source's; raises ValueError with one line."""
     source = SOURCES[data.source]
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
     ways = " or ".join(f"--set {key}={word}" for key, word in takes.items())

@@ -1,5 +1,6 @@
-"""Search for the largest micro-batch that fits. A trial rehearses training with one micro-batch, in processes that may
-run out of memory; the search begins at the planner's bound. Torch is not imported before that.
+"""Search for the largest micro-batch that fits, which begins with the planner's guess.
+
+A trial rehearses training with one micro-batch, in processes that may run out of memory.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class AttemptError(UserError):
 
 @dataclass(frozen=True)
 class Task:
-    """Search: everything that a trial needs except the micro-batch."""
+    """Everything that a trial needs, except the micro-batch."""
 
     spec: Path
     given: tuple[str, ...]  # overrides of the spec and the JSON
@@ -153,7 +154,7 @@ class TriedSize:
 
 
 def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
-    """Search with ``attempt``, which tries a micro-batch, from the planner's bound on; return the trials by size."""
+    """Try micro-batches by ``attempt``, the planner's guess first; return the trials by size."""
     tried: list[TriedSize] = []
 
     def fits(size: int) -> bool:
@@ -167,7 +168,7 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
 
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
-    """Return the largest of some sizes that the planner expects to fit, or the smallest."""
+    """Return the largest of some sizes that the planner expects to fit, else the smallest."""
     limit = (task.budget_bytes or task.machine.usable_bytes) - LIBRARY_BYTES * task.machine.is_cpu
     return largest(sizes, lambda size: predicted(task, size, limit) <= limit, sizes[0]) or sizes[0]
 
@@ -183,8 +184,10 @@ def predicted(task: Task, size: int, device_bytes: int) -> int:
 
 
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:
-    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``; AttemptError if it
-    failed for a reason other than memory.
+    """Rehearse training with micro-batches of ``size`` images, in a new folder inside ``folder``.
+
+    Raises:
+        AttemptError: it failed for a reason other than memory.
     """
     layout, run_dir, log = task.draft(size).ds.layout, folder / str(size), folder / f"{size}.log"
     device = "cpu" if task.machine.is_cpu else "cuda"
@@ -202,10 +205,10 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
 
 
 def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int | None]:
-    """Run the training program on so many ranks of this host, with their output in ``log``, and leave none running.
+    """Run the training program on ``processes`` ranks, with their output in ``log``, and leave none running.
 
-    Returns their exit codes, negative for a signal, and None for a rank that had not ended some time after another one
-    had failed. Raises KeyboardInterrupt: a signal asked to end.
+    Return their exit codes: negative for a signal, None for a rank that was still running ``GRACE_SECONDS`` after
+    another one had failed. Raises KeyboardInterrupt if a signal asks to end.
     """
     with received_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
@@ -226,8 +229,12 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
 
 
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:
-    """Return how ranks that ended so ran out of memory, empty if they ended well; AttemptError for another reason."""
-    for line in output.splitlines():  # of the rank that was the first to notice
+    """Return how ranks ran out of memory, by their exit ``codes`` and ``output``; empty if all ended well.
+
+    Raises:
+        AttemptError: they failed for another reason.
+    """
+    for line in output.splitlines():  # the rank that failed first writes first
         if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
             return line.removeprefix(ERROR).partition(";")[0]
     for rank, code in enumerate(codes):

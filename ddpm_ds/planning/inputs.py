@@ -1,4 +1,7 @@
-"""Inputs of every prediction: a machine, by its discounted data sheet, and a run without its layout. No torch."""
+"""Inputs of every prediction: a machine, by its discounted data sheet, and a run without its layout.
+
+PyTorch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,14 @@ LAUNCH_SECONDS = 5.5e-5
 H100 and an H200 (docs/gpu.md)."""
 SUM_SECONDS = 1.3e-3
 """Seconds that a sum over two processes takes in a step on a CPU; 1.0 to 1.6 ms were measured on two cores."""
-REACHED_MEMORY = 0.8
-"""Share of the data sheet's memory bandwidth that normalisations and activations reach."""
-REACHED_LINK = 0.7
-"""Share of a link's nominal bandwidth that long messages reach."""
+REACHED_MEMORY = 0.8  # share of the data sheet's memory bandwidth that normalisations and activations reach
+REACHED_LINK = 0.7  # share of a link's nominal bandwidth that long messages reach
 HOST_BANDWIDTH = 6.4e10
 """Bytes per second of a host's memory that steps of Adam reach, shared by its devices: 1.4 billion parameters a second
 with averaged weights, 1.9 without. Published are 11.6 in 8.2 s (DeepSpeed's pull request 735) and, on hosts of 8 A100,
 18 in 10 s (its issue 6834)."""
-PCIE_BANDWIDTH = 2.2e10
-"""Bytes per second between a device and its host, at most."""
-USABLE_MEMORY = 0.94
-"""Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
+PCIE_BANDWIDTH = 2.2e10  # bytes per second between a device and its host, at most
+USABLE_MEMORY = 0.94  # share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ class Workload:
 
     @functools.cached_property
     def largest_layers(self) -> tuple[Layer, ...]:
-        """Layers for the images that need most memory: those of the largest bucket."""
+        """Layers for images of the largest bucket, which need most memory."""
         sizes = [size for size, _ in self.sizes]
         return layers_for(self.spec, max(sizes, key=math.prod), self.tensor) if sizes else self.layers
 
@@ -227,7 +226,7 @@ class Workload:
 
     @property
     def mean_pixels(self) -> float:
-        """Pixels of the mean image of all buckets, likewise."""
+        """Pixels of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
         return self._mean(math.prod)
 
     def _mean(self, of: Callable[[tuple[int, int]], int]) -> float:
@@ -253,31 +252,26 @@ class Workload:
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
 
     def takes_graphs(self, *, whole: bool) -> bool:
-        """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
-        asked, able = self.config.graphs, self.is_fused or self.is_8bit
+        """Return whether steps may be CUDA graphs, if each device has the ``whole`` U-Net or only a part."""
+        asked, able = self.config.graphs, self.is_fused or self.config.is_8bit
         return able and not self.on_cpu and (asked is True or (asked == "auto" and whole))
 
     def is_replayed(self, layout: Layout) -> bool:
-        """Return whether each step of a layout is CUDA graphs, which the host launches as a whole."""
+        """Return whether CUDA graphs replay each step of a layout."""
         flat = not layout.offload and (layout.zero_stage > 0 or self.precision == "bf16")
         return flat and self.takes_graphs(whole=layout.stages == layout.tensor.size == 1)
 
     @property
-    def is_8bit(self) -> bool:
-        """Whether Adam keeps the moments of weights in 8 bits."""
-        return self.config.is_8bit
-
-    @property
     def is_fused(self) -> bool:
         """Whether PyTorch's fused Adam steps, in place."""
-        return not self.is_8bit and bool(self.config.optimizer.params.fused)
+        return not self.config.is_8bit and bool(self.config.optimizer.params.fused)
 
     @functools.cached_property
     def moment_bytes(self) -> tuple[int, ...]:
         """Bytes of Adam's two moments of each layer: in fp32, or of weights in 8 bits, with a scale for each block."""
 
         def size(dimensions: int, elements: int) -> int:
-            wide = dimensions == 1 or not self.is_8bit
+            wide = dimensions == 1 or not self.config.is_8bit
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
         return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)

@@ -26,12 +26,10 @@ from ddpm_ds.unet.shards import Sums
 
 HIDDEN = (0.0, 0.3, 1.0)
 """Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
-SQUEEZES = 4
-"""Maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers."""
+SQUEEZES = 4  # maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers
 HALVINGS = 8
 """Number of searches for the cuts that need least memory, each with half of the uncertainty of the one before."""
-FEW_PER_RANK = 4
-"""Number of micro-batches per rank for comparing cuts."""
+FEW_PER_RANK = 4  # number of micro-batches per rank for comparing cuts
 SIMULATED = 2048
 """Maximum ranks times micro-batches of a fully simulated step; beyond it each micro-batch adds the same time."""
 MOST_IMPROVED, LEAST_GAIN = 8, 1e-3
@@ -66,7 +64,7 @@ class Predictor:
     job: Workload
     machine: Machine
     times: LayerTimes | None = None  # times of the layers; without them they are computed
-    with_sums: TensorSplit | None = None  # split of a run whose given times have the sums of its tensor groups in them
+    with_sums: TensorSplit | None = None  # split whose given times include the sums of its tensor groups
     _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)  # cuts made for one layout alone
@@ -75,7 +73,7 @@ class Predictor:
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def cut(self, layout: Layout) -> Bounds | None:
-        """Return the fastest cuts, or those with which :meth:`fits` found it to fit; None if there are none."""
+        """Return the cuts that :meth:`fits` or :meth:`improve` found, else the fastest; None if there are none."""
         if layout in self._own_cuts:
             return self._own_cuts[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
@@ -84,7 +82,7 @@ class Predictor:
         return self._cuts[key]
 
     def bounds(self, layout: Layout) -> Bounds:
-        """Return the cuts of a layout that is known to have some."""
+        """Return the cuts of a layout that has some."""
         bounds = self.cut(layout)
         assert bounds is not None
         return bounds
@@ -122,7 +120,7 @@ class Predictor:
         return best
 
     def improve(self, layout: Layout) -> None:
-        """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and fits."""
+        """Move the cuts of a layout for good, as long as its simulated step gets shorter and it fits."""
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
         few, usable = _few(layout), self.machine.usable_bytes
@@ -186,7 +184,7 @@ class Predictor:
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
         alone = planned_costs(self.job, self.machine, layout, bounds, self.layer_times(layout), with_sums=False)
         summing = sum(rank.pass_seconds for rank in costs) - sum(rank.pass_seconds for rank in alone)
-        # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
+        # ZeRO-2 reduces in the order of the passes, which the first micro-batches show
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
         return Prediction(
             layout=layout,
@@ -213,7 +211,7 @@ class Predictor:
         return longer + further * (longer - step), busier + further * (busier - busy)
 
     def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
-        """Return what the times of layers depend on: images, split and, if computed, the seconds of a launch."""
+        """Return the facts that times of layers depend on: images, split and, if computed, the seconds of a launch."""
         launch = launch_seconds(self.job, self.machine, layout) if self.times is None else 0.0
         return layout.micro_batch_images, layout.tensor, launch
 
