@@ -238,6 +238,8 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     assert losses[-1] < 0.7 * losses[0]
     known = json.loads((cache / "ddpm_ds" / "layer_times.json").read_text())
     assert len(known) > 3 and "cut by the layers' times on this device" in done.stdout
+    measured = json.loads((folder / "machine.json").read_text())["layer_times"]
+    assert {(one["forward"], one["backward"]) for one in measured} <= set(map(tuple, known.values()))
     client, run = mlflow_run(folder)
     stages = [f"flops.stage{stage}.txt" for stage in range(4)]  # two on each process
     profiles = [(folder / "flops" / name).read_text() for name in stages]
