@@ -1,4 +1,4 @@
-"""Verbs before a training run: a folder to begin in, the data-set cache, and the keys of specs and JSONs."""
+"""Verbs that come before training: ``init``, ``prepare`` and ``schema``."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC
 
 SCHEMA = "run.schema.json"
-"""Schema that the first line of every spec names, with which editors complete keys."""
+"""JSON schema that the first line of every spec names; editors complete keys with it."""
 TRAIN = f"ddpm-ds train --spec {SPEC} --deepspeed_config {DS_CONFIG} --run-dir runs/first"
 SAMPLE = "ddpm-ds sample runs/first"
 NEEDS_PATH = re.compile(r"^( +source: folder) +# needs --set data\.path=FOLDER( .*)?$", re.MULTILINE)
-"""Line of a preset that leaves the images' folder to the command line."""
+"""Line of a preset whose user has to name the pictures' folder."""
 README = """\
 # {about}
 
@@ -40,16 +40,16 @@ Typed in this folder:
 
 
 class Kind(NamedTuple):
-    """A kind of training job that ``init`` begins, with the names of its presets of spec and JSON."""
+    """Training job that ``init`` begins; ``spec`` and ``ds_config`` are names of presets."""
 
     about: str
     spec: str
     ds_config: str
     data: str
-    """What has to be in the folder, or installed, before the commands are typed."""
+    """Sentences on the data, and on packages to install first."""
     commands: tuple[str, ...]
     example: str | None = None
-    """Name of the script among the examples that makes data to begin with."""
+    """Script of ``launch/examples`` that makes data."""
 
 
 PREPARE, ENCODE = f"ddpm-ds prepare --spec {SPEC}", f"ddpm-ds prepare --encode --spec {SPEC}"
@@ -103,8 +103,8 @@ class InitOptions:
 def init(options: InitOptions) -> None:
     """Write a folder to begin in, with a spec, a JSON and commands.
 
-    The folder has a run spec with comments, a DeepSpeed JSON, and a README.md with the three commands to go on with,
-    which are printed too. Without an option they train the main job, handwritten digits.
+    The folder has a run spec with comments, a DeepSpeed JSON, and a README.md with the next commands, which are printed
+    too. Without an option they train handwritten digits.
     """
     kind, folder = KINDS[options.kind], options.folder
     files, written = _files(kind), list[Path]()
@@ -131,7 +131,7 @@ def _typed(commands: Iterable[str]) -> str:
 
 
 def _files(kind: Kind) -> dict[str, bytes]:
-    """Return the files of a folder, by name; raises SpecError if the package is installed without its data."""
+    """Return the files of a folder by name; raises SpecError if the package lacks its presets."""
     sources = {SPEC: (f"{kind.spec}.yaml", SPECS), DS_CONFIG: (f"{kind.ds_config}.json", DS_CONFIGS)}
     sources[SCHEMA] = (SCHEMA, SPECS)
     if kind.example is not None:
@@ -153,15 +153,15 @@ def add_init(verbs: Verbs) -> None:
 @dataclass(frozen=True)
 class PrepareOptions(SpecOptions):
     encode: bool = flag("make latents of data.autoencoder and encode captions of data.text, on CUDA if there is any")
-    residual: Path | None = option("make residuals of this regression, which becomes data.residual_of", "RUN_DIR")
+    residual: Path | None = option("make residuals of this regression, and set data.residual_of to it", "RUN_DIR")
 
 
 @Verb
 def prepare(options: PrepareOptions) -> None:
     """Write the images of a spec into the data-set cache.
 
-    Training does this by itself when the cache is missing. Latents of data.autoencoder and encoded captions of
-    data.text are made here alone, with --encode, and what a regression leaves of fields with --residual.
+    Training does this by itself when the cache is missing. But only this verb makes latents and encoded captions
+    (--encode), and residuals of a regression (--residual).
     """
     files = take_files(options)
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
@@ -174,10 +174,7 @@ def prepare(options: PrepareOptions) -> None:
 
     encode_on = regression = None
     if options.encode and data.autoencoder is None and data.text is None:
-        raise SpecError(
-            "--encode makes latents of data.autoencoder and encodes captions of data.text, and both are null; give one "
-            "or leave --encode out"
-        )
+        raise SpecError("--encode needs data.autoencoder or data.text, which are null; set one or leave it out")
     if options.encode or residual:
         set_environment()
         from ddpm_ds.evaluate.inputs import TrainedRegression
@@ -203,14 +200,14 @@ def prepare(options: PrepareOptions) -> None:
 @dataclass(frozen=True)
 class SchemaOptions:
     what: Literal["spec", "ds_config"] = option("default: spec", names=("what",), nargs="?", default="spec")
-    markdown: bool = flag("print the reference as Markdown instead of the schema")
+    markdown: bool = flag("print tables in Markdown instead of the schema")
 
 
 @Verb
 def schema(options: SchemaOptions) -> None:
-    """Print what a run spec or a DeepSpeed JSON may hold.
+    """Print the keys of a run spec or a DeepSpeed JSON.
 
-    It is the JSON schema for editors (launch/specs/run.schema.json), or a table of docs/spec.md or docs/ds_configs.md.
+    Prints the JSON schema, with which editors complete keys, or the tables of docs/spec.md and docs/ds_configs.md.
     """
     from ddpm_ds.config import ds_model, spec_file
 

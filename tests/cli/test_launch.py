@@ -205,7 +205,7 @@ def test_the_last_line_names_the_save_and_the_next_command(tmp_path: Path) -> No
     for code in (1, EXIT_BAD_INPUT, 3):
         assert _outcome(Outcome(code), tmp_path, given) == "nothing was saved; see the error above"
     said = _outcome(Outcome(76, killed=True), tmp_path, given)
-    assert f"killed, probably for memory, of which this machine has {gib(host_memory())}: " in said
+    assert f"killed, probably because this machine's {gib(host_memory())} of memory were full: " in said
     assert "ddpm-ds train" not in said
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("images-000064000\n")

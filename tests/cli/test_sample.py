@@ -189,7 +189,7 @@ def test_a_run_without_a_condition_takes_none(tmp_path: Path, sample: Sample) ->
     plant(tmp_path / "plain", **UNLABELLED)
     for words, said in (
         (("--conditions", "held-out"), "was trained without a condition; leave it out"),
-        (("--members", 3), "--members 3 is of --conditions, which is missing"),
+        (("--members", 3), "--members 3 needs --conditions; give it or leave --members out"),
         (("--out", tmp_path / "x.zarr"), "can't hold pictures, which"),
     ):
         assert said in sample(*words, run_dir=tmp_path / "plain", code=2)
