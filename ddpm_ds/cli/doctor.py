@@ -25,14 +25,10 @@ CHECKPOINT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Hosts:
+class DoctorOptions(SpecOptions):
     hostfile: Path | None = option(
-        f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)", "FILE"
+        f"DeepSpeed's: a line HOST slots=N for each host (default {DEFAULT_HOSTFILE}, else this machine alone)", "FILE"
     )
-
-
-@dataclass(frozen=True)
-class DoctorOptions(SpecOptions, Hosts):
     deepspeed_config: Path | None = option("compare this file as well", "JSON", names=("--deepspeed_config",))
     run_dir: Path = option(f"where runs will go (default {OUTPUT_ROOT})", "DIR", default=OUTPUT_ROOT)
     master_port: int = option("port of the all-reduce (default %(default)s)", "PORT", port, default=DEFAULT_PORT)

@@ -102,9 +102,8 @@ def checked(options: TrainOptions, world_size: int, hosts: Sequence[str]) -> tup
 def _rehearsed(spec: RunSpec) -> RunSpec:
     """Return the spec of a rehearsal: its steps are those of the run, and everything else takes little time."""
     few = {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS}
-    changes = {"sampler": spec.sampler.model_copy(update=few)}
-    changes["evaluation"] = spec.evaluation.model_copy(update={"every_images": None})
-    return spec.model_copy(update=changes)
+    none, sampler = {"every_images": None}, spec.sampler.model_copy(update=few)
+    return spec.model_copy(update={"sampler": sampler, "evaluation": spec.evaluation.model_copy(update=none)})
 
 
 def _has_saved(folder: Path) -> bool:

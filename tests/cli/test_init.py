@@ -1,4 +1,4 @@
-"""``ddpm-ds init``: what it writes is a preset, and what it prints can be typed."""
+"""``ddpm-ds init``: it writes presets, and prints commands that can be typed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SHORTER = {
     "upscaling": ("", SHORT, "--steps 2"),
     "fields": ("--count 300", SHORT, "--steps 2"),
 }
-"""What is appended to the commands of kinds that need no network, so that they do less."""
+"""Options appended to the commands of kinds that need no network, so that they do less."""
 
 
 @pytest.mark.launch
@@ -139,7 +139,7 @@ def test_the_commands_for_sdxl_work_with_a_tiny_pipeline_in_its_place(tmp_path: 
 def test_a_disk_that_is_full_leaves_nothing_and_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After each number of files."""
+    """The disk may be full after any number of files."""
     (tmp_path / "empty").mkdir()
     write = init.write_file
     for most in range(4):

@@ -1,4 +1,4 @@
-"""``ddpm-ds plan``: what it prints, writes and refuses."""
+"""``ddpm-ds plan``: output, files and refusals."""
 
 from __future__ import annotations
 

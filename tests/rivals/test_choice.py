@@ -1,4 +1,4 @@
-"""Which rows can run in which layout."""
+"""Rows that can run in a layout, and reasons why others can't."""
 
 from __future__ import annotations
 

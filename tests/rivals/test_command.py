@@ -1,4 +1,4 @@
-"""The benchmark as a user starts it."""
+"""``launch/bench.py``, started as by a user."""
 
 from __future__ import annotations
 
