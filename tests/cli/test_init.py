@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.cli import init
-from ddpm_ds.cli.init import KINDS
+from ddpm_ds.cli.init import KINDS, SMALL
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import DS_CONFIGS, read_ds_config
 from ddpm_ds.config.spec_file import SPECS, load_spec
@@ -22,19 +22,28 @@ from tests.forking import REPOSITORY
 from tests.terminal import Terminal
 
 
+@pytest.mark.parametrize("gpus", [0, 8])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_folder_has_a_commented_spec_a_json_and_the_three_commands_that_are_printed(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(init, "gpus", lambda: gpus)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     kind, folder = KINDS[name], tmp_path / "deep" / "my job"
+    if gpus == 0:
+        kind = SMALL.get(name, kind)
     assert main(["init", *([] if name == "digits" else [f"--{name}"]), str(folder)]) == 0
     said = capsys.readouterr().out
+    assert ("no GPU" in said) == (gpus == 0 and name in SMALL)
     spec = (folder / "spec.yaml").read_text()
     assert spec.count("\n# ") >= 1 and spec.startswith("# yaml-language-server: $schema=run.schema.json\n")
     assert (folder / "run.schema.json").read_bytes() == (SPECS / "run.schema.json").read_bytes()
     preset = SPECS / f"{kind.spec}.yaml"
     own_path = ["data.path=pictures"] if "FOLDER" in preset.read_text() else []
     assert load_spec(folder / "spec.yaml") == load_spec(preset, own_path)
+    if kind.pictures:
+        assert load_spec(folder / "spec.yaml").data.path == Path(kind.pictures) and f"`{kind.pictures}`" in said
+        assert list((folder / kind.pictures).iterdir()) == []
     assert read_ds_config(folder / "ds_config.json") == read_ds_config(DS_CONFIGS / f"{kind.ds_config}.json")
     readme = (folder / "README.md").read_text()
     first, *commands = [line.strip() for line in said.splitlines() if line.startswith("    ")]
@@ -47,6 +56,25 @@ def test_a_folder_has_a_commented_spec_a_json_and_the_three_commands_that_are_pr
             assert (folder / words[0]).is_file()
         else:
             assert program == "ddpm-ds" and make_parser().parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "held_out"),
+    [(3, 8, 0), (80, 8, 8), (160, 16, 16), (300, 16, 16), (320, 32, 32), (5000, 32, 256)],
+)
+def test_without_a_gpu_batch_and_held_out_share_fit_the_pictures_that_lie_there(
+    count: int, batch: int, held_out: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A held-out share is whole batches, and a tenth of the pictures at most."""
+    (tmp_path / "mine" / "pictures" / "cats").mkdir(parents=True)
+    for number in range(count):
+        (tmp_path / "mine" / "pictures" / "cats" / f"{number}.png").touch()
+    assert main(["init", "--images", str(tmp_path / "mine")]) == 0
+    spec = load_spec(tmp_path / "mine" / "spec.yaml")
+    assert (spec.train.batch_images, spec.data.held_out_images) == (batch, held_out)
+    changes = [f"train.batch_images={batch}", f"data.held_out_images={held_out}", "data.path=pictures"]
+    assert spec == load_spec(SPECS / "folder32.yaml", changes)
+    assert capsys.readouterr().out.count(f"Of {count:,} pictures {held_out} are held out; batches have {batch}.\n") == 1
 
 
 def test_a_folder_that_is_used_or_can_not_be_written_is_refused_in_one_line(
@@ -68,10 +96,8 @@ def test_a_folder_that_is_used_or_can_not_be_written_is_refused_in_one_line(
 
 
 SHORT = "--set train.images=64 --set optimizer.warmup_images=32 --set samples.count=6"
-SMALL = "--set unet.channels=64 --set unet.multipliers=[1,1,1] --set unet.attention_resolutions=[16]"
 SHORTER = {
     "digits": (f"{SHORT} --trace-steps 1-1", "--count 2", ""),
-    "images": ("", f"{SHORT} {SMALL} --set train.batch_images=16", "--count 2 --steps 2"),
     "text": ("--count 200", "", SHORT),
     "upscaling": ("", SHORT, "--steps 2"),
     "fields": ("--count 300", SHORT, "--steps 2"),
@@ -85,12 +111,9 @@ SHORTER = {
 def test_the_three_commands_work_as_they_are_printed(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     assert main(["init", f"--{name}", str(folder)]) == 0
-    if name in ("images", "upscaling"):
-        pictures = load_spec(folder / "spec.yaml").data.path
-        assert pictures is not None
-        (folder / pictures).mkdir()
+    if name == "upscaling":
         for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (128, 64, 64, 3), dtype=np.uint8)):
-            Image.fromarray(pixels).save(folder / pictures / f"{number:03}.png")
+            Image.fromarray(pixels).save(folder / KINDS[name].pictures / f"{number:03}.png")
     for command, shorter in zip(KINDS[name].commands, SHORTER[name], strict=True):
         terminal = Terminal(["bash", "-ec", f"{command} {shorter}"], folder)
         assert terminal.ended() == 0, terminal.text
@@ -125,7 +148,6 @@ def test_the_commands_for_sdxl_work_with_a_tiny_pipeline_in_its_place(tmp_path: 
 
     spec = folder / "spec.yaml"
     spec.write_text(replaced(spec.read_text()))
-    (folder / "pictures").mkdir()
     for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3), dtype=np.uint8)):
         Image.fromarray(pixels).save(folder / "pictures" / f"{number:02}.png")
         (folder / "pictures" / f"{number:02}.txt").write_text("a red circle")
