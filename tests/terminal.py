@@ -1,4 +1,4 @@
-"""A command as a person sees it: typed in a terminal of 80 columns."""
+"""A command as a person sees it, typed in a terminal."""
 
 import os
 import pty
@@ -18,11 +18,11 @@ PROGRAM = [sys.executable, "-m", "ddpm_ds.cli.main"]
 
 
 class Terminal:
-    """A command in a terminal of 80 columns. ``folder`` is its working folder and its home."""
+    """A command in a terminal. ``folder`` is its working folder and its home."""
 
-    def __init__(self, words: Sequence[str], folder: Path) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, *, columns: int = 80) -> None:
         ours, its = pty.openpty()
-        termios.tcsetwinsize(its, (24, 80))
+        termios.tcsetwinsize(its, (24, columns))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, **ONE_THREAD, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)}
         self.process = subprocess.Popen(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from ddpm_ds.cli.init import KINDS, SMALL
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import DS_CONFIGS, read_ds_config
 from ddpm_ds.config.spec_file import SPECS, load_spec
-from ddpm_ds.ground.errors import EXIT_BAD_INPUT
+from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
+from ddpm_ds.planning.inputs import machine
+from ddpm_ds.unet.layers import unet_layers
 from tests.forking import REPOSITORY
 from tests.terminal import Terminal
 
@@ -118,6 +122,62 @@ def test_the_three_commands_work_as_they_are_printed(name: str, tmp_path: Path) 
         terminal = Terminal(["bash", "-ec", f"{command} {shorter}"], folder)
         assert terminal.ended() == 0, terminal.text
     assert (folder / "runs" / "first" / "checkpoints" / "latest").is_file()
+
+
+def write_pictures(folder: Path) -> None:
+    """Write 300 pictures, each a disc or square of one colour on a gradient between two others."""
+    across, down = (np.mgrid[:48, :48] + 0.5) / 48
+    draws = np.random.default_rng(0)
+    for number in range(300):
+        side, *colours = draws.uniform(0.0, 2 * np.pi), *draws.uniform(0.0, 255.0, (3, 3))
+        blend = 0.5 + ((across - 0.5) * np.cos(side) + (down - 0.5) * np.sin(side)) / np.sqrt(2)
+        away = np.abs(np.stack([across, down]) - draws.uniform(0.25, 0.75, (2, 1, 1)))
+        within = (np.hypot(*away) if number % 2 else away.max(0)) < draws.uniform(0.12, 0.3)
+        picture = colours[0] + blend[..., None] * (colours[1] - colours[0])
+        picture[within] = colours[2]
+        Image.fromarray(picture.astype(np.uint8)).save(folder / f"{number:03}.png")
+
+
+def roughness(picture: Path) -> float:
+    """Return the mean difference of neighbours over the standard deviation: about 1.1 for noise of one pixel."""
+    with Image.open(picture) as image:
+        pixels = np.asarray(image.convert("RGB"), np.float64)[60:]  # without the title
+    return float(np.abs(np.diff(pixels, axis=1)).mean() / pixels.std())
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "minutes"), [("images", 30), ("fields", 10)])
+def test_a_door_typed_on_a_cpu_shows_more_than_noise_early_and_saves_at_ctrl_c(
+    name: str, minutes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the defaults. Time is counted in flops, of which the planner expects 40 GFLOP/s of a core."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    folder, (ready, train, sample) = tmp_path / name, KINDS[name].commands
+    assert main(["init", f"--{name}", str(folder)]) == 0
+    if name == "images":
+        write_pictures(folder / "pictures")
+    assert Terminal(["bash", "-ec", ready], folder).ended() == 0
+    spec = load_spec(folder / "spec.yaml")
+    assert spec.samples.every_images is not None
+    macs = sum(layer.macs for layer in unet_layers(spec.unet, spec.data.interface))
+    seconds_per_image = 3 * 2 * macs / (2 * machine("cpu", half=False, devices=1, nodes=1).flops)
+    assert spec.train.images * seconds_per_image < minutes * 60
+    assert spec.samples.every_images * seconds_per_image < min(minutes, 10) * 60 / 2
+
+    pictures = folder / "runs" / "first" / "samples"
+    first = pictures / f"images-{spec.samples.every_images:09}.png"
+    screen = Terminal(["bash", "-ec", f"exec {train}"], folder, columns=100)
+    screen.read(lambda text: first.exists())
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.ended() == EXIT_PREEMPTED, screen.text
+    assert re.search(r"saved after [\d,]+ images in runs/first; go on with: ", screen.text)
+    screen.assert_clean()
+    noise, shown = roughness(pictures / "images-000000000.png"), roughness(first)
+    assert shown < 0.6 * noise, (noise, shown)
+    assert Terminal(["bash", "-ec", sample], folder).ended() == 0
+    plan = screen.text.replace("\r\n", "\n").partition("\nstarting ")[0].splitlines()
+    assert len(plan) <= 25 and max(map(len, plan)) <= 100, plan
 
 
 def test_the_readme_has_the_commands_of_its_three_doors() -> None:
