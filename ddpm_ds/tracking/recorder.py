@@ -116,7 +116,7 @@ class Recorder:
         tracker.metrics({"usage/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
-        """Record the held-out loss, by the names of :meth:`ddpm_ds.train.objective.HeldOutLoss.values`."""
+        """Record the held-out loss, by the names of :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
         self._write(EVALUATIONS, values, step)

@@ -30,11 +30,11 @@ from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
-from ddpm_ds.train.objective import HeldOutLoss
 
 PART = 8
-"""Evaluations of the U-Net, on every micro-batch of a picture, between two looks whether to stop."""
+"""Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop."""
 Stops = Callable[[], bool]
 """Collective function that returns whether the run is asked to stop, the same on all ranks."""
 
@@ -86,7 +86,7 @@ class Previews:
         """Draw the images, None on ranks other than 0; raises Stopped if the run is asked to stop. Collective."""
         spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
         sampler = Sampler(spec.sampler, spec.diffusion)
-        # as many micro-batches as keep all stages at work, each no larger than those of training
+        # enough micro-batches to keep all stages at work, none larger than in training
         images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
         rounds = math.ceil(self.count / (replicas * images))
         replica = engine.grid.get_data_parallel_id()
@@ -122,7 +122,7 @@ class Previews:
         return self._beside(drawn) if dist.get_rank() == 0 else None
 
     def _drawing(self, sampler: Sampler, index: Tensor) -> Drawing:
-        """Begin the images with the numbers ``index`` (N,); numbers beyond the last are for its input."""
+        """Begin the images with the numbers ``index`` (N,); numbers beyond the last take its input."""
         data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
         condition = dropped = None
         labels = None if classes is None else index % classes
@@ -166,7 +166,7 @@ class Previews:
 
 
 def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
-    """Return the prompts of a run's pictures, ``encoded`` on rank 0; None if there are none. Collective."""
+    """Return the prompts of a run's pictures, which rank 0 has ``encoded``; None if there are none. Collective."""
     unet, text = spec.unet.text, spec.data.text
     if unet is None or text is None or spec.samples.every_images is None:
         return None
@@ -189,7 +189,7 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the values of a held-out loss, of which replicas share the calls; raises Stopped as well. Collective.
+    """Measure a held-out loss, whose calls the replicas share; raises Stopped if the run is asked to stop. Collective.
 
     First stages read the images and get the values, others an empty dictionary.
     """

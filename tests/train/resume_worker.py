@@ -135,7 +135,7 @@ def run_course(course: Course, folder: Path) -> None:
             saver.save()
         train(plan, engine, ema, report)
         saver.save()
-        saver.wait()
+        saver.check_saved()
         dist.barrier()
         (there / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     engine.destroy()

@@ -61,8 +61,8 @@ def train(folder: Path, spec: RunSpec, processes: int, stages: int | None = None
 def test_a_picture_of_training_is_that_of_the_checkpoint_on_its_own(
     processes: int, apart: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint says all that sampling needs, a guided condition goes through two stages, and what is held out may
-    be a file of its own.
+    """The checkpoint says all that sampling needs, a guided condition goes through two stages, and held-out images may
+    be a file of their own.
     """
     others = {name: values + (name != "land") for name, values in arrays().items()}
     np.savez(tmp_path / "val.npz", **others)

@@ -18,7 +18,8 @@ from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.staged import Give, Take
 from ddpm_ds.train import validation
-from ddpm_ds.train.objective import Denoising, HeldOutLoss, channel_names
+from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
+from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.validation import Previews, Validation
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
