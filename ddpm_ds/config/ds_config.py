@@ -297,6 +297,9 @@ def resolve(
         values["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
     filled = changed(config, values)
     layout = _layout(config, filled, spec, world_size, stages)
+    if config.data_types.grad_accum_dtype == "auto":
+        wide = config.adds_in_fp32(layout.zero_stage, layout.micro_batches)
+        filled = changed(filled, {"data_types.grad_accum_dtype": "fp32" if wide else REMOVED})
     group, turn = spec.bucket_group, layout.micro_batch_images * layout.replicas
     if group is not None and group % turn:
         raise LayoutError(

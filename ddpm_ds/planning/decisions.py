@@ -89,7 +89,7 @@ def layouts(
     ``offload`` allows Adam's state in host memory.
     """
     batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
-    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
+    needs_zero = job.config.data_types.grad_accum_dtype == "fp32" or job.config.fp16_needs_zero
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
     needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]

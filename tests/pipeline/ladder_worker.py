@@ -130,8 +130,7 @@ class Case:
             blocks["fp16"] = {"initial_scale_power": 10, "loss_scale_window": window, "loss_scale": self.fixed_scale}
         if self.precision != "fp32":
             blocks[self.precision] = {**blocks.get(self.precision, {}), "enabled": True}
-        if self.fp32_accumulation:
-            blocks["data_types"] = {"grad_accum_dtype": "fp32"}
+        blocks["data_types"] = {"grad_accum_dtype": "fp32" if self.fp32_accumulation else None}
         micro = batch // (self.micro_batches * self.replicas)
         work = micro, self.micro_batches, self.checkpoint, self.zero, self.offload, self.across
         tensor = TensorSplit(self.tensor, layers=self.split)
