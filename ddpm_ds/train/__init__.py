@@ -98,7 +98,7 @@ def _follow(command: Sequence[str]) -> None:
             child.wait()
     if interrupted:
         raise KeyboardInterrupt
-    if code := child.returncode:
+    if code := child.returncode if child.returncode >= 0 else 128 - child.returncode:  # as a shell has a signal's
         named = () if code == EXIT_BAD_INPUT else (f"training ended with exit code {code} (docs/exit_codes.md):",)
         raise ProgramError([*named, *explanation("".join(lines))], code)
 
