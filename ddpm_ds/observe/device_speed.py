@@ -1,6 +1,6 @@
-"""Speed of this machine: seconds of each layer, peak flops of matrix products, and the start-up time of each layer.
+"""Speed of this machine: seconds of each layer, peak flops of matrix products, and start-up times of layers.
 
-The first two are measured once and cached in the user's cache folder; start-up times are kept with each run.
+The first two are measured once and stored in the user's cache folder; start-up times are kept with each run.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from ddpm_ds.unet.tensor_group import TensorGroup
 ENOUGH_SECONDS = 0.2  # seconds of timing after which a layer is not run again; it runs at least once
 MOST_TIMES = 20
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
-"""Rows of the square matrices; a device reaches its peak on large ones, if they fit its caches."""
+"""Rows of square matrices; a device reaches its peak on large ones that fit its caches."""
 PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
 
 
@@ -185,13 +185,13 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
         matmul.allow_tf32 = before
 
 
-FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute
+FEW_PIXELS = 2  # height and width of an image on which a layer computes next to nothing
 
 
 def startup_times(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> dict[str, LayerSeconds]:
-    """Return the seconds of a pass that do not depend on the images: kernel starts, Python, reading weights; by kind.
+    """Return the seconds of a pass that do not depend on images (kernel starts, Python, reading weights) by layer kind.
 
-    The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 seconds.
+    The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 s.
     """
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):

@@ -79,8 +79,8 @@ def _file(given: object, path: Path) -> object:
 
 def _follow(command: Sequence[str]) -> None:
     """Run a command, pass interrupts on and print its lines; raise the interrupt or the failure with which it ends."""
-    lines, interrupted, both = deque[str](maxlen=1000), False, subprocess.STDOUT
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=both, text=True)
+    lines, interrupted, pipe, together = deque[str](maxlen=1000), False, subprocess.PIPE, subprocess.STDOUT
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=together, errors="replace")
     assert child.stdout is not None
     try:
         while child.returncode is None:

@@ -29,6 +29,7 @@ from ddpm_ds.experiments.fit import (
 )
 from ddpm_ds.ground.errors import LayoutError, ProgramError, is_out_of_memory
 from ddpm_ds.ground.units import MOST_BATCH
+from ddpm_ds.planning.inputs import machine_like
 from tests.launching import REPOSITORY, wait_for
 
 
@@ -54,7 +55,8 @@ GIB = 2**30
 
 
 def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZERO, **values: Any) -> Task:
-    limits = {"accumulation": None, "device": "cpu", "budget_bytes": GIB, "steps": 1, "processes": stages * replicas}
+    here = machine_like("cpu", 8 * GIB, half=False, devices=stages * replicas)
+    limits = {"accumulation": None, "machine": here, "budget_bytes": GIB, "steps": 1, "processes": stages * replicas}
     return Task(DIGITS, overrides, config, stages, replicas, **{**limits, **values})
 
 

@@ -1,5 +1,5 @@
 """Faults of one rank: it is killed at any moment, again and again, and the run ends with the weights of one that nobody
-disturbed; it alone can't go on, and all end."""
+disturbed; if it alone can't go on, all end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Supervised:
 
     @property
     def said(self) -> str:
-        """What all processes have printed."""
+        """Output of all processes."""
         return self._output.read_text()
 
     def ranks(self) -> list[psutil.Process]:

@@ -33,7 +33,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
+from ddpm_ds.train.held_out_loss import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -57,7 +57,7 @@ WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextli
 
 
 def engine_of(micro_batch_size: int, **module: object) -> Any:
-    """What pictures and losses ask an engine of one process; ``module`` is about its part of the U-Net."""
+    """Stand-in for the engine of one process, for pictures and losses; ``module`` is about its part of the U-Net."""
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
     return SimpleNamespace(
         micro_batch_size=micro_batch_size,
@@ -74,7 +74,7 @@ def engine_of(micro_batch_size: int, **module: object) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """A layout, and what is drawn on it."""
+    """A layout, and the pictures drawn on it."""
 
     stages: int
     replicas: int
@@ -161,7 +161,7 @@ def prompts_of(spec: RunSpec) -> Prompts | None:
 
 
 def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
-    """What ``ddpm-ds sample`` would draw: all images as one batch, in one process."""
+    """Images that ``ddpm-ds sample`` would draw, as one batch in one process."""
     index, prompts = torch.arange(spec.samples.count), prompts_of(spec)
     condition, dropped = (None, None) if prompts is None else prompts.beside(None, index)
     drawing = Drawing(
