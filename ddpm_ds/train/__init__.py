@@ -44,8 +44,7 @@ def train(
     ``run_dir``; without one it gets a new folder in ``runs``. Without ``processes`` each GPU gets one. After a
     KeyboardInterrupt the ranks finish their step and save before it is raised; a second one ends them at once.
 
-    Raises:
-        UserError: an argument is wrong, or training failed; its ``exit_code`` is in docs/exit_codes.md.
+    Wrong arguments and a failed run raise UserError, whose ``exit_code`` is in docs/exit_codes.md.
     """
     name = spec.name if isinstance(spec, RunSpec) else spec.stem if isinstance(spec, Path) else "run"
     folder = Path(run_dir or run_folder.make_run_dir(run_folder.new_run_dir(name)))
