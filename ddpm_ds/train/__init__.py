@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, ProgramError, explanation
@@ -27,8 +27,8 @@ TRAIN = ("-m", "ddpm_ds.cli.main", "train")
 
 
 def train(
-    spec: RunSpec | Mapping[str, Any] | GivenPath,
-    ds_config: Mapping[str, Any] | GivenPath,
+    spec: RunSpec | Mapping[str, object] | GivenPath,
+    ds_config: Mapping[str, object] | GivenPath,
     overrides: Sequence[str] = (),
     *,
     run_dir: GivenPath | None = None,
