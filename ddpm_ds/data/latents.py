@@ -236,7 +236,7 @@ def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels
 
 
 def _as_bytes(images: Tensor) -> Tensor:
-    """Return pixels in [-1, 1] as uint8, the exact inverse of :meth:`ddpm_ds.diffusion.process.Diffusion.prepare`."""
+    """Return pixels in [-1, 1] as uint8, the exact inverse of :meth:`ddpm_ds.diffusion.condition.Scale.to_unit`."""
     import torch
 
     pixels = images.add(1.0).mul_(127.5).round_()

@@ -32,7 +32,7 @@ from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import Chunk, Content, lock_of, write_cache
 from ddpm_ds.ground.errors import DataError
-from ddpm_ds.ground.host import processors
+from ddpm_ds.ground.host import processes_on_host, processors
 from ddpm_ds.ground.units import gib
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def source_content(recipe: Recipe) -> Content:
     if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
         stored[cache.CAPTIONS] = cache.StoredField(shape=(texts.table.shape[1],), values="int32")
-    threads = max(1, processors() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if are_files else 1
+    threads = max(1, processors() // processes_on_host()) if are_files else 1
     decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table, threads)
     meta = _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known)
     kept = None if texts is None else captions.written(texts.texts)

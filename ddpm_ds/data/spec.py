@@ -38,10 +38,9 @@ class ConditionSpec(Section):
     channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored")] = 0
     """Channels of the stored condition; made channels are not counted here."""
     resize: Annotated[Literal["nearest", "bilinear", "bicubic"], only_with("kind=stored|reduced")] = "bilinear"
-    """How a condition of another size is brought to that of the image."""
+    """How a condition of another size is resized to the image's."""
     normalise: Annotated[types.Normalise, only_with("kind=stored or constants")] = None
-    """How the stored condition and the constants are scaled for the U-Net, each channel by its own statistics; see
-    `data.normalise`."""
+    """Scaling of the stored condition and the constants, by channel, as `data.normalise` scales fields."""
     factor: Annotated[int, Field(ge=2, le=64), only_with("kind=reduced")] = 4
     """Pixels of the image, each way, in one pixel of the reduced image."""
     noise: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=reduced", types.OF_NOISE)] = 0.0
@@ -63,8 +62,8 @@ class ConditionSpec(Section):
     vector_size: Annotated[int, Field(ge=0, le=4096), needs("*", "vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: types.Fraction = 0.0
-    """Share of the images whose condition, vector included, is replaced by zeros; a flag for the U-Net marks them.
-    Guidance needs it."""
+    """Share of the images whose condition, vector included, is replaced by zeros, with a flag for the U-Net; needed for
+    guidance."""
 
     def input_channels(self, image_channels: int) -> int:
         """Return all channels of the condition."""
@@ -105,14 +104,14 @@ class BucketsSpec(Section):
     step: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Heights and widths are multiples of this many pixels."""
     sizes: Literal["nearest", "sdxl"] = "nearest"
-    """Sizes of the buckets. nearest: for each height the width that comes nearest to the pixels of `image_size`, within
-    6 %, and the same for each width. sdxl: all sizes with 90 to 100 % of these pixels, which at 1024 pixels are SDXL's
-    own (41 with `widest` 4)."""
+    """Sizes of the buckets. nearest: for each height the width that comes nearest to the pixels of `image_size`, and
+    for each width the height, if within 6 %. sdxl: all sizes with 90 to 100 % of these pixels; at 1024 pixels they are
+    SDXL's own (41 with `widest` 4)."""
     widest: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
     """Largest ratio of the longer side to the shorter."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
-    """Number of consecutive images in training that share a bucket, a multiple of the images in a micro-batch on all
-    replicas; null means `train.batch_images`. Images of a smaller bucket go to the next-best one."""
+    """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
+    replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""
 
 
 class DataSpec(Section):
@@ -153,9 +152,9 @@ class DataSpec(Section):
     values: Annotated[Literal["bytes", "float16", "float32"], only_with(types.OF_ARRAYS)] = "bytes"
     """How values are stored: bytes for pictures, floats for fields."""
     normalise: Annotated[types.Normalise, only_with(types.OF_FIELDS)] = None
-    """How fields are scaled for the U-Net, by channel: "statistics" subtracts the mean and divides by the standard
-    deviation, "range" maps the smallest and the largest value to -1 and 1. Preparation computes these numbers; samples
-    and scores are in the units of the fields. Null keeps the values; pictures are always mapped to [-1, 1]."""
+    """Scaling of fields, by channel: "statistics" subtracts the mean and divides by the standard deviation, "range"
+    maps the smallest and the largest value to -1 and 1. Both are computed while the data are prepared, and undone in
+    samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
     mask: Annotated[types.Variable | None, only_with(types.OF_ARRAYS, types.PIXELS)] = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
     elsewhere; or "nan", which masks NaN in the fields. Masked values, and NaN in a condition, are read as the mean of
@@ -170,9 +169,8 @@ class DataSpec(Section):
     """Path of a separate source of held-out images, read by the same keys as `path`, such as a folder of validation
     images or the file of another year; all images of `path` are trained on. Null holds out images of `path`."""
     flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
-    """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror. Numbers
-    count from 0, first the channels of the fields, then of a stored condition; names are from `variables` of either, if
-    each of these has one channel."""
+    """Channels whose sign changes in a mirrored image, such as eastward wind: numbers from 0, first the fields' and
+    then the stored condition's, or names in `variables`, if each variable has one channel."""
     condition: Annotated[ConditionSpec | None, only_with(types.PIXELS, types.ONE_SIZE)] = None
     """Condition of each image; null learns images alone."""
     autoencoder: types.FilePath | None = None
@@ -195,9 +193,8 @@ class DataSpec(Section):
     horizontal_flips: Annotated[bool, only_with(types.PIXELS)] = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Number of images that are held out of training, for the held-out loss, about the same share of each bucket of
-    aspect. Only this number and `held_out` decide which images these are. 0 holds out none, or all of
-    `held_out_path`."""
+    """Number of images that are held out of training, for the held-out loss. This number and `held_out` alone decide
+    which images; each bucket of aspect gives about the same share. 0 holds out none, or all of `held_out_path`."""
     max_bad_fraction: types.Fraction = 0.01
     """Share of images, mostly unreadable ones, that preparation may leave out before it fails; skipped.txt names
     them."""
@@ -266,7 +263,7 @@ class DataSpec(Section):
 
 
 def check_source(data: DataSpec) -> None:
-    """Check that a source has the keys that it needs, and none of another kind; raises ValueError with one line."""
+    """Check that a source has the keys that it needs, and no other source's; raises ValueError with one line."""
     source = SOURCES[data.source]
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
     ways = " or ".join(f"--set {key}={word}" for key, word in takes.items())

@@ -30,6 +30,7 @@ from ddpm_ds.data import cache
 from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of, shares_of_spread
 from ddpm_ds.ground.errors import DataError, one_line
 from ddpm_ds.ground.files import read_bytes, sha256_of, sync
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.units import gib
 
 SHARD_BYTES = 2**28
@@ -167,7 +168,8 @@ class _Shards:
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for those of this host, and return all records."""
-        rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        rank, world = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE"))
+        local = processes_on_host()
         hosts, every = max(1, world // local), range(len(self.shards))
         own = every[rank // local % hosts :: hosts]
         # After its own files this host takes the other hosts' files, which they reach last.

@@ -18,7 +18,7 @@ from ddpm_ds.config.spec import SamplesSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.prepare import How, prepare
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained

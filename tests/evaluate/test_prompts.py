@@ -19,7 +19,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.text import TextEncoders
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.inception import Clip
 from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
