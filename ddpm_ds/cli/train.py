@@ -244,6 +244,8 @@ def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_d
             found = verdict.conclude(run_dir, startup_times(layers, engine.device, precision))
             recorder.artifact(run_dir / run_folder.VERDICT)
             recorder.tags(verdict.tags(found))
+    with errors.faults_logged("description in MLflow", recorder.log):
+        recorder.result(ended.loss, "" if found is None else verdict.text(found, run_dir))
     link = recorder.finish("FINISHED")
     if link is None:
         return

@@ -12,6 +12,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.ground.errors import Preempted, faults_logged
 from ddpm_ds.ground.files import replace_file
+from ddpm_ds.ground.units import counted
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.observe.observer import reported
 from ddpm_ds.schema.section import flatten
@@ -22,9 +23,12 @@ from ddpm_ds.tracking.run_folder import (
     DERIVED,
     EVALUATIONS,
     METRICS,
+    NOTE_TAG,
     OBSERVATIONS,
     POINTS,
     RATE,
+    RESULT,
+    RULE,
     SAMPLES_KEY,
     RunFolder,
     labels,
@@ -94,14 +98,17 @@ class Recorder:
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that saving a checkpoint held up training for ``seconds``."""
+        if self.line is not None and self._spec is not None:
+            self.line.paused("checkpoint", seconds, self._spec.checkpoint.every_images)
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
     def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
         spec, tracker = self._spec, self.tracker
-        if tracker is None or self.folder is None or spec is None or drawn is None:
+        if tracker is None or self.folder is None or spec is None or drawn is None or self.line is None:
             return
+        self.line.paused("samples", seconds, spec.samples.every_images)
         with reported(self, path := self.folder.samples(images_seen)):
             if path.exists():
                 return
@@ -117,6 +124,9 @@ class Recorder:
         """Record the held-out loss: :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
+        if self.line is not None and self._spec is not None:
+            seconds = values.get("usage/evaluation_seconds", 0.0)
+            self.line.paused("evaluation", seconds, self._spec.evaluation.every_images)
         self._write(EVALUATIONS, values, step)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
@@ -132,6 +142,22 @@ class Recorder:
         """Set tags of the run in MLflow."""
         if self.tracker is not None:
             self.tracker.tags(values)
+
+    def result(self, loss: float, verdict: str) -> None:
+        """Put layout, final loss and verdict on top of the run's description in MLflow."""
+        if self.folder is None:
+            return
+        facts = {name.removeprefix(DERIVED): value for name, value in self.folder.settings.items()}
+        sizes = {"stages": "stage", "replicas": "replica", "tensor_size": "tensor rank"}
+        if facts["tensor_size"] == "1":
+            del sizes["tensor_size"]
+        spread = " x ".join(counted(int(facts[name]), word) for name, word in sizes.items())
+        passes = f"{counted(int(facts['micro_batches']), 'micro-batch')} of {facts['micro_batch_images']}"
+        layout = f"{spread}, {passes}, {facts['precision']}, ZeRO-{facts['zero_stage']}, {facts['device']}"
+        lines = [f"{RESULT} {layout}", f"**Final loss:** {loss:.4f}"]
+        if verdict:  # MLflow shows few lines at first, so without the table
+            lines.append("**Verdict:** " + verdict.strip().rpartition("\n\n")[2])
+        self.tags({NOTE_TAG: "  \n".join(lines) + RULE})
 
     def rolled_back(self, what: str, times: int, images_seen: int, step: int) -> None:
         """Record a rollback to ``step``; later points are logged again."""

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +64,7 @@ class RunStart:
     tags: Mapping[str, str]
     """Tags, set at every start."""
     name: str = ""
-    """Name of the run; empty: the folder's."""
+    """Name of the run; empty: :attr:`dated_name`."""
     dataset: Mapping[str, str] | None = None
     """``name`` of the training images, ``digest`` of their content and their ``source``."""
     identity: str | None = None
@@ -72,6 +73,12 @@ class RunStart:
     system_metrics: bool = False
     """Whether to read system metrics of this host, unless the environment forbids it."""
 
+    @property
+    def dated_name(self) -> str:
+        """Name of the folder with today's date, unless the folder's name begins with one."""
+        name = self.run_dir.name
+        return name if name[:8].isdecimal() else f"{name} {date.today().isoformat()}"
+
     def record(self) -> Record:
         """Return the content of the ``start`` event."""
         off = not self.system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
@@ -79,7 +86,7 @@ class RunStart:
             "id": self.identity or uuid.uuid4().hex,
             "time": now_ms(),
             "experiment": self.experiment,
-            "run_name": self.name or self.run_dir.name,
+            "run_name": self.name or self.dated_name,
             "output_root": str(self.run_dir.parent.resolve()),
             "run_dir": str(self.run_dir.resolve()),
             "params": flatten(self.params),

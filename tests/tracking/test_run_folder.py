@@ -27,6 +27,7 @@ from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, origin_tags, record
 from ddpm_ds.tracking.run_folder import (
     LOCK,
     METRICS,
+    NOTE_TAG,
     RESUMES,
     RunFolder,
     check_output,
@@ -154,6 +155,18 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     second.point(POINT, 30, fp16=False)
     assert said[1:] == ["went back"] and steps(tracking) == [40, 40, 20, 30], "a new course is logged"
     assert tracking.metrics.call_args_list[2].args == ({"train/rollbacks": 1}, 20)
+
+
+def test_the_result_of_a_run_has_its_layout_loss_and_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"stages": "2", "replicas": "1", "tensor_size": "1", "micro_batches": "4", "micro_batch_images": "16"}
+    facts = {**sizes, "precision": "fp16", "zero_stage": "2", "device": "cpu"}
+    monkeypatch.setattr(RunFolder, "settings", {f"derived.{name}": value for name, value in facts.items()})
+    made, _, tracking = recorder(tmp_path)
+    made.result(0.12345, "where the time went\n\n  bubble  12.0%\n\nlargest cost: bubble\n")
+    (tags,) = tracking.tags.call_args.args
+    layout = "2 stages x 1 replica, 4 micro-batches of 16, fp16, ZeRO-2, cpu"
+    expected = f"**Layout:** {layout}  \n**Final loss:** 0.1235  \n**Verdict:** largest cost: bubble\n\n---\n\n"
+    assert tags == {NOTE_TAG: expected}
 
 
 def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
