@@ -26,9 +26,6 @@ BEFORE, BAR = "{desc}", "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} images
 """Forms of tqdm's bar before the first step and from then on."""
 
 
-LEAST_SHARE = 0.0005  # that is not printed as 0.0%
-
-
 def duration(seconds: float) -> str:
     """Return a duration as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
@@ -77,10 +74,8 @@ class ProgressLine:
         self._activity: tuple[str, float] | None = None
         self._first: tuple[int, float] | None = None
         """Images and time of the first step, from which the rate counts until a log point has one."""
-        self._rate, self._point = 0.0, 0
-        """Images per second, and images of the last log point."""
-        self._timed_images, self._timed_seconds = 0, 0.0
-        """Sums over the log points after the first, whose steps include a start."""
+        self._rate, self._point = 0.0, 0  # images per second; images at the last log point
+        self._timed_images, self._timed_seconds = 0, 0.0  # since the first log point, before which the run starts
         self._pauses: dict[str, tuple[float, int | None]] = {}
         self._began = self._wrote = clock()
         self._bar: tqdm[NoReturn] | None = None
@@ -144,11 +139,10 @@ class ProgressLine:
         """Return the predicted seconds to the end of the run, with pauses of the kinds that have occurred."""
         seen = self._images or 0
         rate = self._timed_images / self._timed_seconds if self._timed_images else self._rate
-        to_come = (
-            seconds * (-(-self._total // every) - seen // every if every else 1)
-            for seconds, every in self._pauses.values()
-        )
-        return max(self._total - seen, 0) / rate + sum(to_come) * (seen < self._total)
+        left = max(self._total - seen, 0) / rate
+        for seconds, every in self._pauses.values() if left else ():
+            left += seconds * (-(-self._total // every) - seen // every if every else 1)
+        return left
 
     def log(self, line: str) -> None:
         """Print a line above the progress line."""
@@ -232,8 +226,8 @@ def summary(
     ``loss`` is the mean over the last log interval, ``images_per_second`` the mean of the run
     (:func:`~ddpm_ds.tracking.run_folder.mean_of_points`).
     """
-    parts = {"sampling and validation": pauses.sampling_share, "checkpoints": pauses.checkpoint_share}
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if share >= LEAST_SHARE)
+    parts = f"sampling and validation {pauses.sampling_share:.1%}", f"checkpoints {pauses.checkpoint_share:.1%}"
+    shares = ", ".join(part for part in parts if not part.endswith(" 0.0%"))
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(pauses.seconds)}" + f"; {shares} of the time" * bool(shares),

@@ -64,7 +64,7 @@ class RunStart:
     tags: Mapping[str, str]
     """Tags, set at every start."""
     name: str = ""
-    """Name of the run; empty: :attr:`dated_name`."""
+    """Name of the run; empty: the folder's, with today's date unless it begins with one."""
     dataset: Mapping[str, str] | None = None
     """``name`` of the training images, ``digest`` of their content and their ``source``."""
     identity: str | None = None
@@ -73,20 +73,16 @@ class RunStart:
     system_metrics: bool = False
     """Whether to read system metrics of this host, unless the environment forbids it."""
 
-    @property
-    def dated_name(self) -> str:
-        """Name of the folder with today's date, unless the folder's name begins with one."""
-        name = self.run_dir.name
-        return name if name[:8].isdecimal() else f"{name} {date.today().isoformat()}"
-
     def record(self) -> Record:
         """Return the content of the ``start`` event."""
+        folder = self.run_dir.name
+        dated = folder if folder[:8].isdecimal() else f"{folder} {date.today().isoformat()}"
         off = not self.system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
         return {
             "id": self.identity or uuid.uuid4().hex,
             "time": now_ms(),
             "experiment": self.experiment,
-            "run_name": self.name or self.dated_name,
+            "run_name": self.name or dated,
             "output_root": str(self.run_dir.parent.resolve()),
             "run_dir": str(self.run_dir.resolve()),
             "params": flatten(self.params),
@@ -107,11 +103,6 @@ class RunLink:
     """Page of the run, in the mode of MLflow's UI for model training."""
     command: str | None
     """Command that serves the page; None if a server does."""
-
-    @property
-    def open_with(self) -> str:
-        """Everything needed to see the run, in one line."""
-        return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
 def start_child() -> subprocess.Popen[bytes]:
