@@ -38,11 +38,10 @@ from ddpm_ds.tracking.runs import VARIED_TAG
 from ddpm_ds.tracking.tracker import RunLink, RunStart, Status, Tracker
 
 PARAMETERS = (
-    *("data.image_size", "unet.channels", "optimizer.learning_rate"),
-    *("train.images", "train.batch_images", "train.seed"),
-    *("derived.world_size", "derived.stages", "derived.tensor_size", "derived.zero_stage", "derived.precision"),
+    *("data.image_size", "unet.channels", "optimizer.learning_rate", "train.images", "train.batch_images"),
+    "train.seed",
 )
-"""Settings that people vary: the parameters of a run, which MLflow prints beside every picture."""
+"""Settings that are parameters of a run. MLflow prints all of them above a picture, so more would leave it no room."""
 
 
 class Recorder:
