@@ -12,7 +12,6 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.ground.errors import Preempted, faults_logged
 from ddpm_ds.ground.files import replace_file
-from ddpm_ds.ground.units import counted
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.observe.observer import reported
 from ddpm_ds.schema.section import flatten
@@ -142,17 +141,8 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.tags(values)
 
-    def result(self, loss: float, verdict: str) -> None:
-        """Put layout, final loss and verdict on top of the run's description in MLflow."""
-        if self.folder is None:
-            return
-        facts = {name.removeprefix(DERIVED): value for name, value in self.folder.settings.items()}
-        sizes = {"stages": "stage", "replicas": "replica", "tensor_size": "tensor rank"}
-        if facts["tensor_size"] == "1":
-            del sizes["tensor_size"]
-        spread = " x ".join(counted(int(facts[name]), word) for name, word in sizes.items())
-        passes = f"{counted(int(facts['micro_batches']), 'micro-batch')} of {facts['micro_batch_images']}"
-        layout = f"{spread}, {passes}, {facts['precision']}, ZeRO-{facts['zero_stage']}, {facts['device']}"
+    def result(self, layout: str, loss: float, verdict: str) -> None:
+        """Put layout, final loss and a verdict's conclusions on top of the run's description in MLflow."""
         lines = [f"{RESULT} {layout}", f"**Final loss:** {loss:.4f}"]
         if verdict:  # MLflow shows few lines at first, so without the table
             lines.append("**Verdict:** " + verdict.strip().rpartition("\n\n")[2])
