@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from ddpm_ds.ground.errors import print_to_stderr
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.tracking import progress
 from ddpm_ds.tracking.progress import ProgressLine, duration, summary
@@ -129,6 +130,15 @@ def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
     line.close()
     line.close()
     assert stream.screen()[-1] == ""
+
+
+@pytest.mark.parametrize(("stream", "written"), [(Terminal(), "\r\x1b[Ka line\n"), (io.StringIO(), "a line\n")])
+def test_a_line_of_another_process_clears_the_bar_of_a_terminal(
+    stream: io.StringIO, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    print_to_stderr("a line")
+    assert stream.getvalue() == written
 
 
 @pytest.mark.parametrize("doing", [None, "measuring the held-out loss"])
