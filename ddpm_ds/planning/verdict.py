@@ -60,7 +60,7 @@ MEASURED = {
 """Seconds of a rank's step that a cost takes beside waiting."""
 HEALTHY = 0.05  # share below which no cost is worth a change
 BAR, LINE = 40, 112  # characters of a bar for all of the time, and of a line that is no command
-SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
+SHOWN = {"low utilisation": "operator start-up", "sampling pauses": "sampling and validation"}
 """Names shown to users for shares whose MLflow tag is less clear."""
 
 

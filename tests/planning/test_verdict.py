@@ -163,7 +163,7 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     assert all(len(line) <= 112 or line == command for line in printed.splitlines())
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=3"}
     starting = text(judged(FAULTS["low utilisation"]), RUN)  # which has another name than the tag
-    assert "\nlargest cost: kernel start-up, " in starting
+    assert "\nlargest cost: operator start-up, " in starting
 
 
 def test_as_many_threads_as_keep_up() -> None:
