@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
 from ddpm_ds.ground.options import flag, link_speed, memory_size, option, positive, process_count, teraflops
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.secret import public_address
-from ddpm_ds.ground.units import GIB, counted, gib, table
+from ddpm_ds.ground.units import GIB, counted, gib, number, table
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
-from ddpm_ds.planning.inputs import KINDS, Machine, Workload
+from ddpm_ds.planning.inputs import KINDS, NEARLY, TIGHT, Machine, Workload
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
+WIDTH, MOST_RANKS = 100, 10
+"""Characters of a line, and maximum ranks in the table of memory."""
+LEAST = ("GB on wires", "from one", "GB between", "images/s", "replicas")
+"""Columns of the table of layouts that are left out, in this order, until it is no wider than a line."""
 MOST_WHOLE = 3
 """Maximum layers named in a line that stay whole for the same reason."""
 
@@ -76,10 +81,12 @@ def plan(options: PlanOptions) -> None:
     """
     files = take_files(options)
     check_outputs(overwrite=options.overwrite, out=options.out, timeline=options.timeline)
-    spec = load_spec(files.spec, spec_overrides(files.overrides))
+    spec = load_spec(files.spec, spec_overrides(files.overrides), reads_data=False)
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
     set_environment()
+    on = options.device_kind or "devices like this machine's"
+    print(f"planning {spec.name} for {counted(options.processes, 'process')} on {on}", file=sys.stderr, flush=True)
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
         found = run_plan.plan(
             spec,
@@ -118,7 +125,7 @@ def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     from ddpm_ds.observe.timeline import draw_step
 
     step = found.predictor.simulate(first, keep_events=True)
-    title = f"{name}: {first.words()}\n{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
+    title = f"{name}: {first.words()}\n{number(1e3 * step.step_seconds, 4)} ms, bubble {step.bubble:.1%}"
     with writing(path, overwrite=overwrite) as file:
         draw_step(step.events, step.step_seconds, list(map(str, range(len(step.events)))), title, file)
     print(f"{path}: the step of 1")
@@ -158,26 +165,29 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
 def report(found: Plan) -> str:
     """Return everything that ``ddpm-ds plan`` prints of its result."""
     machine = found.predictor.machine
+    layouts, memory = _layout_table(found.best, machine), _memory_table(found.best[0].memory)
     fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
-    layouts, memory = _layout_table(found.best, several_nodes=machine.nodes > 1), _memory_table(found.best[0].memory)
-    return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), 112, break_on_hyphens=False)])
+    if len(found.best[0].memory) > MOST_RANKS:
+        fits += f": the {MOST_RANKS} fullest ranks"
+    return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), WIDTH, break_on_hyphens=False)])
 
 
 def why(found: Plan) -> str:
     """Return sentences: why the first layout is fastest, what crosses nodes, what more memory would do."""
     machine, (first, *others) = found.predictor.machine, found.best
+    beaten = any(other.step_seconds < first.step_seconds for other in others)
+    is_first = f"needs least memory within {NEARLY:.0%} of the fastest of" if beaten else "is the fastest of"
     sentences = [
-        f"1 is the fastest of {counted(found.fitting, 'layout')} that fit; {found.misfits:,} don't. Its devices spend "
+        f"1 {is_first} {counted(found.fitting, 'layout')} that fit; {found.misfits:,} don't. Its devices spend "
         f"{first.pass_seconds / first.step_seconds:.0%} of the step in forwards and backwards, "
         f"{first.update_seconds / first.step_seconds:.0%} on gradients and weights and wait for {first.bubble:.0%}."
     ]
     pipeline = (first.layout.stages, first.layout.schedule)
     differing = [other for other in others if (other.layout.stages, other.layout.schedule) != pipeline]
     for other in (differing or others)[:1]:
-        sentences.append(
-            f"{found.best.index(other) + 1} ({other.layout.words()}) takes "
-            f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
-        )
+        longer, more = other.step_seconds / first.step_seconds - 1, other.peak.total - first.peak.total
+        by = f"longer: {_difference(first, other)}" if longer >= 0 else f"less, and needs {gib(more)} more"
+        sentences.append(f"{found.best.index(other) + 1} ({other.layout.words()}) takes {abs(longer):.1%} {by}.")
     if found.in_groups is not None:
         sentences.append(_of_groups(first, found.in_groups, machine.link_bandwidth))
     sentences += found.lacking
@@ -232,48 +242,54 @@ def _difference(first: Prediction, other: Prediction) -> str:
         (other.pass_seconds - first.pass_seconds, f"forwards and backwards take {{}} more on a device ({cause})"),
         (other.update_seconds - first.update_seconds, "gradients and weights take {} more"),
     )
-    return words.format(f"{1e3 * seconds:,.3g} ms")
+    return words.format(f"{number(1e3 * seconds)} ms")
 
 
-def _layout_table(best: Sequence[Prediction], *, several_nodes: bool) -> list[str]:
-    rows, grouped = list[dict[str, str]](), any(one.layout.tensor.size > 1 for one in best)
-    for number, prediction in enumerate(best, start=1):
-        layout, wires = prediction.layout, prediction.traffic
-        rate, tensor = (
-            layout.batch_images / prediction.step_seconds,
-            (str(layout.tensor.size), layout.tensor.levels_words()),
-        )
-        rows.append(
-            {
-                "": str(number),
-                "stages": str(layout.stages),
-                "tensor": ", ".join(filter(None, tensor)) if grouped else "",
-                "replicas": str(layout.replicas),
-                "schedule": layout.schedule if layout.stages > 1 else "-",
-                "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
-                "recompute": f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
-                "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
-                "step ms": f"{1e3 * prediction.step_seconds:,.5g}",
-                "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-                "bubble": f"{prediction.bubble:.1%}",
-                "GiB/device": f"{prediction.peak.total / GIB:.2f}",
-                "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
-                "across nodes": layout.axis_over_nodes if several_nodes else "",
-                "GB between": f"{wires.between_hosts / 1e9:.3f}" if several_nodes else "",
-                "from one": f"{wires.busiest / 1e9:.3f}" if several_nodes else "",
-            }
-        )
-    return table(rows)
+def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
+    rows, several_nodes = list[dict[str, str]](), machine.nodes > 1
+    grouped, recomputing = (any(one.layout.tensor.size > 1 for one in best), any(one.layout.interval for one in best))
+    for place, prediction in enumerate(best, start=1):
+        layout, wires, size = prediction.layout, prediction.traffic, prediction.peak.total
+        rate, again = layout.batch_images / prediction.step_seconds, f"every {layout.checkpoint_interval}"
+        tensor = (str(layout.tensor.size), layout.tensor.levels_words())
+        row = {
+            "": str(place),
+            "stages": str(layout.stages),
+            "tensor": ", ".join(filter(None, tensor)) if grouped else "",
+            "replicas": str(layout.replicas),
+            "schedule": layout.schedule if layout.stages > 1 else "-",
+            "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
+            "recompute": (again if layout.interval else "-") if recomputing else "",
+            "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
+            "step ms": number(1e3 * prediction.step_seconds, 4),
+            "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            "bubble": f"{prediction.bubble:.1%}",
+            "GiB/device": f"{'! ' * (size > (1 - TIGHT) * machine.usable_bytes)}{size / GIB:.2f}",
+            "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
+        }
+        between = {"across nodes": layout.axis_over_nodes, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
+        between["from one"] = f"{wires.busiest / 1e9:.3f}"
+        rows.append(row | (between if several_nodes else {}))
+    lines, least = table(rows), list(LEAST)
+    while max(map(len, lines)) > WIDTH and least:
+        name = least.pop(0)
+        lines = table(rows := [{key: cell for key, cell in row.items() if key != name} for row in rows])
+    if any("!" in row["GiB/device"] for row in rows):
+        lines.append(f"! leaves less than {TIGHT:.0%} of the {gib(machine.usable_bytes)} that tensors may take")
+    return lines
 
 
 def _memory_table(ranks: Sequence[Memory]) -> list[str]:
-    unused = {name for name in ("host", "encoders") if not any(getattr(memory, name) for memory in ranks)}
+    """Return the table of the fullest ranks' memory, without parts that no rank has."""
+    fullest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].total)[:MOST_RANKS]
     rows = []
-    for rank, memory in enumerate(ranks):
-        sizes = {**memory.parts, "total": memory.total, "(host)": memory.host}
-        shown = {name: "" if name.strip("()") in unused else f"{size / 2**20:,.1f}" for name, size in sizes.items()}
-        rows.append({"rank": str(rank), **shown})
-    return table(rows)
+    for rank in sorted(fullest):
+        memory = ranks[rank]
+        sizes = {"NCCL" if name == "communicators" else name: size for name, size in memory.parts.items()}
+        sizes |= {"total": memory.total, "(host)": memory.host}
+        rows.append({"rank": str(rank), **{name: f"{size / 2**20:,.1f}" for name, size in sizes.items()}})
+    nothing = {name for name in rows[0] if all(row[name] == "0.0" for row in rows)}
+    return table([{name: "" if name in nothing else cell for name, cell in row.items()} for row in rows])
 
 
 def stage_table(plan: RunDraft) -> str:
@@ -375,7 +391,7 @@ def _messages_line(plan: RunDraft) -> str | None:
 
 
 def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.4g} MB"
+    return f"{number(size / 1e6, 4)} MB"
 
 
 def describe_plan(plan: RunDraft, run_dir: Path) -> str:

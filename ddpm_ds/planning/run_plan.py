@@ -11,6 +11,7 @@ PyTorch and DeepSpeed are imported when they are needed.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,16 +29,16 @@ from ddpm_ds.config.ds_config import (
     with_split,
 )
 from ddpm_ds.config.ds_model import DsConfig
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
-from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
+from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, about, gib
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
 from ddpm_ds.schema.layout import Layout, Precision, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
 Hosts = Sequence[Hashable]  # name or number of each rank's host; empty if unknown
+SAVED_BYTES, SAVED_BYTES_PER_SECOND = 16, 5e8
+"""Bytes of a checkpoint for each parameter, and bytes per second that a disk takes, for a forecast."""
+TIMED_LAYERS, TIMED_MACS = 3, 10**9
+"""Number of layers that a forecast times, and multiply-accumulates of the images of each."""
 MEMORY_ERROR = 0.1
 """Largest error of predicted memory, as a share (docs/planner.md): between a refusal and a run there are warnings."""
 
@@ -190,6 +195,58 @@ def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     stages, grid, exchange, encoding = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
     cut = replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, encoding_ranks=encoding)
     return replace(cut, programs=programs, machine=replace(plan.machine, layer_times=times))
+
+
+def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
+    """Return the line on the time to the first picture and to the end of a run that has ``seen`` some images.
+
+    Pictures, held-out losses and checkpoints count. On a CPU some layers are timed for a second; every rank calls this.
+    """
+    spec, step = plan.spec, _step_seconds(plan, device)
+    forward = step / (PASSES_PER_STEP * plan.ds.layout.batch_images)  # seconds of an image on all devices together
+    picture = forward * spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
+    tasks = (
+        (spec.samples.every_images, picture),
+        (spec.evaluation.every_images, forward * spec.data.held_out_images * len(HELD_OUT_QUANTILES)),
+        (spec.checkpoint.every_images or spec.train.images, SAVED_BYTES * plan.parameters / SAVED_BYTES_PER_SECOND),
+    )
+
+    def seconds(until: int) -> float:
+        last = until == spec.train.images  # all are due at the end
+        regular = sum(((until + last * (every - 1)) // every - seen // every) * each for every, each in tasks if every)
+        return step * (until - seen) / plan.ds.layout.batch_images + regular
+
+    done, every = seconds(spec.train.images), spec.samples.every_images
+    if spec.checkpoint.every_minutes is not None:
+        done += tasks[-1][1] * (done // (60 * spec.checkpoint.every_minutes))
+    first = (seen // every + 1) * every if every else math.inf
+    pictures = f"first picture after {about(seconds(int(first)))}, " if first < spec.train.images else ""
+    return f"forecast     {pictures}done after {about(done)}"
+
+
+def _step_seconds(plan: RunPlan, device: torch.device) -> float:
+    """Predict a step's seconds. On a CPU the data sheet of a core is corrected by the heaviest layers' times."""
+    from ddpm_ds.ground.device import DTYPES
+    from ddpm_ds.observe.device_speed import LayerSeconds, time_layer
+    from ddpm_ds.planning.costs import analytic_times, launch_seconds, links, planned_costs
+    from ddpm_ds.planning.simulate import simulate
+
+    job, machine, layout = plan.job, plan.machine, plan.ds.layout
+    predicted = analytic_times(job, machine, launch_seconds(job, machine, layout))
+    taken = expected = 0.0
+    if machine.layer_times is None and machine.is_cpu:
+        layers = sorted({replace(one, name=""): one for one in plan.layers}.values(), key=lambda one: -one.macs)
+        for layer in layers[:TIMED_LAYERS]:
+            images = min(layout.micro_batch_images, max(1, TIMED_MACS // layer.macs))
+            timed, guess = time_layer(layer, images, device, DTYPES[job.precision][1]), predicted([layer], images)[0]
+            taken, expected = taken + timed.forward + timed.backward, expected + guess.forward + guess.backward
+    slower = job.mean_macs * (taken / expected if expected else 1.0)
+    times = machine.layer_times or [
+        LayerSeconds(slower * one.forward, slower * one.backward)
+        for one in predicted(job.of(layout).layers, layout.micro_batch_images)
+    ]
+    costs, wires = planned_costs(job, machine, layout, plan.bounds, times), links(machine, layout)
+    return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=plan.programs).step_seconds
 
 
 def _places(
