@@ -1,5 +1,5 @@
-"""Folder of a run's checkpoints: names, the ones to delete, atomic changes; how ranks complete one together, and which
-are complete. Does not import torch.
+"""Folder of a run's checkpoints: names, keep rules, atomic changes, and how ranks complete a checkpoint together. Does
+not import torch.
 
 ::
 
@@ -147,10 +147,8 @@ def set_aside(folder: Path, after: int) -> list[str]:
 def check_shared(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> None:
     """Check that all ranks see the same ``folder``, by a file that rank 0 makes there; collective.
 
-    The file's name is new each time, since a network file system may cache the answer for a name.
-
-    Raises:
-        OutputError: hosts don't share the folder, or rank 0 can't write there; on all ranks.
+    The file's name is new each time, since a network file system may cache the answer for a name. Raises OutputError on
+    all ranks if hosts don't share the folder, or rank 0 can't write there.
     """
     token = folder / f"{PROBE}{gather(secrets.token_hex(8))[0]}"
     with contextlib.suppress(OSError):
@@ -229,10 +227,8 @@ def newest(
 ) -> CompleteCheckpoint | None:
     """Return the newest complete checkpoint of at most ``until`` images; None if there is no checkpoint.
 
-    Skipped checkpoints are reported through ``log``, with their fault.
-
-    Raises:
-        NoCheckpointError: there are checkpoints, but none can be used; starting from scratch would not be a resume.
+    Skipped checkpoints are reported through ``log``, with their fault. Raises NoCheckpointError if all are skipped:
+    starting from scratch would not be a resume.
     """
     usable = [name for name in names(folder) if until is None or (images_of(name) or 0) <= until]
     problems: list[str] = []
@@ -289,7 +285,7 @@ def whole(path: Path, *, progress: bool = False) -> CompleteCheckpoint:
         if check_coverage(manifest.parameters, spans) != manifest.kinds:
             raise ValueError(f"its files hold other kinds of values than {MANIFEST} says")
         if (state.images_seen, state.steps) != (manifest.images, manifest.step):
-            raise ValueError(f"{STATE} is of another moment than {MANIFEST}")
+            raise ValueError(f"{STATE} counts other images or steps than {MANIFEST}")
     except ValueError as error:
         raise unusable(path, str(error)) from None
     return CompleteCheckpoint(path, manifest, state)

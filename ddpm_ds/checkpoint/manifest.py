@@ -171,11 +171,7 @@ class Manifest(Description):
 
 
 def manifest_of(description: Description, state: bytes, parts: Iterable[Part]) -> Manifest:
-    """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``.
-
-    Raises:
-        ValueError: not every element was written once, or two ranks wrote files of one name.
-    """
+    """Return the manifest of all ranks' files and ``state.json``; raises ValueError unless they are complete."""
     parts = sorted(parts, key=lambda part: part.file)
     files = {part.file: part.entry for part in parts}
     if len(files) != len(parts):
@@ -201,11 +197,7 @@ def unusable(checkpoint: Path, what: str) -> CheckpointError:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint, after checking every byte of it.
-
-    Raises:
-        CheckpointError: it is missing, damaged or in another format.
-    """
+    """Return a checkpoint's manifest; raises CheckpointError if a byte is damaged, or its format is another."""
     raw = read_bytes(checkpoint, MANIFEST)
     try:
         values = parse_json(raw)
@@ -247,11 +239,7 @@ def parse_state(checkpoint: Path, text: bytes) -> State:
 
 
 def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]:
-    """Return the fragments in one of a checkpoint's files, without reading values.
-
-    Raises:
-        CheckpointError: it is not a safetensors file, or a fragment or its data type does not belong to the checkpoint.
-    """
+    """Return the fragments in one file, without reading values; raises CheckpointError if it has something else."""
     with _reading(checkpoint, name):
         file = open_tensors(checkpoint / name, "numpy")
     found, scales, expected = [], {}, {}
@@ -271,16 +259,12 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
         if coded:
             expected[span.scales_key] = [len(blocks_of(span.start, span.length))]
     if scales != expected:
-        raise unusable(checkpoint, f"{name} holds codes of 8 bits without their scales, or others")
+        raise unusable(checkpoint, f"{name} holds 8-bit codes without their scales, or other scales")
     return found
 
 
 def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
-    """Compare every file with the manifest; ``progress`` shows a bar on stderr for a big checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing, cut short, too long or has another checksum.
-    """
+    """Raise CheckpointError if a file differs from the manifest; ``progress`` shows a bar for a big checkpoint."""
     if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
         raise unusable(checkpoint, f"it lacks {', '.join(missing)}")
     hidden = not progress or manifest.total_bytes < BAR_BYTES
@@ -346,24 +330,22 @@ class Span(NamedTuple):
         return f"{part}{self.kind} of {self.name}"
 
     def is_within(self, elements: int) -> bool:
-        """Return whether a parameter of so many elements has these values."""
+        """Return whether a parameter of this many elements has these values."""
         if self.shard is None:
             return self.stop <= elements
         return divides(self.shard, elements) and self.stop <= elements // self.shard.ranks
 
 
 def divides(shard: Shard, elements: int) -> bool:
-    """Return whether a parameter of so many elements has this part."""
+    """Return whether a parameter of this many elements has this part."""
     rank, ranks, run = shard
     return rank < ranks > 1 and run > 0 and elements % (ranks * run) == 0
 
 
 def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[Span]) -> tuple[str, ...]:
-    """Return the kinds among ``fragments``, each of which covers every parameter exactly once, whole or in parts.
+    """Return the kinds among ``fragments``.
 
-    Raises:
-        ValueError: a kind lacks elements, has some twice or is split in several ways, or belongs to an unknown
-            parameter.
+    Raises ValueError unless the fragments of each kind have every element of every parameter once, whole or in parts.
     """
     spans: dict[tuple[str, str], dict[Shard | None, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in fragments:
@@ -387,7 +369,7 @@ def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterabl
 
 
 def _ends(end: Span, found: Collection[Shard | None]) -> Iterator[Span]:
-    """Yield the end of each part of a parameter, from the ``end`` of the whole and the parts ``found``."""
+    """Yield the end of each part of a parameter, given the ``end`` of the whole and the parts ``found``."""
     first, *others = list(found) or [None]
     if first is None and not others:
         yield end

@@ -5,10 +5,10 @@ Adam's moments may be codes of 8 bits, which are rounded in blocks of a paramete
     block of a moment ─▶ scale: its element farthest from 0 ─▶ elements / scale ─▶ number of the nearest in a table
 
 Source of the tables: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"
-(https://arxiv.org/abs/2110.02861): seven powers of ten, each with twice as many numbers as the one below it. Two things
-differ from the paper, so that rounding rounded values changes no bit. A scale has the sign of its element,
-which is then the table's 1. A block whose elements are all below :data:`SMALLEST` is 0. And a second moment that is not
-0 never becomes 0, since Adam divides by its root.
+(https://arxiv.org/abs/2110.02861): seven powers of ten, each with twice as many numbers as the one below it. Unlike in
+the paper, rounding rounded values changes no bit: a scale has the sign of its element, which is then the table's 1, and
+a block is 0 if all its elements are below :data:`SMALLEST`. A second moment that is not 0 never becomes 0, since Adam
+divides by its root.
 """
 
 import contextlib
@@ -104,8 +104,7 @@ def decoded(moment: str, first: int, codes: Tensor, scales: Tensor) -> Tensor:
 class Reader:
     """Open checkpoint. A file's checksum is compared before the first value is read from it.
 
-    Raises:
-        CheckpointError: a part of the checkpoint is missing, damaged or in another format; also raised by all methods.
+    All methods raise CheckpointError if a part of the checkpoint is missing, damaged or in another format.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
@@ -125,8 +124,8 @@ class Reader:
     def read(self, kind: str, name: str, start: int = 0, length: int | None = None) -> Tensor:
         """Return ``length`` values (None: up to the end) of flattened parameter ``name``, from ``start`` on.
 
-        The result is a copy, (length,) fp32 in host memory, whatever is stored. Only the files that hold the values are
-        checked, and only the needed pages read. Raises ValueError if the parameter has no such values.
+        The result is a copy, (length,) fp32 in host memory. Only the files that hold the values are checked, and only
+        the needed pages read. Raises ValueError if the parameter has no such values.
         """
         elements = self._elements(kind, name)
         length = elements - start if length is None else length
@@ -166,7 +165,7 @@ class Reader:
         return math.prod(self.manifest.parameters[name])
 
     def _stored(self, wanted: Span) -> Tensor:
-        """Return values of a parameter, or of a part of it, that is stored as such."""
+        """Return values of a parameter or part that is stored as such."""
         values, at = torch.empty(wanted.length), wanted.start
         for span, file in self._spans_of(wanted.kind, wanted.name).get(wanted.shard, []):
             low, high = max(at, span.start), min(wanted.stop, span.stop)

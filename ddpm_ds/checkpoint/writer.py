@@ -107,7 +107,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
-        """On rank 0: why the last lost checkpoint was not saved, and which one is there instead."""
+        """On rank 0: why the last failed checkpoint was not saved, and which one is there instead."""
         self._host = HostCopy()
         if rank == 0:
             with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ class Writer:
         scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
         try:
             for path in self._folder.glob(f"{WRITING}*") if self._rank == 0 else ():
-                # parts of earlier attempts, by ranks that failed later
+                # left by ranks that failed late in an earlier attempt
                 if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
                     shutil.rmtree(path, ignore_errors=True)
             scratch.mkdir(parents=True, exist_ok=True)
@@ -177,9 +177,9 @@ class Writer:
             shutil.rmtree(scratch, ignore_errors=True)
             try:
                 before = names(self._folder)
-                lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-            except OSError as other:  # whatever it is, the reason must be known: it decides how the run ends
-                lost = f"those before it can't be listed ({other.strerror})"
+                lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is no earlier one"
+            except OSError as other:  # the reason is reported in any case: it decides how the run ends
+                lost = f"earlier checkpoints can't be listed ({other.strerror})"
             self.why_not = f"checkpoint {name} was not saved: {why}; {lost}"
             return self._log(self.why_not)
         if self._rank == 0:

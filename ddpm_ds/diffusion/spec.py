@@ -81,14 +81,10 @@ class DiffusionSpec(Section):
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not OBJECTIVES[self.objective].diffuses:
             keys = ["objective"]
-        elif not schedule.continuous:
-            keys += [
-                "timesteps",
-                "zero_terminal_snr",
-                *(["beta_start", "beta_end"] if schedule.betas else []),
-            ]
-        else:
+        elif schedule.continuous:
             keys.append("sigma_data")
+        else:
+            keys += ["timesteps", "zero_terminal_snr", *(["beta_start", "beta_end"] if schedule.betas else [])]
         return {key: getattr(self, key) for key in keys}
 
 

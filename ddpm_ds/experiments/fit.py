@@ -20,7 +20,7 @@ from typing import Any
 
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
-from ddpm_ds.ground.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
+from ddpm_ds.ground.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, ProgramError, explanation
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.units import MOST_BATCH, gib
 from ddpm_ds.planning.inputs import Machine
@@ -54,14 +54,6 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
             place = (fitting + failed) // 2
         step *= 2
     return sizes[fitting] if fitting >= 0 else None
-
-
-class AttemptError(UserError):
-    """An attempt ended for another reason than memory; it has the last lines and the exit code of its ranks."""
-
-    def __init__(self, lines: Sequence[str], code: int) -> None:
-        super().__init__(*(line.removeprefix(ERROR) for line in lines))
-        self.exit_code = code
 
 
 @dataclass(frozen=True)
@@ -184,10 +176,8 @@ def predicted(task: Task, size: int, device_bytes: int) -> int:
 
 
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:
-    """Rehearse training with micro-batches of ``size`` images, in a new folder inside ``folder``.
-
-    Raises:
-        AttemptError: it failed for a reason other than memory.
+    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``; ProgramError if it
+    failed for a reason other than memory.
     """
     layout, run_dir, log = task.draft(size).ds.layout, folder / str(size), folder / f"{size}.log"
     device = "cpu" if task.machine.is_cpu else "cuda"
@@ -229,12 +219,8 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
 
 
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:
-    """Return how ranks ran out of memory, by their exit ``codes`` and ``output``; empty if all ended well.
-
-    Raises:
-        AttemptError: they failed for another reason.
-    """
-    for line in output.splitlines():  # the rank that failed first writes first
+    """Return how ranks that ended so ran out of memory, empty if they ended well; ProgramError for another reason."""
+    for line in output.splitlines():  # of the rank that was the first to notice
         if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
             return line.removeprefix(ERROR).partition(";")[0]
     for rank, code in enumerate(codes):
@@ -245,5 +231,5 @@ def out_of_memory(codes: Sequence[int | None], output: str) -> str:
     if any(code != 0 for code in codes):
         first = next((code for code in codes if code not in (0, EXIT_PEER_LOST, None)), EXIT_PEER_LOST)
         assert first is not None
-        raise AttemptError(explanation(output), first if first > 0 else 128 - first)
+        raise ProgramError(explanation(output), first if first > 0 else 128 - first)
     return ""

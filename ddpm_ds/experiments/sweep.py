@@ -29,15 +29,15 @@ from ddpm_ds.ground.errors import UserError, explanation
 from ddpm_ds.ground.files import open_regular, replace_file
 from ddpm_ds.ground.options import process_count
 from ddpm_ds.planning.run_plan import RunDraft, choose, lay_out, read_run
-from ddpm_ds.tracking.run_folder import EVENTS, SPEC, ending, write_labels
+from ddpm_ds.tracking.run_folder import ASKED_CONFIG, EVENTS, SPEC, ending, write_labels
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
+from ddpm_ds.train import TRAIN
 
 PROCESSES, CONFIG = "processes", "deepspeed_config"
 OPTIONS = {PROCESSES: "derived.world_size", CONFIG: "derived.precision"}
 """Variables that are options of ``ddpm-ds train``, and the settings of a run that show their values."""
 MOST_TRIALS, NAME_CHARACTERS, POLL_SECONDS = 1000, 80, 0.5
-TRAIN = ("-m", "ddpm_ds.cli.main", "train")
-ASKED_CONFIG, LOG = "asked_ds_config.json", "output.log"
+LOG = "output.log"
 
 
 @dataclass(frozen=True)

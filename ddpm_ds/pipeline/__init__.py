@@ -6,8 +6,8 @@ import sys
 def import_deepspeed() -> None:
     """Import DeepSpeed, after the device is chosen, without modules that a rank never uses.
 
-    Half of the start-up (11 s on a CPU) went to MLflow, imported by DeepSpeed's autotuner, and to PyTorch's compiler,
-    imported by its Muon. A separate process logs to MLflow, and Muon is refused (docs/ds_configs.md).
+    MLflow, which DeepSpeed's autotuner imports, and PyTorch's compiler, which its Muon imports, took half of the
+    start-up (11 s on a CPU). A separate process logs to MLflow, and Muon is refused (docs/ds_configs.md).
     """
     absent = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # as Python writes "can't be imported"
     try:

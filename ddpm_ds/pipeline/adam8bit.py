@@ -45,11 +45,10 @@ class _Chunk:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with the first and second moments of weights in 8 bits (:mod:`ddpm_ds.checkpoint.reader`), and those of
-    norms and biases in fp32.
+    """AdamW with 8-bit moments of weights (:mod:`ddpm_ds.checkpoint.reader`), and fp32 moments of norms and biases.
 
-    A block is 256 consecutive elements of a parameter, the last one of the rest. Where the partition of a replica
-    begins or ends inside a block, each of the two replicas has a scale for its own part of it.
+    A block is 256 consecutive elements of a parameter; the last one may be shorter. If two replicas share a block, each
+    has a scale for its own part.
 
     A step is a function of tensors: the learning rate is one, and ``found_inf`` = 1 skips a step and changes nothing.
     """
@@ -65,7 +64,7 @@ class Adam8bit(torch.optim.Optimizer):
         """Do nothing: DeepSpeed calls this when it is built, and only :meth:`take` steps."""
 
     def own(self, pieces: Sequence[OwnedPiece]) -> None:
-        """Allocate the moments of these pieces of parameters, zeros; all that this rank steps."""
+        """Allocate moments of zeros for all pieces of parameters that this rank steps."""
         self._masters: list[Tensor] = [master for group in self.param_groups for master in group["params"]]
         device = self._masters[0].device
         self._codes = {moment: code_of(moment, device) for moment in MOMENTS}
@@ -151,7 +150,7 @@ class Adam8bit(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def fragments(self, piece: OwnedPiece) -> list[Fragment]:
-        """Return the moments of a piece, views of them: codes with their scales, or fp32."""
+        """Return views of a piece's moments: codes with their scales, or fp32."""
         (places, rows), about = self._places(piece), (piece.name, piece.first)
         if piece.dimensions <= 1:
             return [

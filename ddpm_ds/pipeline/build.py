@@ -81,10 +81,7 @@ def build_engine(
 
     ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own. ``others``
     are the lists of layers for images of other sizes, which :attr:`UnetPipelineEngine.size_of` numbers from 1. The
-    process group must exist.
-
-    Raises:
-        DsConfigError: requested fused kernels can't run here.
+    process group must exist. Raises DsConfigError if requested kernels can't run here.
     """
     gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):

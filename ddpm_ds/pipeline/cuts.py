@@ -69,12 +69,11 @@ def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[float]) -> list[int] | None:
-    """Return the places between the parts of the division whose heaviest part is lightest.
+    """Divide a list so that its heaviest part is as light as possible; return the places between the parts.
 
     Ties are broken by the smallest sum of the places' ``prices``. ``weights[n][a, b]`` is the weight of the n-th part,
-    from place a to place b, infinite if there is none; the first part has one row, the last one column. Exact dynamic
-    programming, O(parts x places^2), of which the first and the last part take O(places). Returns None without a
-    division.
+    from place a to place b, infinite if there is none; the first part has one row, the last one column. Returns None
+    if no division is finite. Exact dynamic programming: O(places^2) for each part but the first and the last.
     """
     import numpy as np
 
@@ -104,7 +103,7 @@ def _ends(part: int, parts: int) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Mirrored pairs of cuts of a list of layers, between the two ends of the list and its turn as the last pair."""
+    """Mirrored pairs of cuts: the two ends of the list first, its turn last."""
 
     lefts: npt.NDArray[np.int64]
     rights: npt.NDArray[np.int64]
@@ -126,7 +125,6 @@ class _Pairs:
 
 @functools.lru_cache(maxsize=64)
 def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
-    """Return all mirrored pairs of cuts of some layers."""
     import numpy as np  # only now: command lines are read without it
 
     live, turns = live_skips(layers), _turns(layers)
@@ -147,14 +145,10 @@ def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
 def mirrored_cuts(
     layers: Sequence[Layer], weights: Sequence[float], ranks: int, crossing: float = 0.0, room: Room | None = None
 ) -> tuple[int, ...]:
-    """Return the mirrored bounds of ``2 * ranks`` stages that exactly minimise the heaviest rank, and then the elements
-    that cross.
+    """Return the mirrored bounds of ``2 * ranks`` stages that exactly minimise the heaviest rank.
 
-    An element that crosses a pair weighs ``crossing`` on both sides. The turn, which only divides the last rank's
-    layers, makes its two stages as equal as possible.
-
-    Raises:
-        LayoutError: there are too few mirrored pairs, or none fits every rank into the ``room``.
+    Ties are broken by the fewest crossing elements, which weigh ``crossing`` each on both sides. The turn, which only
+    divides the last rank's layers, makes its two stages as equal as possible. Raises LayoutError as :func:`weighted`.
     """
     import numpy as np
 
@@ -166,7 +160,7 @@ def mirrored_cuts(
         )
     lefts, rights, turns, before = pairs.lefts, pairs.rights, pairs.turns, running_sum(weights)
     inside = before[rights] - before[lefts]
-    # of each place, the turns that the last rank may have
+    # turns (columns) that the last rank may have if it begins at a place (row)
     within = np.array((lefts[:, None] < turns) & (turns < rights[:, None]))
     parts: list[npt.NDArray[np.float64]] = []
     for rank in range(ranks):
@@ -193,7 +187,7 @@ def mirrored_cuts(
         parts.append(sizes)
     chain = lightest_chain(parts, pairs.elements[1:-1].tolist())
     if chain is None:
-        raise LayoutError(f"the layers can't be folded onto {ranks} ranks that hold no more than their memory")
+        raise LayoutError(f"no fold of the layers onto {ranks} ranks fits their memory")
     chosen = [1 + number for number in chain]
     last = chosen[-1] if chosen else 0
     turn = min(
@@ -204,11 +198,7 @@ def mirrored_cuts(
 
 
 def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
-    """Refuse bounds of an even number of stages that would make a skip leave its rank.
-
-    Raises:
-        LayoutError: the cuts are not mirrored; the message gives cuts that are.
-    """
+    """Raise LayoutError if a skip would leave its rank under these bounds of a fold, and name mirrored cuts."""
     live, turns, ranks = live_skips(layers), _turns(layers), len(bounds) // 2
     if bounds[ranks] not in turns:
         raise LayoutError(
@@ -252,7 +242,7 @@ def live_skips(layers: Sequence[Layer]) -> list[int]:
 
 
 def _turns(layers: Sequence[Layer]) -> range:
-    """Return the cuts after the last layer that makes a skip and before or at the first that uses one."""
+    """Return the cuts after the last layer that makes a skip, up to the one before the first layer that uses one."""
     last_push = max(index for index, layer in enumerate(layers) if layer.pushes)
     first_pop = min(index for index, layer in enumerate(layers) if layer.skip_channels)
     return range(last_push + 1, first_pop + 1)
@@ -267,9 +257,8 @@ def partition(
     parameters and layers of a rank; ties are broken by the fewest crossing elements. A sequence gives the first layer
     of every stage but the first.
 
-    Raises:
-        LayoutError: the list can't be cut into so many stages, or given cuts are not increasing positions inside the
-            list or, in a fold, not mirrored.
+    Raises LayoutError if the list can't be cut so: too many stages, or given cuts that do not increase or, in a fold,
+    are not mirrored.
     """
     if not isinstance(method, str):
         count = 2 * stages if folds(schedule) else stages
@@ -303,16 +292,14 @@ def weighted(
     """Return the bounds that minimise the heaviest rank's sum of ``weights``, one for each layer.
 
     Each element that crosses a cut, per image, adds ``crossing`` to the ranks on both sides; no rank exceeds ``room``.
-
-    Raises:
-        LayoutError: the list can't be cut into so many stages, or not within the ``room``.
+    Raises LayoutError if the list can't be cut into so many stages, or not within the ``room``.
     """
     if folds(schedule):
         return mirrored_cuts(layers, weights, stages, crossing, room)
     first = first_cut(layers)
     most = len(layers) - first + 1
     if stages > most:
-        together = ", of which the first two stay together" if first > 1 else ""
+        together = ", and its first two stay together" if first > 1 else ""
         raise LayoutError(
             f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers{together}; use at most {most} stages"
         )
@@ -345,10 +332,7 @@ def balanced(
     """Return the contiguous partition that exactly minimises the heaviest part, and then the elements that cross.
 
     ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides. No cut is
-    before item ``first``.
-
-    Raises:
-        LayoutError: no partition fits every part into the ``room``.
+    before item ``first``. Raises LayoutError if no partition fits every part into the ``room``.
     """
     import numpy as np  # only now: command lines are read without it
 
@@ -362,7 +346,7 @@ def balanced(
         edges = [np.where(one[None, :] - one[:, None] <= room.limit, parts, math.inf) for one in sums]
     chain = lightest_chain([edge[_ends(rank, stages)] for rank, edge in enumerate(edges)], elements)
     if chain is None:
-        raise LayoutError(f"the layers can't be cut into {stages} stages that hold no more than their memory")
+        raise LayoutError(f"no cut of the layers into {stages} stages fits their memory")
     return (0, *(place + 1 for place in chain), len(weights))
 
 

@@ -47,12 +47,10 @@ class _NoStageLimit:
 
 
 def topology(across: AcrossHosts, stages: int, replicas: int, tensor: int = 1) -> ProcessTopology:
-    """Return the global ranks of a pipeline's stages and replicas, and of tensor groups, which are neighbours, numbered
-    as by :class:`Grid` in ``placement``.
+    """Return the global ranks of stages, replicas and tensor groups, numbered as by :class:`Grid` in ``placement``.
 
-    Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and takes the groups of stages, of
-    replicas, of tensors and of everything but replicas, and the rank of a neighbour, from the topology and not from its
-    own order of axes.
+    Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and that it takes all groups (stages,
+    replicas, tensors, everything but replicas) and a neighbour's rank from the topology, not from its own axes.
     """
     sizes = {"pipe": stages, "data": replicas, "model": tensor}
     axes = ["pipe", "data", "model"] if across == "stages" else ["data", "pipe", "model"]
@@ -111,14 +109,14 @@ class _LimitedBaton(FileBaton):
 
 @contextlib.contextmanager
 def _killing_late_programs() -> Iterator[list[str]]:
-    """Kill the programs that this block starts and that run when it has taken ``BUILD_SECONDS``; list them as typed."""
+    """Kill programs that this block started and that still run after ``BUILD_SECONDS``; yields their command lines."""
     before, ended, killed = psutil.Process().children(recursive=True), threading.Event(), list[str]()
 
     def watch() -> None:
         pause = BUILD_SECONDS
         while not ended.wait(pause):
             pause = 0.1  # a build that lost one program may try another
-            for program in psutil.Process().children(recursive=True):  # a program before those that it started
+            for program in psutil.Process().children(recursive=True):  # a program before its own children
                 with contextlib.suppress(psutil.Error):
                     if program not in before:
                         killed.append(shlex.join(program.cmdline()))
@@ -139,10 +137,8 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
 
     Assumes that ``OpBuilder.jit_load`` compiles extensions that were not installed with DeepSpeed, in
     ``cpp_extension._get_build_directory``; and that builds exclude each other there by ``cpp_extension.FileLock``,
-    which the kernel unlocks, or before PyTorch 2.14 by ``FileBaton``, which a killed build leaves locked.
-
-    Raises:
-        HostError: the build, or another one that locks it, has taken ``BUILD_SECONDS``; its programs were killed.
+    which the kernel unlocks, or before PyTorch 2.14 by ``FileBaton``, which a killed build leaves locked. Raises
+    HostError after ``BUILD_SECONDS``: the build's programs are killed, or another build still locks it.
     """
     build = OpBuilder.jit_load
 
@@ -198,7 +194,7 @@ def offloads(engine: DeepSpeedEngine) -> bool:
 
 @dataclass(frozen=True)
 class FlatOptimizer:
-    """One of DeepSpeed's optimizers with flat tensors, and how gradients are summed over the replicas."""
+    """DeepSpeed optimizer with flat tensors, and how gradients are summed over the replicas."""
 
     places: dict[torch.nn.Parameter, int]
     """Index of each parameter's first element in the stage's flat weights."""
@@ -221,7 +217,7 @@ class FlatOptimizer:
     bucket: int
     """Largest number of elements that are reduced at a time, unless a parameter has more."""
     scatters: bool
-    """Whether a rank needs the sums of its own partition only, as ``reduce_scatter`` says."""
+    """Whether a rank gets the sums of its own partition only, as ``reduce_scatter`` says."""
     to_owners: bool
     """Whether each partition's sum goes to its owner alone."""
     host_gradient: Tensor | None
@@ -229,7 +225,7 @@ class FlatOptimizer:
 
 
 def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
-    """Remove the gradient hooks of an optimizer with flat tensors. Its step is not used either.
+    """Remove the gradient hooks of an optimizer with flat tensors; its step is not used either.
 
     Assumes that ZeRO and BF16 optimizers have one group of parameters, which are contiguous views of one flat tensor;
     that partitions are equal slices of it, by the rank in the group of replicas; that ``_grad_acc_hooks`` are all their

@@ -27,18 +27,8 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
 from ddpm_ds.pipeline.gradients import Gradients, PassKind
 from ddpm_ds.pipeline.graph import Pace, StepGraph
-from ddpm_ds.pipeline.messages import (
-    Channel,
-    Edge,
-    Kind,
-    StageChannels,
-    Start,
-    at_once,
-    open_p2p_groups,
-    runs_behind,
-)
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, Start, at_once, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
-from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.pipeline.schedule import (
     Instruction,
     Program,
@@ -116,7 +106,7 @@ class Flight:
     prepared: Any = None
     """Loaded micro-batch, until this rank's last forward."""
     context: Tensor | None = None
-    """Encoded text (N, tokens, channels) in the arithmetic's dtype, until this rank's last backward; None has none."""
+    """Encoded text (N, tokens, channels) in the arithmetic's dtype, until this rank's last backward; None if unread."""
     kept: Carry = ()
     """Tensors that phase 0 passes to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
     kept_roots: tuple[GradientEdge | None, ...] = ()
@@ -138,7 +128,7 @@ CAUTIOUS_STEPS = 2
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """Pipeline engine that runs a program for each rank on the stages of a U-Net; made by ``build.build_engine``."""
+    """Pipeline engine that runs a program for each rank on the stages of a U-Net; made by :func:`build_engine`."""
 
     data_iterator: Any
     objective: Objective
@@ -151,9 +141,9 @@ class UnetPipelineEngine(PipelineEngine):
     schedule: Schedule = "1f1b"
     """The JSON's schedule; set by :func:`build_engine`."""
     rate: Callable[[int, int], float] | None = None
-    """Function of the images before a step and in it that returns the learning rate; None: DeepSpeed's scheduler."""
+    """Function from the images before a step and in it to the learning rate; None: DeepSpeed's scheduler sets it."""
     size_of: Callable[[int], int] = staticmethod(lambda index: 0)
-    """Function of an image index to the number of its size in ``module.sized_layers``, one for each micro-batch."""
+    """Function from an image index to the number of its size in ``module.sized_layers``; a micro-batch has one size."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -209,14 +199,10 @@ class UnetPipelineEngine(PipelineEngine):
         self._watchers = 0
         self._warm: set[tuple[int, bool, int, bool, int]] = set()
         self._has_stepped = False
-        """Whether this process has changed the weights, for which the optimizer allocates its moments."""
+        """Whether this process has taken a step, in which the optimizer allocates its moments."""
 
     def follow(self, programs: Sequence[Program]) -> None:
-        """Execute these programs from the next step on; all ranks of a pipeline must pass the same ones.
-
-        Raises:
-            ValueError: the programs would not compute one step's gradients.
-        """
+        """Execute these programs, the same on all ranks, from the next step on; raises as :func:`check_programs`."""
         check_programs(programs, self.module.schedule, self.micro_batches)
         self.graph.forget()
         self.programs = tuple(
@@ -284,17 +270,13 @@ class UnetPipelineEngine(PipelineEngine):
         finally:
             self._watchers -= 1
 
-    def send_next_step_through_host(self) -> None:
-        """Send the next step's messages by the hosts, on all ranks alike, because its use of memory will change."""
-        self._cautious_steps = max(self._cautious_steps, 1)
-
     def warm_up(self, images: int, *, gradients: bool, sizes: Collection[int] | None = None) -> bool:
-        """Run each layer once on this many images of each of the ``sizes`` (default: all), unless already done; return
-        whether this was the first time.
+        """Run each layer once on ``images`` images of each of the ``sizes`` (default: all); return False if that was
+        done before.
 
-        Without ``gradients`` it is the first time again after the first step, which takes memory for good.
-        With ``gradients``, run it for each kind of backward in the programs: with weight gradients or deferring them.
-        On a synchronous device such as a CPU, nothing is run unless layers are compiled.
+        With ``gradients``, run each kind of backward in the programs too: whole ones, and those that defer weight
+        gradients. The first step takes memory for good, so forwards alone are run again after it. On a synchronous
+        device such as a CPU, nothing is run unless layers are compiled.
         """
         every = {
             (images, gradients, phase, waits, size)
@@ -319,14 +301,14 @@ class UnetPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
-        """Run forwards alone, without dropout; yield whether their messages go by the hosts, as at the first time."""
+        """Allow only forwards, without dropout; yields whether their messages go by the hosts, as the first ones do."""
         self.graph.drop()
         self.module.eval()
         try:
             yield self.warm_up(images, gradients=False, sizes=sizes) and runs_behind(self.device)
         finally:
             self.module.train()
-            self.send_next_step_through_host()
+            self._cautious_steps = max(self._cautious_steps, 1)  # the next step finds the memory changed
 
     def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
@@ -386,7 +368,7 @@ class UnetPipelineEngine(PipelineEngine):
         return loss
 
     def _set_values(self, batch_images: int) -> None:
-        """Set the numbers of a step over so many images that the host knows before it."""
+        """Put on the device the numbers that the host knows before a step over ``batch_images`` images."""
         if self.rate is not None:
             for group in self.basic_optimizer.param_groups:
                 group["lr"] = self.rate(self.images_seen, self.train_batch_size())
@@ -397,7 +379,7 @@ class UnetPipelineEngine(PipelineEngine):
             self.averages.begin_step(self.images_seen + batch_images, batch_images)
 
     def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor:
-        """Execute a step's instructions and return its mean loss; nothing of the host that changes by step is read."""
+        """Execute a step's instructions and return its mean loss; reads no number of the host that changes by step."""
         self.loss_sum = torch.zeros((), device=self.device)
         self.gradients.clear()
         sizes = self.sizes_of_step()
@@ -424,32 +406,23 @@ class UnetPipelineEngine(PipelineEngine):
         return [self.size_of(first + number * turn) for number in range(self.micro_batches)]
 
     def is_unobserved(self) -> bool:
-        """Return whether the next step may be a graph, on all ranks alike: unwatched, and not sent by the hosts."""
+        """Return, alike on all ranks, whether the next step may be a graph: unwatched, with no message by the hosts."""
         watched = self._watchers or self.execute != self._instructions or self.receive is not Channel.receive
         return not (watched or self._cautious_steps)
 
     @contextlib.contextmanager
     def step_withheld(self) -> Iterator[None]:
-        """Let a step in this context change neither weights and optimizer nor their averages."""
-        assert isinstance(self.gradients, OwnStep)
+        """Run steps in this context without a change to weights, averages and the optimizer."""
         self._set_values(0)
         with self.gradients.withheld():
             yield
         self._set_values(self.train_batch_size())
 
-    # ---------------------------------------------------------------- results of the last step; each waits
+    # ------------------------------------------------------- results of the last step; each waits for the device
 
     def was_step_applied(self) -> bool:
         """Return whether the last step was taken, or skipped since its gradients were not finite."""
         return self.gradients.was_applied()
-
-    def gradient_norm(self) -> float:
-        """Return the norm of the last step's gradients over all stages before clipping; not finite if skipped."""
-        return self.gradients.norm()
-
-    def next_loss_scale(self) -> float:
-        """Return the loss scale that the next step will use; 1 in fp32 and bf16."""
-        return float(self.gradients.scale)
 
     def count_skipped_steps(self) -> int:
         """Bring ``skipped_steps`` up to date and return it; the device skips steps by itself."""
@@ -459,7 +432,7 @@ class UnetPipelineEngine(PipelineEngine):
     # ---------------------------------------------------------------- instructions
 
     def _flight(self, instruction: Instruction) -> Flight:
-        """Return the micro-batch of an instruction that has one."""
+        """Return the flight of an instruction's only micro-batch."""
         (number,) = instruction.micro_batches
         if number not in self._flights:
             if number not in self._offsets:  # micro-batch m of replica r has the positions from (m R + r) n on
@@ -471,7 +444,7 @@ class UnetPipelineEngine(PipelineEngine):
         return self._flights[number]
 
     def _begin(self, own: Instruction) -> None:
-        """Set the images and the text of the layers' next pass, and whether its weight gradients are deferred."""
+        """Set the images and the text of the layers' next pass, and whether it defers weight gradients."""
         set_image_index(self._dropouts, self._flight(own).images)
         set_context(self.readers, self._flight(own).context)
         self._waiting.begin(own.phase, *own.micro_batches)

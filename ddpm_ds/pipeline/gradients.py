@@ -49,7 +49,7 @@ class _Bucket:
     """Place of each gradient: in the flat sum, or in the scratch memory from which it is reduced or widened."""
     length: int
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """First and last index, plus 1, in the scratch memory, of each replica's part."""
+    """Range [begin, end) in the scratch memory that each replica owns."""
     runs: list[Tensor] = field(default_factory=list)
     """Contiguous pieces of the flat sum that this rank's part is added to."""
     last: nn.Parameter | None = None
@@ -58,12 +58,12 @@ class _Bucket:
 
 @dataclass
 class _Pass:
-    """Kind of pass of a phase."""
+    """Buckets of one kind of pass in one phase."""
 
     buckets: list[_Bucket]
     """In the order in which they are reduced, the same on all replicas."""
     done: int = 0
-    """Number of buckets that are added in the pass that is running."""
+    """Number of buckets that the running pass has added."""
 
 
 class FlatGradients(OwnStep):
@@ -85,10 +85,11 @@ class FlatGradients(OwnStep):
         else:
             self._sum = flat.accumulator
         self._keeps = flat.accumulator is not None
-        self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
+        self.own_sum = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
+        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
         self._tensor = engine.module.tensor
         counted, self._partial, self._alike = map(self._runs, self._tensor.by_spread(flat.places))
-        counted = [self._own] if self._tensor.size == 1 else counted or [self._own[:0]]
+        counted = [self.own_sum] if self._tensor.size == 1 else counted or [self.own_sum[:0]]
         self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
@@ -111,14 +112,9 @@ class FlatGradients(OwnStep):
             if found and found[-1][1] == start:
                 start = found.pop()[0]
             found.append((start, stop))
-        return [self._own[start:stop] for start, stop in found]
+        return [self.own_sum[start:stop] for start, stop in found]
 
     # ---------------------------------------------------------------- passes
-
-    @property
-    def own_sum(self) -> Tensor:
-        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
-        return self._own
 
     @property
     def precision(self) -> torch.dtype:
@@ -131,7 +127,7 @@ class FlatGradients(OwnStep):
         self._release()
 
     def clear(self) -> None:
-        """Take the memory of the sum, with zeros."""
+        """Allocate the sum, and fill it with zeros."""
         storage = self._sum.untyped_storage()
         if not storage.size():
             storage.resize_(self._sum.numel() * self._sum.element_size())
@@ -139,11 +135,7 @@ class FlatGradients(OwnStep):
 
     @contextlib.contextmanager
     def gathering(self, phase: int, kind: PassKind) -> Iterator[None]:
-        """Add the gradients of a pass to the sum, bucket after bucket as they arrive.
-
-        Raises:
-            RuntimeError: a parameter got no gradient.
-        """
+        """Add a pass's gradients to the sum, bucket after bucket; raises RuntimeError if a parameter got none."""
         running = self._passes.get((phase, kind)) or self._planned(phase, kind)
         self._running, running.done = running, 0
         yield
@@ -188,7 +180,7 @@ class FlatGradients(OwnStep):
         starts = [*accumulate(lengths, initial=0)]
         bucket = _Bucket(parameters, _views(self._scratch, starts, parameters), starts[-1])
         kept, own = (self._owned, self._flat.replica) if self._reduces else (self._flat.elements, 0)
-        runs: list[tuple[int, int]] = []  # of the own part: first and last index, plus 1, in the flat weights
+        runs: list[tuple[int, int]] = []  # [first, stop) in the flat weights, of the own part
         for place, length, start in zip(places, lengths, starts, strict=False):
             for owner in range(place // kept, (place + length - 1) // kept + 1):
                 first, stop = max(place, owner * kept), min(place + length, (owner + 1) * kept)
@@ -259,7 +251,7 @@ class FlatGradients(OwnStep):
         flat = self._flat
         partitions = self._sum.view(flat.replicas, self._owned)
         width = -(-self._bucket // flat.replicas)
-        for part, own in zip(partitions.split(width, 1), self._own.split(width), strict=True):
+        for part, own in zip(partitions.split(width, 1), self.own_sum.split(width), strict=True):
             wire = part.contiguous().div_(flat.replicas).to(flat.wire)
             if flat.scatters:
                 average = torch.empty_like(own, dtype=flat.wire)
@@ -282,14 +274,14 @@ class FlatGradients(OwnStep):
             if steps:
                 factor = self._factor(norm)
                 if self._widens:
-                    self._take([self._own], factor)
+                    self._take([self.own_sum], factor)
                 elif (host := self._flat.host_gradient) is not None:
-                    for own, there in zip(self._own.split(self._bucket), host.split(self._bucket), strict=True):
+                    for own, there in zip(self.own_sum.split(self._bucket), host.split(self._bucket), strict=True):
                         part = own.to(torch.float32, copy=True)
                         there.copy_(part if factor is None else part.mul_(factor))
                     self._take()
                 else:
-                    gradient = self._own
+                    gradient = self.own_sum
                     if gradient.dtype is not torch.float32 or not (self._keeps or len(gradient) == len(self._sum)):
                         gradient = gradient.to(torch.float32, copy=True)
                         self._release()
@@ -308,7 +300,7 @@ class FlatGradients(OwnStep):
 
 
 def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return views of a flat tensor from these elements on, in the shapes of the parameters."""
+    """Return views of a flat tensor in the shapes of the parameters, each from its first element on."""
     return [
         flat.narrow(0, first, parameter.numel()).view(parameter.shape)
         for first, parameter in zip(firsts, parameters, strict=False)
@@ -429,7 +421,6 @@ def gradients_of(engine: PipelineEngine, wanted: Wanted) -> Gradients:
 
 
 def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

@@ -1,11 +1,11 @@
 """A rank's step as one CUDA graph, so that the host launches it once instead of operator by operator.
 
 A graph replays the operations of a step at the same addresses and with the same numbers of the host. So it needs a step
-that is a function of tensors: micro-batches are copied into the captured ones, and what else changes from one step to
-the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Reductions among replicas and sums of tensor groups are in
-the graph too. Messages between stages are not: in a graph the driver would choose when each starts, and no order would
-be proved not to lock (:mod:`ddpm_ds.pipeline.messages`). So a step of a pipeline is several graphs, between which the
-host sends and receives (:class:`ddpm_ds.ground.cuda_graphs.Graphs`)::
+that is a function of tensors: micro-batches are copied into the captured ones, and all other numbers that change from
+step to step are on the device (:mod:`ddpm_ds.pipeline.own_step`). Reductions among replicas and sums of tensor groups
+are in the graph too. Messages between stages are not: in a graph the driver would choose when each starts, and no order
+could be proved free of deadlocks (:mod:`ddpm_ds.pipeline.messages`). So a step of a pipeline is several graphs, between
+which the host sends and receives (:class:`ddpm_ds.ground.cuda_graphs.Graphs`)::
 
     step   1  2     3                    4       5       ...  a step that is watched   next
            eager    trial, capture,      replay  replay       eager, without a graph   capture, replay
@@ -13,9 +13,9 @@ host sends and receives (:class:`ddpm_ds.ground.cuda_graphs.Graphs`)::
 
 In the trial an eager step and a replay on the same micro-batches give the same loss and gradients, and change nothing.
 Images of several sizes have a graph for each order of sizes in a step, captured when it first comes, after a trial of
-its own. Their graphs share one pool of memory, which holds the largest, since one is replayed at a time and what a step
-leaves to the host has its own memory. Rare work is not captured: steps that an observer watches, steps whose messages
-go by the hosts, and drawing. All of it needs the memory of the graphs, which is given back before.
+its own. All graphs share one pool of memory, as large as the largest needs: one is replayed at a time, and results that
+a step leaves to the host are outside of the pool. Rare work is not captured: steps that an observer watches, steps
+whose messages go by the hosts, and drawing. It needs the memory of the graphs, which is given back before.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +32,11 @@ from torch import Tensor
 from ddpm_ds.ground.cuda_graphs import Graphs
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import DsConfigError
-from ddpm_ds.pipeline.gradients import FlatGradients, Gradients
+from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.messages import Start, Work, all_gather_objects, at_once
-from ddpm_ds.pipeline.module import UnetPipelineModule
+
+if TYPE_CHECKING:
+    from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
@@ -46,22 +48,6 @@ PIECE = 2**24
 MOST_ORDERS = 16
 """Orders of sizes in a step with a graph each, unless graphs are demanded: a graph of a large step takes a device some
 hundred MB beside its pool, and as long as some steps to capture."""
-
-
-class Steps(Protocol):
-    """Engine whose steps are captured."""
-
-    device: torch.device
-    module: UnetPipelineModule
-    gradients: Gradients
-    data_iterator: Any
-    micro_batches: int
-    num_stages: int
-    basic_optimizer: torch.optim.Optimizer
-
-    def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor: ...
-    def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
-    def wall_clock_breakdown(self) -> bool: ...
 
 
 class Pace:
@@ -118,7 +104,7 @@ class StepGraph:
         asked: "auto" takes a graph where each process has the whole U-Net; True takes graphs, or raises an error.
     """
 
-    def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
+    def __init__(self, engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> None:
         self._engine, self._asked = engine, asked
         self.log: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
@@ -145,10 +131,8 @@ class StepGraph:
     def step(self, sizes: Sequence[int] | None) -> Tensor | None:
         """Replay the step on the next micro-batches and return its loss; None if the step has to be eager.
 
-        ``sizes`` are those of the micro-batches' images; None if the step must be eager, on all ranks alike.
-
-        Raises:
-            DsConfigError: a graph was demanded, and can't be captured; on all ranks alike.
+        ``sizes`` numbers the size of each micro-batch's images; None makes the step eager. All ranks call this alike,
+        and all raise DsConfigError if a graph was demanded and can't be captured.
         """
         if self.why_eager:
             return None
@@ -186,7 +170,7 @@ class StepGraph:
         self._gradients().keep_memory(False)
 
     def forget(self) -> None:
-        """Drop all graphs, and prove the next ones anew."""
+        """Drop all graphs; the next ones are proved anew."""
         self.drop()
         self._proven.clear()
 
@@ -301,7 +285,7 @@ def norm(tensor: Tensor, less: Tensor | None = None) -> float:
     return math.sqrt(squared)
 
 
-def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
+def why_eager(engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> str:
     """Return why the steps of an engine are never captured, or nothing."""
     if asked is False:
         return "graphs is false"

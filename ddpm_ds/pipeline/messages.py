@@ -93,7 +93,7 @@ def _device() -> torch.device:
 
 
 class Edge(NamedTuple):
-    """Kind of message of a phase, from one rank of a pipeline to another. Each edge has its own communicator."""
+    """One kind of message in one phase, from one rank of a pipeline to another, over a communicator of its own."""
 
     kind: Kind
     phase: int
@@ -154,7 +154,7 @@ class P2PGroup:
     host_group: dist.ProcessGroup | None
     """Group of the same two ranks, connected from host to host by gloo; None if ``group`` already is."""
     tag: int
-    """Number of the edge among those that share ``host_group``; gloo matches messages by it, NCCL can't."""
+    """Number of the edge; edges share ``host_group``, where gloo matches messages by it. NCCL ignores it."""
 
 
 class Channel:
@@ -182,10 +182,10 @@ class Channel:
         self.begin(by_host=False)
 
     def begin(self, *, by_host: bool, start: Start = at_once, sizes: Sequence[int] = ()) -> None:
-        """Forget all messages, which a graph that could not be captured leaves here, and how they were sent.
+        """Begin anew: forget all messages, such as those of a graph that could not be captured.
 
-        ``sizes`` has for each message from now on the number of its images' size, 0 or one more than that in
-        ``others``; without it all are 0.
+        ``sizes`` numbers the images' size of each message from now on: 0, or 1 for the first of ``others``; without it
+        all are 0.
         """
         self.by_host = by_host
         """Whether messages go from host to host, so that waiting for the device does not wait for them."""
@@ -304,7 +304,7 @@ class StageChannels:
         start: Start = at_once,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the size of each micro-batch's images."""
+        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the images' size of each micro-batch."""
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
                 channel.begin(by_host=by_host, start=start, sizes=sizes)

@@ -77,7 +77,7 @@ class UnetPipelineModule(PipelineModule):
         self._set_bounds(start=self.first, stop=self.stop)
 
     def size_number(self, size: tuple[int, int]) -> int:
-        """Return the index in :attr:`sized_layers` of images of a size (height, width)."""
+        """Return the index in :attr:`sized_layers` for images of this height and width."""
         return [layers[-1].output_shape[1:] for layers in self.sized_layers].index(size)
 
     def walk(self, phase: int, carry: Carry) -> Any:

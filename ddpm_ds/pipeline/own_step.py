@@ -1,4 +1,4 @@
-"""An optimizer's step for which the host neither waits nor has a new number: a function of tensors on the device.
+"""Optimizer step as a function of tensors on the device: the host neither waits for it nor gives it a number.
 
 Learning rate, loss scale and whether a step is skipped are tensors: a CUDA graph would replay the numbers that the host
 had when it was captured. The host reads them where people see them, at log points and in checkpoints.
@@ -22,7 +22,7 @@ class LossScale:
         self.settings = settings
         self.value = torch.full((), settings.first, device=device)
         self.overflows_at_floor = torch.zeros((), device=device)
-        """Number of consecutive steps, up to the last, that overflowed although the scale could fall no further."""
+        """Number of steps in a row, up to the last, that overflowed although the scale could fall no further."""
         self._stable = torch.full((), -1.0, device=device)  # steps since the scale moved, without the first of them
         self._hysteresis = torch.full((), float(settings.hysteresis), device=device)
         self._updates = 0
@@ -49,7 +49,7 @@ class LossScale:
         return [self.value, self.overflows_at_floor, self._stable, self._hysteresis]
 
     def count(self) -> None:
-        """Count a step on the host, which checkpoints do too."""
+        """Count a step on the host, for checkpoints."""
         self._updates += 1
 
     def state(self) -> dict[str, float]:
@@ -61,7 +61,7 @@ class LossScale:
         return dict(zip(insides.SCALER_FIELDS, values, strict=True))
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore the state of :meth:`state`, as far as it is there, and forget overflows."""
+        """Restore the values of :meth:`state` that are given, and forget overflows."""
         self.overflows_at_floor.zero_()
         if not self.settings.moves or "cur_scale" not in state:
             return
@@ -84,11 +84,11 @@ class OwnStep:
         self.decides_itself = bool(self._optimizer.param_groups[0].get("fused")) and not insides.offloads(engine)
         """Whether the optimizer takes the learning rate and whether to skip a step from the device."""
         self._widens = isinstance(self._optimizer, Adam8bit)
-        """Whether the optimizer takes gradients as they were added up, and the factor on them."""
+        """Whether the optimizer itself widens gradients and multiplies them by their factor."""
         self._scale = LossScale(insides.scale_settings(engine), engine.device) if engine.fp16_enabled() else None
         self._checks = insides.checks_gradients(engine)
         self._rate = torch.zeros((), device=engine.device)
-        self._norm = torch.full((), float("nan"), device=engine.device)  # of all graphs of a step, so at one address
+        self._norm = torch.full((), float("nan"), device=engine.device)  # all graphs of a step use it, at one address
         self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._skipped = torch.zeros((), device=engine.device)
         self._withheld = torch.zeros((), device=engine.device)  # 1 skips any step
@@ -118,7 +118,7 @@ class OwnStep:
 
     @contextlib.contextmanager
     def _unless_invalid(self, norm: Tensor) -> Iterator[bool]:
-        """Surround a step with gradients of this scaled norm over all stages; yields whether the host takes it.
+        """Surround a step whose scaled gradients have this norm over all stages; yields whether the host takes it.
 
         Where DeepSpeed does not check, an invalid norm becomes -1 and clips nothing.
         """
@@ -149,7 +149,7 @@ class OwnStep:
         return (norm.add(self.scale, alpha=1e-6) / most).clamp_(min=self.scale).reciprocal_()
 
     def _take(self, gradients: Sequence[Tensor] = (), factor: Tensor | None = None) -> None:
-        """Step the optimizer; one that :attr:`_widens` gradients takes these, and the factor on them."""
+        """Step the optimizer; only :class:`Adam8bit` needs the gradients, and the factor on them."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:

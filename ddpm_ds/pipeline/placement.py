@@ -18,6 +18,7 @@ from functools import cached_property
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.pipeline.cuts import segments, sent_elements
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import Layer
@@ -46,12 +47,12 @@ class Grid:
     tensor: int = 1
 
     def rank(self, stage: int, replica: int, part: int = 0) -> int:
-        """Return the global rank of a rank of the pipeline in a replica, of this place in its tensor group."""
+        """Return the global rank at a rank of the pipeline, a replica and a place in the tensor group."""
         group = stage * self.replicas + replica if self.across == "stages" else replica * self.stages + stage
         return group * self.tensor + part
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return the rank in its pipeline, the replica and the place in the tensor group of a global rank."""
+        """Return a global rank's pipeline rank, replica and place in the tensor group."""
         group, part = divmod(rank, self.tensor)
         if self.across == "stages":
             return *divmod(group, self.replicas), part
@@ -59,7 +60,7 @@ class Grid:
         return stage, replica, part
 
     def hosts_of(self, stage: int) -> list[Hashable]:
-        """Return the host of each replica of a rank of the pipeline, of the first of its tensor group."""
+        """Return the first host of each replica's tensor group at a rank of the pipeline."""
         return self._members(stage)[0]
 
     @property
@@ -75,22 +76,22 @@ class Grid:
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
-        """Return the connections between each rank of the pipeline and the next, there and back, in all replicas."""
+        """Connections between each rank of the pipeline and the next, there and back, in all replicas."""
         pairs = itertools.pairwise([*itertools.chain(*self._members(stage))] for stage in range(self.stages))
         return tuple(Edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
 
     @cached_property
     def rings(self) -> tuple[Edges, ...]:
-        """Return the rings through replicas, which gloo takes in the order of ranks, NCCL through each host once."""
+        """Rings through replicas, which gloo takes in the order of ranks, NCCL through each host once."""
         return tuple(_ring_edges(self._members(stage)) for stage in range(self.stages))
 
     @cached_property
     def groups(self) -> tuple[Edges, ...]:
-        """Return the rings through the tensor groups of each rank of the pipeline."""
+        """Rings through the tensor groups of each rank of the pipeline."""
         return tuple(_ring_edges([*zip(*self._members(stage), strict=True)]) for stage in range(self.stages))
 
     def _members(self, stage: int) -> list[list[Hashable]]:
-        """Return the host of each replica of a rank of the pipeline, by the place in its tensor group."""
+        """Return each replica's host at a rank of the pipeline, by the place in its tensor group."""
         return [
             [self.hosts[self.rank(stage, replica, part)] for replica in range(self.replicas)]
             for part in range(self.tensor)
@@ -98,7 +99,7 @@ class Grid:
 
 
 def _ring_edges(rings: Iterable[Sequence[Hashable]]) -> Edges:
-    """Return the connections around some rings, of which the hosts of the members are given."""
+    """Return the connections around rings, each given as the hosts of its members."""
     return Edges(pair for hosts in rings if hosts[1:] for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True))
 
 
@@ -119,10 +120,10 @@ class Sharing:
 def sharing(config: DsConfig, layout: Layout) -> Sharing:
     """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
-    Without ZeRO gradients are all-reduced once, as by DeepSpeed's optimizer for bf16, which ZeRO-1 has that adds bf16
-    gradients up in fp32. ZeRO all-reduces too, although only the owner of a gradient needs it, unless
-    ``use_multi_rank_bucket_allreduce`` is off; under ZeRO-1 gradients are scattered. ZeRO gathers the weights
-    that each replica has stepped, as the optimizer for bf16 does without it.
+    Without ZeRO, and by DeepSpeed's optimizer for bf16, gradients are all-reduced once. ZeRO-1 takes that optimizer if
+    it adds bf16 gradients up in fp32; otherwise it scatters gradients. ZeRO-2 all-reduces them, although only the owner
+    needs a gradient, unless ``use_multi_rank_bucket_allreduce`` is off. ZeRO and the optimizer for bf16 gather the
+    weights that each replica has stepped.
     """
     zero, precision, stage = config.zero_optimization, config.precision, layout.zero_stage
     to_owner = stage == 1 or not zero.use_multi_rank_bucket_allreduce
@@ -165,9 +166,9 @@ def run_exchange(
     own; all other gradients are reduced after each micro-batch. While it is unknown, a weight-gradient pass is assumed
     to take half of the micro-batches in flight.
 
-    ``images`` are those of a replica in images of the full size, by default as many as its batch has. Activations are
-    summed in ``arithmetic_bytes`` for an element, by default the precision's; ``gives_gradients`` says whether a tensor
-    group's first rank gives the others the gradients that all have computed, as on GPUs.
+    ``images`` are a replica's in a step, counted in images of full size; by default it has its share of the batch. A
+    tensor group sums activations in ``arithmetic_bytes`` for an element, by default the precision's;
+    ``gives_gradients`` says whether its first rank gives the others the gradients that all have computed, as on GPUs.
     """
     config, layout, shared = ds.config, ds.layout, sharing(ds.config, ds.layout)
     if reductions is None and layout.schedule == "planned":
@@ -281,7 +282,7 @@ def launched_hosts(world_size: int) -> tuple[str, ...]:
     A process knows the number of processes on its host. If hosts differ in that, the result is empty, and only the
     rendezvous knows the ranks' hosts.
     """
-    on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    on_a_host = processes_on_host(world_size)
     count = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's
     hosts = int(count) if count else -(-world_size // on_a_host)
     if hosts * on_a_host != world_size:

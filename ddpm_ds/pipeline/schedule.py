@@ -12,8 +12,8 @@ folded   a V over 2P stages: rank r holds stage r (phase 0, on the way down the 
              rank P - 1       stage P - 1 ───turn───▶ stage P
 
 A schedule is an order of passes for each rank; :func:`completed` adds loads just before their pass, sends just after
-it, and at the end the reduction and the optimizer's step. DeepSpeed's schedules are two sources of orders. The engine,
-the simulator and the tests' model of communicators use the same programs.
+it, and at the end the reduction and the optimizer's step. DeepSpeed's own schedules give two of these orders. The
+engine, the simulator and the tests' model of communicators use the same programs.
 """
 
 import functools
@@ -85,7 +85,7 @@ def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[i
 
 
 def most_in_flight(programs: Sequence[Program]) -> int:
-    """Return the most unreceived messages per channel that ranks need: as many as micro-batches kept, and one."""
+    """Return how many messages of a channel may be under way: one more than a rank has micro-batches in a phase."""
     most = 0
     for own in programs:
         begun: Counter[int] = Counter()
@@ -139,7 +139,7 @@ def completed(passes: Iterable[Instruction], schedule: Schedule, ranks: int, ran
 
 
 def loaded(own: Program) -> Program:
-    """Return the program of a rank that reads a part of each micro-batch, wherever its stages are."""
+    """Return a rank's program with a load before each first forward, for layers that read a part of a micro-batch."""
     program: list[Instruction] = []
     for one in own:
         if one.name == "ForwardPass" and one.phase == 0 and (not program or program[-1].name != "LoadMicroBatch"):
@@ -152,8 +152,7 @@ def loaded(own: Program) -> Program:
 def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> Program:
     """Return a rank's program by DeepSpeed's schedule of this name: 1F1B, or for the fold DualPipeV.
 
-    Raises:
-        ValueError: the fold is given fewer than ``2 * ranks`` micro-batches, or the schedule has no order of its own.
+    Raises ValueError if a fold has fewer than ``2 * ranks`` micro-batches, or the schedule has no order of its own.
     """
     if schedule == "planned":
         raise ValueError("the order of a planned schedule follows from costs")
@@ -187,7 +186,7 @@ def zero_bubble_v(micro_batches: int, ranks: int, rank: int) -> Program:
 
 
 def accumulated(micro_batches: int, together: int) -> Program:
-    """Return the program of a single stage that computes the weight gradients of ``together`` micro-batches at once."""
+    """Return the program of a single stage that computes weight gradients of ``together`` micro-batches at once."""
     passes = []
     for first in range(0, micro_batches, together):
         numbers = tuple(range(first, min(first + together, micro_batches)))
@@ -198,28 +197,22 @@ def accumulated(micro_batches: int, together: int) -> Program:
 
 
 def written(programs: Sequence[Program]) -> str:
-    """Format each rank's passes as a line: f, b, i (inputs), w (weights), capitals for phase 1; micro-batches."""
-    letters = dict(zip(PASSES, "fbiw", strict=True))
-
-    def words(own: Program) -> str:
-        passes = [one for one in own if one.name in letters]
-        return " ".join(
-            (letters[name].upper() if phase else letters[name]) + ",".join(map(str, numbers))
-            for name, phase, numbers in passes
-        )
-
-    return "".join(f"rank {rank}: {words(own)}\n" for rank, own in enumerate(programs))
+    """Format each rank's passes as a line: f, b, i (inputs) or w (weights), capitals in phase 1; then numbers."""
+    letters, lines = dict(zip(PASSES, "fbiw", strict=True)), []
+    for rank, own in enumerate(programs):
+        passes = [(letters[name], phase, numbers) for name, phase, numbers in own if name in letters]
+        words = [(one.upper() if phase else one) + ",".join(map(str, numbers)) for one, phase, numbers in passes]
+        lines.append(f"rank {rank}: {' '.join(words)}\n")
+    return "".join(lines)
 
 
 def check_programs(programs: Sequence[Program], schedule: Schedule, micro_batches: int) -> None:
     """Refuse programs that would not compute one step's gradients, each once.
 
-    Every rank passes each micro-batch forwards once in each of its phases and backwards once, in the order of their
-    numbers, so that messages of an edge are sent and received in the same order; phase 1 after phase 0 forwards,
-    before it backwards; a micro-batch's weight gradients after its input gradients, once.
-
-    Raises:
-        ValueError: a program breaks one of these rules; the message names the rank and the micro-batch.
+    In each of its phases a rank takes every micro-batch forwards once and backwards once, in the order of their
+    numbers, so that both ends of an edge have its messages in one order. Forwards phase 0 comes first, backwards
+    phase 1. A micro-batch's weight gradients come once, after its input gradients. Raises ValueError, which names the
+    rank and the micro-batch.
     """
     phases = range(phases_of(schedule))
     for rank, own in enumerate(programs):

@@ -1,6 +1,6 @@
 """Predictions of the whole U-Net through the stages: no rank ever holds more than its own layers.
 
-The first rank gives inputs and takes predictions, so that images and losses are there alone:
+The first rank gives inputs and takes predictions, so that images and losses are only there::
 
     stage 0        give 0, 1, 2 ... ─▶ forward ─▶                          take 0 ◀── prediction
     stage 1                              receive, forward ─▶                         │
@@ -61,12 +61,11 @@ class ForwardPipeline:
     ) -> None:
         """Carry ``calls`` micro-batches through the pipeline; collective over its ranks, all with the same ``depth``.
 
-        On the first rank ``give(i)`` returns the arguments of the first layer, ``images`` images of them, and may
-        rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
+        On the first rank ``give(i)`` returns the arguments of the first layer for ``images`` images, and may rely on
+        all predictions before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
         (images, C, H, W). Other ranks call neither. Each rank whose layers read the encoded text calls ``context(i)``,
-        (images, tokens, channels), in each of its phases. ``sizes`` has the number of each call's size of images, by
-        which the module's ``sized_layers`` are numbered; without it all are 0. ``progress`` is called on every rank
-        after each of its calls.
+        (images, tokens, channels), in each of its phases. ``sizes`` has for each call the number of its images' size in
+        the module's ``sized_layers``; without it all are 0. Every rank calls ``progress`` after each of its calls.
         """
         self._context, engine = context, self._engine
         most = 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1  # calls begun before one returns
@@ -95,10 +94,9 @@ class ForwardPipeline:
             set_context(engine.readers, None)
 
     def _pass(self, number: int, phase: int, carry: Carry) -> Carry:
-        """Run a stage of call ``number`` on the inputs, or on received tensors and those kept by phase 0 (``carry``),
-        and send its output.
+        """Run a stage of call ``number`` and send its output; return the tensors that stay here, or the prediction.
 
-        Returns the tensors that stay on this rank for the next phase, or the prediction.
+        ``carry`` has the inputs, or the tensors that phase 0 has left on this rank.
         """
         engine, channels = self._engine, self._channels[phase]
         if phase or not self._gives:

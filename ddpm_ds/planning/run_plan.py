@@ -32,6 +32,7 @@ from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, about, gib
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
@@ -278,7 +279,7 @@ def machine_here(precision: Precision, devices: int) -> Machine:
     """Read this process's device; all ``devices`` of the run are taken to be like it, on one host."""
     from ddpm_ds.ground.device import described
 
-    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    name, memory = described(processes_on_host(devices))
     return machine_like(name, memory, half=precision != "fp32", devices=devices)
 
 

@@ -45,7 +45,7 @@ class Asked:
         step_range,
     )
     profile_kernels: range = option(
-        "steps of which PyTorch's profiler records every kernel", "FIRST-LAST", step_range, default=range(0)
+        "steps whose kernels PyTorch's profiler records", "FIRST-LAST", step_range, default=range(0)
     )
     steps: int | None = option(
         f"only rehearse: N timed steps and a picture; no MLflow, no checkpoints (RUN_DIR/{REHEARSAL})",
@@ -56,7 +56,7 @@ class Asked:
     """Most bytes that PyTorch may take of a GPU, for ``ddpm-ds fit``; None is all of it."""
     note: str | None = option("why this run is made; kept with it in MLflow", "TEXT", valid_text)
     parent_run: str | None = option(HIDDEN)
-    """Identity of the MLflow run of which this one is a child, for ``ddpm-ds sweep``."""
+    """Identity of this run's parent run in MLflow, for ``ddpm-ds sweep``."""
 
     @property
     def start_from(self) -> str:

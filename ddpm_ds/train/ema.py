@@ -42,7 +42,7 @@ class Ema:
 
     @property
     def shadows(self) -> list[Tensor]:
-        """Averaged tensors, in the order of :func:`deepspeed_insides.masters`; those of all steps that were begun."""
+        """Averages after all steps that were begun, in the order of :func:`deepspeed_insides.masters`."""
         return self._averages
 
     def begin_step(self, images_seen: int, batch_images: int) -> None:

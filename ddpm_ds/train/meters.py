@@ -42,7 +42,7 @@ class Interval:
     data_wait_seconds: float
     """Sum of the times spent waiting for the next batch."""
     stage_peak_memory_bytes: Sequence[Sequence[int]] = ()
-    """Peak bytes of all devices by stage, those of its replicas and tensor groups; only in gathered intervals."""
+    """Peak bytes of each device, by stage; only in gathered intervals."""
     peak_reserved_bytes: int = 0
     """Maximum bytes that any device's allocator has reserved, 0 on CPUs; only in gathered intervals."""
 
@@ -83,7 +83,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside this context out of the interval. Steps that the device still computes count before."""
+        """Leave the time in this context out of the interval; first waits for steps that the device still computes."""
         if self._sums is not None:
             self._sums.tolist()
         begin = self._clock()
@@ -149,7 +149,7 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
 
 
 def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
-    """Return one log point of a whole run, of ``macs_per_image`` in a forward pass through the whole U-Net.
+    """Return one log point of a run whose U-Net takes ``macs_per_image`` in a forward.
 
     Its names are a contract: dashboards and comparisons read them.
     """
@@ -159,7 +159,7 @@ def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int)
     values = {
         "train/loss": interval.loss,
         "train/lr": engine.step_rate,
-        "train/loss_scale": engine.next_loss_scale(),
+        "train/loss_scale": float(engine.gradients.scale),
         "train/skipped_steps": float(engine.count_skipped_steps()),
         "train/seen_images": float(engine.images_seen),
         "perf/images_per_second": images_per_second,
@@ -168,7 +168,7 @@ def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int)
         "usage/model_tflops_per_device": flops_per_second / devices / 1e12,
         "usage/peak_memory_bytes": max(peaks),
     }
-    if math.isfinite(norm := engine.gradient_norm()):
+    if math.isfinite(norm := engine.gradients.norm()):
         values["train/total_grad_norm"] = norm
     if interval.peak_reserved_bytes:
         values["usage/peak_reserved_bytes"] = float(interval.peak_reserved_bytes)

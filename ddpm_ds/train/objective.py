@@ -1,19 +1,12 @@
-"""What a U-Net is trained and validated on, by image indices: a replica's micro-batches, denoising, the learning rate,
-and the held-out loss by noise level.
+"""Training objective of a U-Net by image indices: a replica's micro-batches, denoising, and the learning rate.
 
-Parts of a step depend only on image indices, so that the first and the last stage draw the same, and a resumed run
-continues as if it had never stopped. A pipeline between two steps, or trained weights alone, have a held-out loss. Its
-images are read in parts of one size, and each call of the U-Net is one part at one level::
-
-    call 0: t10, part 0   call 1: t10, part 1   ...   call P: t20, part 0   ...   call 9 P - 1: t90, part P - 1
-
-A replica takes any share of the calls, ``unet(*inputs(i))``, and adds each prediction to its sums.
+Every part of a step depends only on image indices, so that the first and the last stage draw the same numbers, and a
+resumed run continues as if it had never stopped.
 """
 
 import functools
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,22 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import HELD_OUT_QUANTILES, OptimizerSpec, RunSpec
-from ddpm_ds.data.cache import DatasetCache, Indices, Subset
+from ddpm_ds.config.spec import OptimizerSpec, RunSpec
+from ddpm_ds.data.cache import Subset
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
-from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
+from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.data.text import Encoded, TextEncoders, widened
+from ddpm_ds.data.text import Encoded, TextEncoders
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
-from ddpm_ds.diffusion.levels import levels_of
-from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
-from ddpm_ds.schema.choices import OBJECTIVES
-from ddpm_ds.unet.blocks import Carry
-
-NOISE_SEED = 0
-"""Seed of the noise, independent of the run's seed: runs are compared on the same noise."""
 
 
 class Noised(NamedTuple):
@@ -56,7 +43,7 @@ class Noised(NamedTuple):
     mask: Tensor | None = None
     """(N, 1 or C, H, W) uint8, 1 where a pixel counts; None if all do, or where no loss is computed"""
     given: Given | None = None
-    """What the condition is made of; None has no condition"""
+    """Arrays that the condition is made from; None if there is no condition"""
     text: Tensor | None = None
     """(N, channels + 6) float32, pooled text and sizes of the image; None if the U-Net reads neither"""
 
@@ -161,8 +148,9 @@ class Denoising:
 
 
 def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:
-    """Return the fields of the cache that a rank reads, with the ``first`` stage, the ``last``, or layers that read
-    ``text``: each is read where it is used, and never sent.
+    """Return the fields of the cache that a rank reads: each is read where it is used, and never sent.
+
+    The rank holds the ``first`` stage, the ``last``, or layers that read ``text``.
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
@@ -244,116 +232,3 @@ def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float
         return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
 
     return rate
-
-
-class _Part(NamedTuple):
-    """Held-out images of one size that are one micro-batch; arrays are (n,)."""
-
-    store: DatasetCache
-    positions: Indices
-    places: Indices  # among all held-out images
-    counts: npt.NDArray[np.float64]  # 1 for each, or 0 for images that fill it up
-
-
-class HeldOutLoss:
-    """Loss on the ``positions`` of a data-set cache, up to ``images`` at a time; ``encoders`` encode stored tokens.
-
-    It is the distance that training minimises, without crops, flips, dropped conditions, weights, perturbed inputs and
-    masked pixels.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        device: torch.device,
-        store: DatasetCache,
-        positions: Indices,
-        encoders: TextEncoders | None = None,
-        *,
-        images: int,
-    ) -> None:
-        self._device, self._count, self._encoders = device, len(positions), encoders
-        self._objective = Denoising(spec, device, store.meta.statistics, store.constants, seed=NOISE_SEED)
-        levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
-        self._quantiles = HELD_OUT_QUANTILES[:: 1 if diffuses else 9]  # all are one in a regression
-        self._levels = [levels.quantile(quantile) for quantile in self._quantiles]
-        """Timestep or noise level, and stream of the noise, of each percentile."""
-        self._fields = sorted(fields_read(spec, first=True, last=True, text=False))
-        self._text_fields = sorted(fields_read(spec, first=False, last=False, text=spec.data.text is not None))
-        self._channels = channel_names(spec.data)
-        self.images = min(images, len(positions))
-        """Number of images of each call."""
-        self._parts = list(self._micro_batches(store, positions))
-        self.calls = len(self._quantiles) * len(self._parts)
-        """Number of calls of the U-Net."""
-        self._noised: dict[int, tuple[Noised, Tensor]] = {}
-
-    def size(self, call: int) -> tuple[int, int]:
-        """Return height and width of the stored images of a call."""
-        return self._parts[call % len(self._parts)].store.size
-
-    def inputs(self, call: int) -> Carry:
-        """Return the inputs of the U-Net for a call, and remember what they were made of until it is added."""
-        part, level = self._parts[call % len(self._parts)], self._levels[call // len(self._parts)]
-        prepared = self._objective.held_out(self._read(part, self._fields), *level)
-        self._noised[call] = prepared, torch.from_numpy(part.counts).to(self._device)
-        return self._objective.inputs(prepared)
-
-    def context(self, call: int) -> Tensor | None:
-        """Return the encoded first captions of a call; None if the U-Net reads no text."""
-        if not self._text_fields:
-            return None
-        batch = self._read(self._parts[call % len(self._parts)], self._text_fields)
-        assert batch.text is not None, "it is among the fields"
-        return widened(batch.text, batch.text_scale).to(self._device)
-
-    def zeros(self) -> Tensor:
-        """Return the sums of no call."""
-        return torch.zeros(len(self._quantiles) + len(self._channels), dtype=torch.float64, device=self._device)
-
-    def add(self, sums: Tensor, call: int, prediction: Tensor) -> None:
-        """Add the errors of a call's prediction, fp32 (images, C, H, W), to ``sums``."""
-        prepared, counts = self._noised.pop(call)
-        errors = self._objective.errors(prediction, prepared)
-        sums[call // len(self._parts)] += (mean_error(errors, prepared.mask) * counts).sum()
-        if self._channels:
-            of_channels = mean_error(errors, prepared.mask, by_channel=True)  # (N, C)
-            sums[len(self._quantiles) :] += (of_channels * counts[:, None]).sum(dim=0) / len(self._quantiles)
-
-    def values(self, sums: Tensor) -> dict[str, float]:
-        """Return ``eval/loss``, the mean of ``validation/loss_t10`` to ``loss_t90``, and these but for a regression.
-
-        Fields and latents also have ``validation/loss_channel_NAME`` of each channel.
-        """
-        quantiles, found = self._quantiles, (sums / self._count).tolist()
-        losses = found[: len(quantiles)]
-        names = [f"t{quantile}" for quantile in quantiles] + [f"channel_{name}" for name in self._channels]
-        values = {f"validation/loss_{name}": loss for name, loss in zip(names, found, strict=True)}
-        if len(quantiles) == 1:
-            del values[f"validation/loss_{names[0]}"]
-        return {"eval/loss": sum(losses) / len(losses), **values}
-
-    def _micro_batches(self, store: DatasetCache, positions: Indices) -> Iterator[_Part]:
-        """Yield micro-batches of one size; a size's last one is filled up with images that don't count."""
-        start = 0
-        for cache, stored in zip(store.caches, store.by_bucket(positions), strict=True):
-            for first in range(0, len(stored), self.images):
-                places = np.arange(first, first + self.images)
-                counts, places = (places < len(stored)).astype(np.float64), places.clip(max=len(stored) - 1)
-                yield _Part(cache, stored[places], start + places, counts)
-            start += len(stored)
-
-    def _read(self, part: _Part, names: Sequence[str]) -> MicroBatch:
-        found = {name: torch.from_numpy(part.store.fields[name].read(part.positions)) for name in names}
-        images = found.pop("images", torch.empty(len(part.positions), 0))
-        labels = torch.from_numpy(part.store.labels[part.positions])
-        batch = MicroBatch(images, labels, torch.from_numpy(part.places), **found)
-        return batch if self._encoders is None else encoded(batch, self._encoders)
-
-
-def channel_names(data: DataSpec) -> list[str]:
-    """Return names for the held-out loss of each channel: its variable or number; none for colours of pictures."""
-    if data.channels <= 3 and not data.are_fields:
-        return []
-    names = data.variables if len(data.variables) == data.channels else map(str, range(data.channels))
-    return [re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) for name in names]  # MLflow refuses other characters

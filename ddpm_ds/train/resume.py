@@ -127,7 +127,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 
 
 def images_learned(run_dir: Path, resume: str) -> dict[str, str] | None:
-    """Return the checksums of the images of the newest checkpoint that :func:`find_checkpoint` may find, if any."""
+    """Return the image checksums in the newest checkpoint that :func:`find_checkpoint` may find; None without one."""
     path = run_dir if resume == "auto" else Path(resume)
     with contextlib.suppress(OSError, ValueError):  # of a path that is refused later
         folder = checkpoints_of(path)
@@ -161,7 +161,7 @@ def find_checkpoint(run_dir: Path, resume: str, log: Callable[[str], None]) -> C
 
 
 def _has_saved_since(run_dir: Path, path: Path) -> bool:
-    """Return whether a start in a run's folder has resumed from another run's ``path``, and was saved since."""
+    """Return whether the run has resumed from another run's ``path``, and has saved since."""
     own, began = checkpoints_of(run_dir), []
     try:
         path = path.resolve()
@@ -187,10 +187,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_resume(checkpoint: CompleteCheckpoint, about: Description, run_dir: Path) -> list[str]:
-    """Return the allowed changes of a run since the checkpoint, which may be of another run than ``run_dir``.
+    """Return the run's allowed changes since the checkpoint, which may be of another run than ``run_dir``.
 
-    Raises:
-        CheckpointError: the spec trains something else, or the images are others.
+    CheckpointError if the spec trains something else, or the images are others.
     """
     before = checkpoint.manifest
     found = changes(_with_defaults(before.spec), about.spec)
@@ -214,9 +213,9 @@ def check_resume(checkpoint: CompleteCheckpoint, about: Description, run_dir: Pa
 
 def remove_abandoned_points(run_dir: Path, checkpoint: CompleteCheckpoint | None, about: Description) -> str | None:
     """Remove the points and pictures after the checkpoint if the folder's last start trained something else; return a
-    line about it, or None. Else numbers that went bad would stay in the curves, since steps are logged once.
+    line about it, or None. Steps are logged once, so numbers that went bad would stay in the curves.
 
-    Rank 0 calls this before the run is recorded. Without a checkpoint, the run becomes a new one of MLflow.
+    Rank 0 calls this before the run is recorded. Without a checkpoint, MLflow gets a new run.
     """
     try:
         folder = RunFolder(run_dir)

@@ -1,5 +1,5 @@
-"""Training of a started run on one process: the engine, the record, and the loop: step, log, validate and save; roll
-back or stop if the numbers are bad. A rehearsal is a few steps and one picture, timed.
+"""Training of a started run on one process: the engine, the record, and the loop, which steps, logs, validates and
+saves, and rolls back or stops if the numbers are bad. A rehearsal is a few timed steps and one picture.
 """
 
 import contextlib
@@ -51,8 +51,9 @@ from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_
 from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.train.asked import Asked
 from ddpm_ds.train.ema import Ema, averages_of
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, fields_read, rate_of, replica_batches
+from ddpm_ds.train.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.start import Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of
@@ -126,7 +127,7 @@ class Training:
 def train(run: Training) -> Interval:
     """Train until the run has ended; return the last interval of the loss curve.
 
-    On all ranks alike BadNumbersError ends it by its policy, or Preempted if it was asked to stop, and is saved.
+    All ranks raise alike: BadNumbersError by the run's policy, or after a save Preempted and LauncherLostError.
     """
     engine, spec = run.engine, run.spec
     run.validation.before_first_step()
@@ -177,7 +178,7 @@ def train(run: Training) -> Interval:
         if done:
             return interval
         if asked.abandoned:
-            gone = f"what started {asked.abandoned} is gone: all ranks have saved and stopped after {seen:,} images"
+            gone = f"the launcher of {asked.abandoned} is gone: all ranks have saved and stopped after {seen:,} images"
             raise LauncherLostError(f"{gone}; the run can be resumed")
         if asked.stop:
             raise Preempted(f"asked to stop after {seen:,} images")
@@ -187,7 +188,7 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     """Describe the problem if fp16 overflows even at the lowest loss scale, else return None."""
     if not engine.fp16_enabled() or (overflows := engine.gradients.overflows_at_floor()) < OVERFLOWS_AT_FLOOR:
         return None
-    where = f"at the lowest loss scale, {engine.next_loss_scale():g}, after {engine.images_seen:,} images"
+    where = f"at the lowest loss scale, {float(engine.gradients.scale):g}, after {engine.images_seen:,} images"
     return f"fp16 overflowed in {overflows} steps in a row {where}; {REMEDIES}, or bf16"
 
 
@@ -229,9 +230,9 @@ def run_training(
 ) -> Iterator[Ended | None]:
     """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end, as :func:`train`. Collective.
 
-    The body finishes the record (:meth:`Recorder.finish`), unless it gets None: of a rehearsal, or a run that had seen
-    all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by
-    file name. ``sender`` is the child that sends the record; None records nothing.
+    The body finishes the record (:meth:`Recorder.finish`), unless it gets None: from a rehearsal, or from a run that
+    had seen all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's
+    folder, by file name. ``sender`` is the child that sends the record; None records nothing.
     """
     device, (store, among), doing = prepared.device, prepared.images.trained, partial(activity, progress)
     encoders = encoders_of(plan.spec.data.text, device)
@@ -315,7 +316,7 @@ def _batches(
     if not engine.reads_data:
         return None
     replica = engine.grid.get_data_parallel_id()
-    share = Share(layout.batch_images, layout.micro_batch_images, engine.dp_world_size, replica)
+    share = Share(layout.micro_batch_images, engine.dp_world_size, replica)
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index
@@ -370,8 +371,12 @@ def _train(
         drawn_for = images.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
-    measure_every = spec.evaluation.every_images
-    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops)
+    measure_every, seconds = spec.evaluation.every_images, 0.0
+    if rehearsal is None:  # which draws always, since it measures memory
+        flops = 2 * plan.macs * previews.count * spec.sampler.evaluations_of(spec.diffusion)
+        cores = torch.get_num_threads() if plan.machine.is_cpu else 1
+        seconds = flops / (plan.machine.flops * cores * dist.get_world_size())
+    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)

@@ -47,7 +47,7 @@ from ddpm_ds.unet.model import check_compiler, choose_kernels
 from ddpm_ds.unet.operations import widening
 
 MOST_CAPTIONS = 64
-"""Captions that the pictures of a run take in turn."""
+"""Maximum number of captions that the pictures of a run take in turn."""
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that lets ranks share a GPU, experimentally, in NCCL 2.30 and later."""
 MOST_NAMED = 3
@@ -55,7 +55,7 @@ MOST_NAMED = 3
 
 
 class Images(NamedTuple):
-    """Images that a run is trained on, and held-out ones, which all ranks have alike."""
+    """Training images and held-out images of a run, the same on all ranks."""
 
     trained: Subset
     held_out: Subset
@@ -80,8 +80,9 @@ class Prepared:
 
 
 def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: ProgressLine | None) -> Rendezvous:
-    """Meet the other ranks on this process's ``device``; UserError if they would run something else, share a GPU, or
-    if the device lacks kernels or a compiler. Collective.
+    """Meet the other ranks, with this process on ``device``. Collective.
+
+    UserError if they would run something else or share a GPU, or if the device lacks kernels or a compiler.
     """
     if asked.memory_budget is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(asked.memory_budget / memory_bytes(device), 1.0), device)
@@ -186,8 +187,8 @@ def _prompts(
 
 
 def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | None = None) -> None:
-    """Check that the images fit the spec's U-Net; SpecError if classes differ, too many are held out, or pictures of
-    decoded latents would be too large.
+    """Check that the images fit the spec's U-Net; SpecError if classes differ, too many images are held out, or decoded
+    pictures would be too large.
     """
     held_out = held_out or store
     try:

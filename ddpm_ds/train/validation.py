@@ -20,7 +20,7 @@ from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object
@@ -28,13 +28,17 @@ from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
+from ddpm_ds.tracking.progress import duration
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
-from ddpm_ds.train.objective import HeldOutLoss
 
-PART = 8
-"""Evaluations of the U-Net, on every micro-batch of a picture, between two looks whether to stop."""
+PART, QUICK_SECONDS = 8, 0.5
+"""Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop. A slower evaluation than
+``QUICK_SECONDS`` has a check of its own."""
+FIRST_PICTURE_SECONDS = 30.0
+"""Longest predicted time of the picture before the first step."""
 Stops = Callable[[], bool]
 """Collective function that returns whether the run is asked to stop, the same on all ranks."""
 
@@ -44,11 +48,16 @@ class Stopped(Exception):
 
 
 def _parts(calls: Sequence[int], stops: Stops) -> Iterator[Sequence[int]]:
-    """Yield calls in parts; raises Stopped between them if the run is asked to stop."""
-    for first in range(0, len(calls), PART):
+    """Yield calls in parts, slow ones one by one; raises Stopped between them if the run is asked to stop."""
+    first, size = 0, 1
+    while first < len(calls):
         if stops():
             raise Stopped
-        yield calls[first : first + PART]
+        begin = time.perf_counter()
+        yield calls[first : first + size]
+        first += size
+        if size == 1 and first < len(calls) and broadcast_object(time.perf_counter() - begin < QUICK_SECONDS, bool):
+            size = PART
 
 
 class Previews:
@@ -86,7 +95,7 @@ class Previews:
         """Draw the images, None on ranks other than 0; raises Stopped if the run is asked to stop. Collective."""
         spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
         sampler = Sampler(spec.sampler, spec.diffusion)
-        # as many micro-batches as keep all stages at work, each no larger than those of training
+        # enough micro-batches to keep all stages at work, none larger than in training
         images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
         rounds = math.ceil(self.count / (replicas * images))
         replica = engine.grid.get_data_parallel_id()
@@ -122,7 +131,7 @@ class Previews:
         return self._beside(drawn) if dist.get_rank() == 0 else None
 
     def _drawing(self, sampler: Sampler, index: Tensor) -> Drawing:
-        """Begin the images with the numbers ``index`` (N,); numbers beyond the last are for its input."""
+        """Begin the images with the numbers ``index`` (N,); numbers beyond the last take its input."""
         data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
         condition = dropped = None
         labels = None if classes is None else index % classes
@@ -166,7 +175,7 @@ class Previews:
 
 
 def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
-    """Return the prompts of a run's pictures, ``encoded`` on rank 0; None if there are none. Collective."""
+    """Return the prompts of a run's pictures, which rank 0 has ``encoded``; None if there are none. Collective."""
     unet, text = spec.unet.text, spec.data.text
     if unet is None or text is None or spec.samples.every_images is None:
         return None
@@ -189,7 +198,7 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the values of a held-out loss, of which replicas share the calls; raises Stopped as well. Collective.
+    """Measure a held-out loss, whose calls the replicas share; raises Stopped if the run is asked to stop. Collective.
 
     First stages read the images and get the values, others an empty dictionary.
     """
@@ -231,6 +240,8 @@ class Validation:
     watchdog: Watchdog
     recorder: Recorder
     stops: Stops
+    picture_seconds: float = 0.0
+    """Predicted time of a picture; rank 0's counts."""
 
     def due(self, before: int, done: bool) -> tuple[bool, bool]:
         """Return whether samples, and whether the held-out loss are due after the step from ``before`` images on."""
@@ -252,11 +263,16 @@ class Validation:
                 self.recorder.evaluation(values, self.engine.global_steps)
 
     def before_first_step(self) -> None:
-        """Draw the samples of the initial weights, unless samples are off or the run is resumed."""
-        if self.draw_every is not None and not self.engine.global_steps:
-            begin = time.perf_counter()
-            with self._averaged():
-                self._draw(begin)
+        """Draw the samples of the initial weights, unless samples are off or slow, or the run is resumed."""
+        if self.draw_every is None or self.engine.global_steps:
+            return
+        if broadcast_object(self.picture_seconds > FIRST_PICTURE_SECONDS, bool):
+            about = duration(self.picture_seconds)
+            self.recorder.log(f"no picture before the first step: it would take about {about}")
+            return
+        begin = time.perf_counter()
+        with self._averaged():
+            self._draw(begin)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:

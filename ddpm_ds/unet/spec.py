@@ -157,21 +157,16 @@ def check_widths(unet: UnetSpec, size: tuple[int, int]) -> None:
     check_extent(unet)
     widths, groups, head = [unet.channels * each for each in unet.multipliers], unet.norm_groups, unet.head_channels
     attended = [widths[level] for level in unet.attended_levels(size)] + widths[-1:] * unet.middle_attention
-    odd: dict[str, object] = {
+    faults: dict[str, object] = {
         f"unet.channels = {unet.channels} makes a first level of {widths[0]} channels (diffusers: the first of "
         "block_out_channels), which is odd; the sinusoidal embedding needs an even width": widths[0] % 2
     }
-    ungrouped: dict[str, object] = {
-        f"unet.norm_groups = {groups} does not divide {width} channels; use a divisor": width % groups
-        for width in widths
-    }
-    headless: dict[str, object] = {
-        f"unet.head_channels = {head} does not divide the {width} channels that are attended; use a divisor": (
-            head and width % head
-        )
-        for width in attended
-    }
-    refuse(odd | ungrouped | headless)
+    for width in widths:
+        faults[f"unet.norm_groups = {groups} does not divide {width} channels; use a divisor"] = width % groups
+    for width in attended:
+        fault = f"unet.head_channels = {head} does not divide the {width} channels that are attended; use a divisor"
+        faults[fault] = head and width % head
+    refuse(faults)
 
 
 def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
@@ -187,15 +182,12 @@ def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
             )
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
-    undivided: dict[str, object] = {
-        f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor": (
-            depth and width % heads
-        )
-        for width, heads, depth in zip(widths, text.heads, depths, strict=True)
-    }
-    rules: dict[str, object] = {
+    faults: dict[str, object] = {
         f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks": not any(depths),
         f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside the "
         "time embedding; use one": text.pooled_channels and numbers,
     }
-    refuse(undivided | rules)
+    for width, heads, depth in zip(widths, text.heads, depths, strict=True):
+        fault = f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor"
+        faults[fault] = depth and width % heads
+    refuse(faults)

@@ -41,13 +41,13 @@ def scalars(images: int) -> dict[str, Any]:
 
 
 def values_of(kind: str, name: str, images: int, elements: int) -> Tensor:
-    """What a checkpoint must hold: another value for every element of every tensor at every moment."""
+    """Values that a checkpoint must hold: every element of every tensor has another one at every moment."""
     generator = torch.Generator().manual_seed(hash((KINDS.index(kind), len(name), ord(name[0]), images)) % 2**31)
     return torch.randn(elements, generator=generator)
 
 
 def fragments_of(images: int, start: int, stop: int, shapes: Shapes = SHAPES) -> list[Fragment]:
-    """What the rank owns that has elements ``start`` to ``stop`` of all parameters laid end to end, as ZeRO cuts."""
+    """Fragments of the rank that owns elements ``start`` to ``stop`` of all parameters laid end to end, as in ZeRO."""
     found, at = [], 0
     for name, shape in shapes.items():
         elements = math.prod(shape)
@@ -80,7 +80,7 @@ def store_of(rank: int, world_size: int) -> Store:
 
 
 def save(folder: Path, images: int, cuts: Sequence[int] = (50,), shapes: Shapes = SHAPES, **options: Any) -> list[str]:
-    """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
+    """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns the logged lines."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))
     writers = ranks(folder, len(bounds) - 1, said.append, **options)

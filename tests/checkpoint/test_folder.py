@@ -50,7 +50,7 @@ def test_keep_rules_applied_at_every_checkpoint_keep_what_they_keep_at_the_end(
     assert present == [name for name in everything if name not in to_delete(everything, keep_last, keep_every)]
 
 
-def test_names_are_sorted_and_no_checkpoint_is_none_but_none_that_is_good_is_an_error(tmp_path: Path) -> None:
+def test_names_are_sorted_and_the_newest_is_none_without_any_and_an_error_if_all_are_damaged(tmp_path: Path) -> None:
     said: list[str] = []
     complete = ["images-000000020", "images-000000100", "images-1000000000000"]
     for name in (*reversed(complete), "images-x", ".writing-images-000000030.1"):

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of writing: what has a checkpoint's name is a whole checkpoint."""
+"""SIGKILL at any moment of writing: each folder with a checkpoint's name is a whole checkpoint."""
 
 import itertools
 import multiprocessing

@@ -112,7 +112,7 @@ def test_any_sharing_reads_what_any_other_wrote(
 SPLIT = Sharing(2, {"0.conv.weight": 3, "2.weight": 20}, (30,))
 
 
-def test_what_lies_on_the_disk_is_each_ranks_own_part(tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_part(tmp_path: Path) -> None:
     path = written(tmp_path, SPLIT)
     keys = {name: open_tensors(path / f"replica0-tensor{name}.safetensors").keys() for name in (0, 1)}
     assert set(keys[0]) >= {"ema/0.conv.weight~0.2.3@0", "ema/0.conv.bias@0", "ema/2.weight~0.2.20@0"}
@@ -169,7 +169,7 @@ def test_a_key_that_is_not_written_is_none(key: str) -> None:
 
 
 def without(*shards: Shard | None) -> list[Span]:
-    """All values of a parameter of 12 elements, of three parts, but for some."""
+    """All values but some of a parameter with 12 elements in three parts."""
     parts = [Shard(rank, 3, 2) for rank in range(3)]
     return [Span("ema", "w", start, 2, one) for one in parts if one not in shards for start in (0, 2)]
 
@@ -189,7 +189,7 @@ def without(*shards: Shard | None) -> list[Span]:
         ([Span("ema", "w", 0, 0, Shard(0, 12, 1))], "part 1 of 12 of ema of w was not written"),
     ],
 )
-def test_parts_that_are_not_all_of_a_parameter_once_are_no_checkpoint(spans: list[Span], words: str) -> None:
+def test_parts_that_miss_or_repeat_elements_are_no_checkpoint(spans: list[Span], words: str) -> None:
     assert check_coverage({"w": (12,)}, without()) == ("ema",)
     with pytest.raises(ValueError, match=words):
         check_coverage({"w": (12,)}, spans)
@@ -237,7 +237,7 @@ def test_a_header_with_a_right_checksum_is_refused(folder: Path, name: str) -> N
     forge_header(folder, HEADERS[name], part="replica0-tensor0.safetensors")
 
 
-def test_what_a_parameter_does_not_have_is_not_read(folder: Path) -> None:
+def test_values_that_a_parameter_does_not_have_are_refused(folder: Path) -> None:
     reader = Reader(folder / "images-000000002")
     for shard, start, length in (
         (Shard(0, 3, 1), 0, 1),

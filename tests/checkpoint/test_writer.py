@@ -61,10 +61,10 @@ def test_a_rank_whose_part_does_not_come_costs_one_line(tmp_path: Path) -> None:
     assert names(tmp_path) == ["images-000000001"] and left_over(tmp_path) == []
 
 
-def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
+def test_rank_0_reports_the_error_of_another_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("is in the way")
     (line,) = save(tmp_path / "file", 1)
-    assert line.startswith("checkpoint images-000000001 was not saved: ") and line.endswith("there is none before it")
+    assert line.startswith("checkpoint images-000000001 was not saved: ") and line.endswith("there is no earlier one")
     (tmp_path / "file").unlink()
     said: list[str] = []
     writers = ranks(tmp_path, 2, said.append)
@@ -73,7 +73,7 @@ def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
     assert [writer.wait() for writer in writers] == [False, False]
     assert said == [
         "checkpoint images-000000002 was not saved: rank 1: No such file or directory (stage1.safetensors); "
-        "there is none before it"
+        "there is no earlier one"
     ]
     assert left_over(tmp_path) == []
 
@@ -96,7 +96,7 @@ def test_fragments_that_overlap_or_leave_gaps_are_no_checkpoint(
 def test_a_failing_sync_at_any_moment_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ENOSPC from every fsync in turn: nothing raises, one line is said, what counts as a checkpoint is whole."""
+    """ENOSPC from every fsync in turn: nothing raises, one line is logged, every checkpoint is whole."""
     original, calls, failing = os.fsync, 0, -1
 
     def fsync(descriptor: int) -> None:
@@ -187,7 +187,7 @@ def test_a_folder_that_can_not_be_listed_is_the_reason_why_a_checkpoint_was_not_
     )
 
 
-def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_slow_rank_are_removed_by_the_next_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
     writers = ranks(tmp_path, 2, said.append, time_limit_seconds=0.1)
     writers[0].begin("rank0", fragments_of(1, 0, 50), describe(1), {})

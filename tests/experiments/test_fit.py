@@ -17,7 +17,6 @@ import pytest
 import ddpm_ds.experiments.fit
 from ddpm_ds.experiments.fit import (
     LIBRARY_BYTES,
-    AttemptError,
     Task,
     TriedSize,
     expected,
@@ -28,7 +27,7 @@ from ddpm_ds.experiments.fit import (
     search,
     try_size,
 )
-from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
+from ddpm_ds.ground.errors import LayoutError, ProgramError, is_out_of_memory
 from ddpm_ds.ground.units import MOST_BATCH
 from ddpm_ds.planning.inputs import machine_like
 from tests.launching import REPOSITORY, wait_for
@@ -129,7 +128,7 @@ def test_ranks_that_run_out_of_memory_are_no_error_and_any_other_end_has_its_las
 ) -> None:
     try:
         assert out_of_memory(codes, output) == why
-    except AttemptError as error:
+    except ProgramError as error:
         assert (str(error), error.exit_code) == why
 
 

@@ -144,6 +144,7 @@ def test_a_run_outlives_a_dropped_ssh_and_a_host_that_falls_silent_and_dies(
     assert lines(r"ddpm-ds run: (.*); restart") == ["exit code 76 (a process was lost or hung)"] * 2
     resumed = lines(r"resuming from \S+/(images-\d+)")
     assert resumed == sorted(set(resumed)) and len(resumed) == 2
-    assert "what started rank 1 (stage 1, host worker-2) is gone: all ranks have saved and stopped" in said.read_text()
+    gone = "the launcher of rank 1 (stage 1, host worker-2) is gone: all ranks have saved and stopped"
+    assert gone in said.read_text()
     assert "rank 1 (stage 1, host worker-2) has not answered for 6 s" in said.read_text()
     assert one.processes(OF_A_RUN) == []

@@ -1,4 +1,4 @@
-"""The images of a step, those of them that are a rank's, and the device they are on."""
+"""Images of a step, a rank's micro-batches of them, and their device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bucket_at(index: int) -> int:
 
 
 def in_bucket(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch of 8x8 pixels with images of the size of its bucket, of as many of the same pixels."""
+    """A micro-batch of 8x8 pixels, made smaller to the size of its bucket: the first pixels of each image."""
     height, width = BUCKETS[bucket_at(int(batch.index[0]))]
     pixels = batch.images.flatten(2)[:, :, : height * width]
     return batch._replace(images=pixels.unflatten(2, (height, width)))

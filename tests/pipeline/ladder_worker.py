@@ -187,7 +187,7 @@ class Expected(NamedTuple):
 
 
 class Reference:
-    """Plain PyTorch in fp64, image by image, on weights stored in the pipeline's precision: what rounding is from."""
+    """Plain PyTorch in fp64, image by image, on weights of the pipeline's precision; only rounding may differ."""
 
     def __init__(self, spec: RunSpec, layers: tuple[Layer, ...], precision: Precision) -> None:
         self.modules = nn.ModuleList(build_awake_layer(layer, i, spec.train.seed) for i, layer in enumerate(layers))
@@ -231,7 +231,7 @@ class Reference:
 
 @functools.cache
 def expected_steps(precision: Precision, compiled: bool, process: Process) -> list[Expected]:
-    """What the cases of a precision must equal, computed by rank 0: no other of their values changes it."""
+    """Results that all cases of a precision must equal, computed by rank 0; no other setting changes them."""
     found: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         spec = spec_of(compiled, process)
@@ -243,7 +243,7 @@ def expected_steps(precision: Precision, compiled: bool, process: Process) -> li
 
 
 def error_of(engine: UnetPipelineEngine, name: str, found: Tensor, expected: Expected) -> float:
-    """Error of this rank's gradient, of a part of a parameter relative to the whole."""
+    """Error of this rank's gradient; that of a part is relative to the whole parameter."""
     shard, whole = shard_of(engine.module.get_parameter(name)), expected.gradients[name]
     own = whole if shard is None else part_of(whole, shard).view_as(found)
     return difference(found, own, whole) / expected.cancelled[name]
@@ -457,7 +457,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
             {
                 "loss": loss_here.item(),
                 "expected_loss": expected.loss,
-                "gradient_norm": engine.gradient_norm(),
+                "gradient_norm": engine.gradients.norm(),
                 "expected_gradient_norm": norm,
                 "names": list(expected.gradients),
                 "contexts": [max(contexts, default=0), *contexts[-1:]],
@@ -470,7 +470,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id(), engine.module.tensor.rank],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
-                "loss_scale": engine.next_loss_scale(),
+                "loss_scale": float(engine.gradients.scale),
                 "graphs": [warm, counters["stats"]["unique_graphs"]],
             }
         )

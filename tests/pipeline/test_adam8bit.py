@@ -52,7 +52,7 @@ def rounded(values: Tensor, signed: bool) -> Tensor:
 
 
 class Reference:
-    """AdamW of one parameter, of which the elements from ``first`` on are here."""
+    """AdamW of one parameter's elements from ``first`` on."""
 
     def __init__(self, weights: Tensor, first: int, rounds: bool) -> None:
         self.weights, self.steps = weights.clone(), 0
@@ -143,7 +143,7 @@ def optimizer_of(cut: tuple[int, int]) -> tuple[Adam8bit, Tensor, list[OwnedPiec
 
 
 def gradient_of(step: int, flat: Tensor) -> Tensor:
-    """Gradients of which some are ten thousand times others."""
+    """Gradients, some of them ten thousand times larger than others."""
     generator = torch.Generator().manual_seed(100 + step)
     sizes = 10 ** (-4 * torch.rand(len(flat), generator=generator))
     return torch.randn(len(flat), generator=generator) * sizes

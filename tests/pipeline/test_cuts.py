@@ -160,7 +160,7 @@ def test_the_heaviest_rank_is_the_lightest_possible_in_its_room_and_then_the_lea
 
     fitting = list(filter(fits, all_cuts(LAYERS, ranks, schedule)))
     if not fitting:
-        with pytest.raises(LayoutError, match="hold no more than their memory"):
+        with pytest.raises(LayoutError, match="fits their memory"):
             weighted(LAYERS, weights, ranks, schedule, crossing=crossing, room=room)
         return
     found = weighted(LAYERS, weights, ranks, schedule, crossing=crossing, room=room)

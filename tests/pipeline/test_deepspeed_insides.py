@@ -95,7 +95,7 @@ def names_of(kind: type) -> set[str]:
 
 @pytest.mark.parametrize("ours", MEANT)
 def test_our_classes_hide_no_name_of_deepspeeds_by_accident(ours: type) -> None:
-    """An engine's ``loss_scale()`` of ours once made every fixed loss scale 1."""
+    """Our engine once had a ``loss_scale()``, which made every fixed loss scale 1."""
     theirs = [kind for kind in ours.__mro__ if kind.__module__.startswith(("deepspeed.", "torch."))]
     assert {PipelineEngine, deepspeed.pipe.PipelineModule} & set(theirs)
     assert names_of(ours) & set().union(*map(names_of, theirs)) == MEANT[ours].keys()

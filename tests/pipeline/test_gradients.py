@@ -1,4 +1,4 @@
-"""Flat gradients beyond what the ladder compares: what they send and hold, loss scales, parameters without gradient.
+"""Flat gradients beyond the ladder's comparisons: messages, memory, loss scales, parameters without gradient.
 
 As a script, with a file of cases and a folder for its reports, this trains each case on real ranks.
 """
@@ -41,7 +41,7 @@ def test_the_norm_of_millions_of_gradients_is_exact_to_the_sixth_digit() -> None
 
 
 def found(folder: Path, name: str, *arguments: Any, processes: int = 1) -> list[Any]:
-    """What a function below returns on each rank."""
+    """Values that a function below returns, by rank."""
     reports = run_cases(processes, Path(__file__), [[name, *arguments]], folder)
     return [report for (report,) in reports]
 
@@ -85,7 +85,7 @@ def scales(zero: int) -> list[list[dict[str, Any]]]:
 
 
 def course_of_scale(case: Case) -> list[dict[str, Any]]:
-    """Loss scaler, skipped steps and overflows at the floor after each of some steps, of which some overflow."""
+    """Loss scaler, skipped steps and overflows at the floor after each step; some steps overflow."""
     fp16 = {"enabled": True, "initial_scale_power": 1, "loss_scale_window": 2, "min_loss_scale": 1}
     engine = case.engine(SPEC, fp16=fp16)
     objective, poisoned, steps = engine.objective, Poisoned(engine.objective), []
@@ -123,7 +123,7 @@ def course_of_bits(case: Case) -> list[list[Any]]:
         loss = engine.train_batch(micro_batches(engine, global_batch(SPEC, step))).item()
         (master,) = insides.masters(engine)
         digest = hashlib.sha256(master.detach().numpy().data).hexdigest()
-        rows.append([repr(loss), repr(engine.gradient_norm()), engine.count_skipped_steps(), digest])
+        rows.append([repr(loss), repr(engine.gradients.norm()), engine.count_skipped_steps(), digest])
     engine.destroy()
     return rows
 

@@ -76,7 +76,7 @@ class Recording(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the operations again, on the tensors that they had and with the host's numbers of then."""
+        """Run the operations again on the recorded tensors, with the numbers that the host had then."""
         self.replays += 1
         for func, args, kwargs, outputs in self._calls:
             fresh = func(*args, **kwargs)
@@ -120,7 +120,7 @@ class RecordedGraph(StepGraph):
 
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
-    """What some steps gave, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph."""
+    """Results of some steps, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph."""
     on_cuda = device().type == "cuda"
     spec = spec_of(compiled=False, process=case.process)
     spec = spec if on_cuda else SMALL.get(case.process, spec)
@@ -145,7 +145,8 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
             engine.objective, engine._cautious_steps = Poisoned(objective), 1
         with engine.watched() if step == EAGER_STEP else contextlib.nullcontext():
             loss = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
-        given.append([float(loss), engine.gradient_norm(), engine.count_skipped_steps(), engine.next_loss_scale()])
+        gradients = engine.gradients
+        given.append([float(loss), gradients.norm(), engine.count_skipped_steps(), float(gradients.scale)])
     kept = [tensor.detach().double() for tensor in (*insides.masters(engine), *ema.shadows)]
     result = {
         "steps": given,

@@ -1,7 +1,7 @@
-"""What a training step costs the host: operators, launches and Python calls of the engine, beside a plain loop.
+"""Cost of a training step on the host: operators, launches and Python calls of the engine, beside a plain loop.
 
-As a script, with a file of cases and a folder, this counts one step of each: an operator is one that reaches PyTorch's
-dispatcher, a launch one that is neither a view nor an allocation. Those that draw noise and timesteps are left out, in
+As a script, with a file of cases and a folder, this counts one step of each. An operator is a call that reaches
+PyTorch's dispatcher; it is a launch unless it is a view or an allocation. Draws of noise and timesteps are left out, in
 the loop as in the engine. Counts are exact, but depend on the processor's vector instructions, alike in both.
 """
 

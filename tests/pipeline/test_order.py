@@ -53,7 +53,7 @@ def step(
 
 
 def one_for_each_direction(edge: Edge) -> Hashable:
-    """Two communicators over a whole pipeline, as they were."""
+    """Two communicators for a whole pipeline, one for each direction."""
     return edge.phase, edge.kind
 
 
@@ -155,9 +155,9 @@ def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: 
 
 
 class RecordedEngine:
-    """One rank with what the forward pipeline uses of an engine; what it posts is written down.
+    """Stand-in for one rank's engine in the forward pipeline, which notes all operations.
 
-    Where it says that its layers are warmed up for the first time, the messages go by the hosts.
+    If it says that its layers are warmed up for the first time, messages go by the hosts.
     """
 
     def __init__(self, schedule: Schedule, ranks: int, rank: int, *, device_waits: bool, by_host: bool) -> None:
@@ -199,7 +199,7 @@ class RecordedEngine:
 
 
 def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: int, **ways: bool) -> list[Operation]:
-    """What a rank posts and waits for in the forward pipeline."""
+    """Operations that a rank posts and waits for in the forward pipeline."""
     engine: Any = RecordedEngine(schedule, ranks, rank, **ways)
     ForwardPipeline(engine, 1).run(calls, lambda number: (torch.zeros(1),), lambda number, found: None, depth=depth)
     return list(engine.operations)
@@ -242,7 +242,7 @@ def test_the_engines_post_what_the_model_posts(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def noted_operations() -> Iterator[list[Operation]]:
-    """Note what the channels of this process post and wait for."""
+    """Note the operations that the channels of this process post and wait for."""
     operations: list[Operation] = []
     numbers: Counter[tuple[str, Edge]] = Counter()
 
@@ -264,7 +264,7 @@ def noted_operations() -> Iterator[list[Operation]]:
 
 
 def posted(schedule: Schedule) -> list[Any]:
-    """What the engine of this rank posts and waits for in a step."""
+    """Operations that this rank's engine posts and waits for in a step."""
     case, spec = Case(4, 1, 0, "fp32", 0, micro_batches=COUNT, schedule=schedule), spec_of(compiled=False)
     engine = case.engine(spec)
     with noted_operations() as operations:

@@ -1,4 +1,4 @@
-"""Who is where, and the bytes that leave each host, counted by walking every message of every process."""
+"""Places of stages and replicas, and bytes that leave each host, counted by walking all messages of all processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Send = tuple[str, int, int, float]
 def every_message(
     grid: Grid, schedule: Schedule, bounds: tuple[int, ...], micro_batches: int, size: int
 ) -> Iterator[Send]:
-    """What the programs of all pipelines send, with ``size`` bytes for an element of a micro-batch."""
+    """Messages that the programs of all pipelines send, with ``size`` bytes for an element of a micro-batch."""
     for replica in range(grid.replicas):
         for stage in range(grid.stages):
             for name, phase, _ in program(schedule, micro_batches, grid.stages, stage):
@@ -61,7 +61,7 @@ def every_message(
 
 
 def every_collective(grid: Grid, schedule: Schedule, bounds: tuple[int, ...], shared: Sharing) -> Iterator[Send]:
-    """What the ring algorithms send: in each of R - 1 turns of a pass everybody gives a share of 1/R to the next."""
+    """Messages of the ring algorithms: in each of R - 1 turns of a pass every rank gives 1/R to the next."""
     for stage in range(grid.stages):
         held = segments(bounds, schedule, stage)
         parameters = sum(layer.parameters for start, stop in held for layer in LAYERS[start:stop])
@@ -152,7 +152,7 @@ def resolved(stages: int, world_size: int = 4, **config: Any) -> ResolvedDsConfi
     return laid_out(values, spec, world_size=world_size, stages=stages)
 
 
-def test_auto_is_what_leaves_less_to_the_busiest_host() -> None:
+def test_auto_takes_the_axis_that_sends_less_from_the_busiest_host() -> None:
     """ZeRO-2 reduces gradients after every micro-batch; a large batch is many activations and one reduction."""
     hosts = hosts_of(2, 2)
     for ds, expected in (

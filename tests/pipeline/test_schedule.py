@@ -94,7 +94,7 @@ def changed(own: Program, *changes: tuple[int, list[Instruction]]) -> Program:
     return tuple(one for number, old in enumerate(own) for one in replaced.get(number, [old]))
 
 
-def test_what_would_not_give_every_gradient_once_is_refused_with_rank_and_micro_batch() -> None:
+def test_programs_that_miss_or_repeat_a_gradient_are_refused_with_rank_and_micro_batch() -> None:
     """Each fault alone, on one rank: lost, twice, too early, out of order."""
     weights = Instruction("WeightGradients", 0, (0, 1))
     split = [

@@ -114,7 +114,7 @@ def built(case: Case, clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpe
 
 
 def places_of_waits(case: Case) -> list[str]:
-    """What a step after the warm-up waits for."""
+    """Places in the code at which a step after the warm-up waits."""
     engine, spec = built(case)
     engine.averages, watch = Ema(engine, spec.ema), Synchronisations()
     steady = WARM_UP + (device().type == "cuda")  # where the step before tries a graph, and waits for both results
@@ -127,10 +127,10 @@ def places_of_waits(case: Case) -> list[str]:
 
 
 def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
-    """What a step with an infinite gradient changes, after each step how many more would send their messages by the
-    hosts, and before and after each whether samples would.
+    """Values that a step with an infinite gradient changes; after each step, how many more would send their messages by
+    the hosts; before and after each step, whether samples would.
 
-    If none is skipped, there is no such step.
+    If the case skips no step, no gradient is infinite.
     """
     engine, spec = built(case)
     objective, poisoned = engine.objective, Poisoned(engine.objective)
@@ -142,7 +142,7 @@ def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
         before = state_of(engine) if bad else {}
         engine.train_batch(micro_batches(engine, global_batch(spec, step)))
         changed += [name for name, value in before.items() if not torch.equal(value, state_of(engine)[name])]
-        finite = math.isfinite(engine.gradient_norm())
+        finite = math.isfinite(engine.gradients.norm())
         changed += [f"step {step}: norm"] if finite == bad else []
         cautious.append(engine._cautious_steps)
         sampling.append(engine.warm_up(1, gradients=False))
@@ -186,7 +186,7 @@ def skips(case: Case) -> bool:
 
 
 def expected(case: Case) -> dict[str, Any]:
-    """What must be found of a case, but for the places of the waits: their number."""
+    """Findings that a case must have; of its waits only their number."""
     return {
         "waits": 0 if case.fused else 1,  # the host hears whether to step, unless the optimizer decides that itself
         "changed by a skipped step": [],

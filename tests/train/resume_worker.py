@@ -88,7 +88,7 @@ def train(plan: RunDraft, engine: UnetPipelineEngine, ema: Ema, report: dict[str
     batches = replica_batches(
         plan.spec,
         Subset.of(prepare(plan.spec.data)),
-        Share(layout.batch_images, layout.micro_batch_images, layout.replicas, engine.grid.get_data_parallel_id()),
+        Share(layout.micro_batch_images, layout.replicas, engine.grid.get_data_parallel_id()),
         engine.device,
         fields={"images"},
         start_images=engine.next_index,
@@ -135,7 +135,7 @@ def run_course(course: Course, folder: Path) -> None:
             saver.save()
         train(plan, engine, ema, report)
         saver.save()
-        saver.wait()
+        saver.check_saved()
         dist.barrier()
         (there / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Ranks whose GPUs or versions differ are named. That all ranks hear it: ``tests/processes/test_rendezvous.py``."""
+"""Ranks whose GPUs or versions differ are named. ``tests/processes`` tests that all get the message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ H100 = {"id": "GPU-a", "model": "H100 80.00 GiB", "settings": {"NCCL_MAX_P2P_NCH
 
 
 def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """The remark of rank 0, on an H100, on what the ``others`` say of their GPUs, each on a host of its own."""
+    """The remark of rank 0, which has an H100, on the GPUs of ``others``, each on a host of its own."""
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "8")
     properties = SimpleNamespace(uuid="GPU-a", name="H100", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -120,7 +120,7 @@ def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
     (rank,) = stepped()
     damaged = [one._replace(scales=one.scales[:-1]) if one.scales is not None else one for one in rank.fragments()]
     rank.fragments = lambda: damaged  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match="holds codes of 8 bits without their scales, or others"):
+    with pytest.raises(CheckpointError, match="holds 8-bit codes without their scales, or other scales"):
         Reader(saved(tmp_path, [rank])).read("exp_avg", "1.weight")
 
 

@@ -26,7 +26,7 @@ def engine_of(*sizes: int, offloads: bool = False) -> Any:
 
 
 def trained(engine: Any, ema: Ema) -> list[Tensor]:
-    """The averages after some steps, between which nobody looks at them."""
+    """The averages after some steps, taken without a look at them."""
     masters = insides.masters(engine)
     for step in range(1, STEPS + 1):
         ema.begin_step(step * BATCH, BATCH)
@@ -69,7 +69,7 @@ def test_weights_and_averages_are_as_before_once_the_averages_were_used(monkeypa
     assert all(map(torch.equal, ema.shadows, averages))
 
 
-def test_what_fails_on_the_host_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_host_thread_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no memory")
 

@@ -71,7 +71,7 @@ def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:
 
 
 def grown_by(size: int) -> int:
-    """By how much the peak of this process is above what it has held before it held ``size`` bytes for a moment."""
+    """Growth of this process's peak memory, once it has held ``size`` bytes for a moment."""
     held, piece = psutil.Process().memory_info().rss, b"1" * 2**20
     with mmap.mmap(-1, size) as memory:  # of the kernel: what this process has freed and kept would not be new
         while memory.tell() < size:
@@ -88,7 +88,7 @@ def test_peak_memory_of_a_cpu_process_is_the_most_that_it_has_held() -> None:
 def test_the_names_of_metrics_are_a_contract() -> None:
     """Only on CUDA has an allocator reserved anything."""
     interval = Interval(4, 400, 2.0, 0.5, 0, data_wait_seconds=0.4, stage_peak_memory_bytes=[[5, 7], [6, 4]])
-    numbers: dict[str, Any] = {"step_rate": 1e-4, "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
+    numbers: dict[str, Any] = {"step_rate": 1e-4, "gradients": SimpleNamespace(scale=65536.0, norm=lambda: 0.25)}
     engine = cast(UnetPipelineEngine, SimpleNamespace(images_seen=4000, count_skipped_steps=lambda: 3, **numbers))
     values = metrics(interval, engine, 10**9)
     reserved = metrics(replace(interval, peak_reserved_bytes=9), engine, 10**9)

@@ -1,4 +1,4 @@
-"""``train --steps``: a few steps of a run, without anything that it would leave."""
+"""``train --steps``: a few steps of a run that leave no checkpoint and no record."""
 
 from __future__ import annotations
 

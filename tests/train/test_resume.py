@@ -72,7 +72,7 @@ def equal_or_both_nan(one: float, other: float, tolerance: float = 0.0) -> bool:
 
 
 def differences(courses: Courses, course: str, source: str, rounding: str) -> list[str]:
-    """In what ``course``, going on from ``source``, has not come where ``source`` did, beyond ``rounding``."""
+    """Values at which ``course``, resumed from ``source``, and ``source`` itself end apart, beyond ``rounding``."""
     found, tolerances = [], TOLERANCES[rounding]
     pairs = zip(courses.losses(course, source), courses.losses(source), strict=True)
     for step, (loss, expected) in enumerate(pairs):
@@ -177,7 +177,7 @@ def test_more_than_five_other_settings_are_another_run(changed: int) -> None:
     assert (str(refused.value) == named) == (changed > 5) and ("train.seed: " in str(refused.value)) == (changed <= 5)
 
 
-def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_removed(tmp_path: Path) -> None:
+def test_points_after_the_checkpoint_of_a_start_with_other_settings_are_removed(tmp_path: Path) -> None:
     """Else its numbers, which may have gone bad, would stay in the curves of what is trained now."""
     folder, config = RunFolder(tmp_path), {"gradient_clipping": 1.0, "pipeline": {"stages": 1}}
     slow = tiny_spec(optimizer={"learning_rate": 1e-4})
@@ -188,7 +188,7 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
     def left(
         checkpoint: CompleteCheckpoint | None, spec: RunSpec, config: dict[str, Any]
     ) -> tuple[str | None, list[int], list[int | None], bool]:
-        """What is said, and the steps of the points, the images of the pictures and whether it is the same run."""
+        """The message, the steps of the points, the images of the pictures, and whether it is the same run."""
         identity = folder.identity()
         said = remove_abandoned_points(tmp_path, checkpoint, about(spec, {}, config))
         steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in RunFolder(tmp_path).points(name)]

@@ -64,7 +64,7 @@ def test_a_nan_is_left_out_on_all_ranks(tmp_path: Path) -> None:
 
 
 def run_of(spike_factor: float | None, fp16: bool) -> Training:
-    """What of a run says whether a loss is bad."""
+    """The parts of a run that decide whether a loss is bad."""
     spec = SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=spike_factor))
     engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: fp16)
     return cast(Training, SimpleNamespace(spec=spec, engine=engine, recent=deque(maxlen=SPIKE_POINTS)))

@@ -109,7 +109,7 @@ def run_course(course: Course, folder: Path) -> None:
         for step in range(engine.global_steps, engine.global_steps + steps):
             engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
         saving.save()
-        assert saving.wait() or rank
+        saving.check_saved()
 
     if course.weights:
         saving = saver("weights")
@@ -128,7 +128,7 @@ def run_course(course: Course, folder: Path) -> None:
 
 
 class Courses:
-    """What all courses have left."""
+    """Folders that all courses have left."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

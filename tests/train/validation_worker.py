@@ -25,14 +25,15 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Subset, parts
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
-from ddpm_ds.diffusion.condition import Prompts
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
+from ddpm_ds.diffusion.condition import Prompts, Scale
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
+from ddpm_ds.train.held_out_loss import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -56,7 +57,7 @@ WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextli
 
 
 def engine_of(micro_batch_size: int, **module: object) -> Any:
-    """What pictures and losses ask an engine of one process; ``module`` is about its part of the U-Net."""
+    """Stand-in for the engine of one process, for pictures and losses; ``module`` is about its part of the U-Net."""
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
     return SimpleNamespace(
         micro_batch_size=micro_batch_size,
@@ -73,7 +74,7 @@ def engine_of(micro_batch_size: int, **module: object) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """A layout, and what is drawn on it."""
+    """A layout, and the pictures drawn on it."""
 
     stages: int
     replicas: int
@@ -160,7 +161,7 @@ def prompts_of(spec: RunSpec) -> Prompts | None:
 
 
 def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
-    """What ``ddpm-ds sample`` would draw: all images as one batch, in one process."""
+    """Images that ``ddpm-ds sample`` would draw, as one batch in one process."""
     index, prompts = torch.arange(spec.samples.count), prompts_of(spec)
     condition, dropped = (None, None) if prompts is None else prompts.beside(None, index)
     drawing = Drawing(
@@ -182,7 +183,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
     diffusion, values = Diffusion(spec.diffusion, 0, "cpu"), dict[str, float]()
     places = torch.arange(HELD_OUT).split([len(at) for at in store.by_bucket(held_out_of(spec, store))])
     for cache, positions, index in zip(store.caches, store.by_bucket(held_out_of(spec, store)), places, strict=True):
-        x0 = diffusion.prepare(torch.from_numpy(cache.images.read(positions)), None, flips=False)
+        x0 = Scale().to_unit(torch.from_numpy(cache.images.read(positions)))
         labels = torch.from_numpy(cache.labels[positions])
         told: tuple[Tensor, ...] = ()
         read = None
@@ -199,7 +200,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
             eps = normal(NOISE_SEED, stream, index, x0[0].numel()).view_as(x0)
             prediction = unet(diffusion.noised(x0, t, eps), t, labels, *told, context=read)
             name, share = f"validation/loss_t{percent}", len(index) / HELD_OUT
-            loss = diffusion.distances(prediction, x0, eps, t).mean().item()
+            loss = diffusion.errors(prediction, x0, eps, t).mean().item()
             values[name] = values.get(name, 0.0) + share * loss
     return {"eval/loss": sum(values.values()) / 9, **values}
 
