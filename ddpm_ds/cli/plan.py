@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
 from ddpm_ds.ground.options import flag, link_speed, memory_size, option, positive, process_count, teraflops
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.secret import public_address
-from ddpm_ds.ground.units import GIB, counted, gib, number, table
+from ddpm_ds.ground.units import GIB, counted, gib, rounded, table
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
-WIDTH, MOST_RANKS = 100, 10
-"""Characters of a line, and maximum ranks in the table of memory."""
+WIDTH, MOST_RANKS, MOST_STAGES = 100, 10, 16
+"""Characters of a line, and maximum ranks in the table of memory and stages in that of stages."""
 LEAST = ("GB on wires", "from one", "GB between", "images/s", "replicas")
-"""Columns of the table of layouts that are left out, in this order, until it is no wider than a line."""
+LEAST_OF_STAGES = ("forward GFLOP/image", "last")
+"""Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
 MOST_WHOLE = 3
 """Maximum names of whole layers that a line gives for one reason."""
 
@@ -106,7 +107,8 @@ def plan(options: PlanOptions) -> None:
     parameters = sum(layer.parameters for layer in job.layers)
     timed = "timed on this machine" if options.measure else "computed, not timed (--measure times them)"
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
-    print(f"devices  {devices.words()}\nlayers   {timed}\n\n{report(found)}")
+    line = textwrap.fill(f"devices  {devices.words()}", WIDTH, subsequent_indent=" " * 9)
+    print(f"{line}\nlayers   {timed}\n\n{report(found)}")
     if options.out is not None:
         with writing(options.out, overwrite=options.overwrite) as file:
             file.write(f"{json.dumps(found.ds_config(), indent=2)}\n".encode())
@@ -125,7 +127,7 @@ def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     from ddpm_ds.observe.timeline import draw_step
 
     step = found.predictor.simulate(first, keep_events=True)
-    title = f"{name}: {first.words()}\n{number(1e3 * step.step_seconds, 4)} ms, bubble {step.bubble:.1%}"
+    title = f"{name}: {first.words()}\n{rounded(1e3 * step.step_seconds, 4)} ms, bubble {step.bubble:.1%}"
     with writing(path, overwrite=overwrite) as file:
         draw_step(step.events, step.step_seconds, list(map(str, range(len(step.events)))), title, file)
     print(f"{path}: the step of 1")
@@ -242,7 +244,7 @@ def _difference(first: Prediction, other: Prediction) -> str:
         (other.pass_seconds - first.pass_seconds, f"forwards and backwards take {{}} more on a device ({cause})"),
         (other.update_seconds - first.update_seconds, "gradients and weights take {} more"),
     )
-    return words.format(f"{number(1e3 * seconds)} ms")
+    return words.format(f"{rounded(1e3 * seconds)} ms")
 
 
 def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
@@ -261,7 +263,7 @@ def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
             "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
             "recompute": (again if layout.interval else "-") if recomputing else "",
             "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
-            "step ms": number(1e3 * prediction.step_seconds, 4),
+            "step ms": rounded(1e3 * prediction.step_seconds, 4),
             "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
             "bubble": f"{prediction.bubble:.1%}",
             "GiB/device": f"{'! ' * (size > (1 - TIGHT) * machine.usable_bytes)}{size / GIB:.2f}",
@@ -270,12 +272,18 @@ def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
         between = {"across nodes": layout.axis_over_nodes, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
         between["from one"] = f"{wires.busiest / 1e9:.3f}"
         rows.append(row | (between if several_nodes else {}))
-    lines, least = table(rows), list(LEAST)
-    while max(map(len, lines)) > WIDTH and least:
-        name = least.pop(0)
-        lines = table(rows := [{key: cell for key, cell in row.items() if key != name} for row in rows])
+    lines = _no_wider(rows, LEAST)
     if any("!" in row["GiB/device"] for row in rows):
         lines.append(f"! leaves less than {TIGHT:.0%} of the {gib(machine.usable_bytes)} that tensors may take")
+    return lines
+
+
+def _no_wider(rows: Sequence[Mapping[str, str]], least: Sequence[str], left: Sequence[str] = ()) -> list[str]:
+    """Return the lines of a table, without the first ``least`` columns that make it wider than a line."""
+    for count in range(len(least) + 1):
+        lines = table([{name: cell for name, cell in row.items() if name not in least[:count]} for row in rows], left)
+        if max(map(len, lines)) <= WIDTH:
+            break
     return lines
 
 
@@ -292,7 +300,7 @@ def _memory_table(ranks: Sequence[Memory]) -> list[str]:
     return table([{name: "" if name in nothing else cell for name, cell in row.items()} for row in rows])
 
 
-def stage_table(plan: RunDraft) -> str:
+def stage_table(plan: RunDraft, *, printed: bool = False) -> str:
     """Return the table of stages: layers, parameters, forward flops, bytes sent in a step."""
     grid, layout, rows = plan.grid, plan.ds.layout, list[dict[str, str]]()
     for stage in plan.stages:
@@ -312,16 +320,26 @@ def stage_table(plan: RunDraft) -> str:
                 "host": several,
             }
         )
-    return "\n".join(table(rows, left=("first", "last", "host")))
+    left = ("first", "last", "host")
+    if not printed:
+        return "\n".join(table(rows, left))
+    lines, half = _no_wider(rows, LEAST_OF_STAGES, left), MOST_STAGES // 2
+    return "\n".join(lines if len(rows) <= MOST_STAGES else [*lines[: half + 1], "...", *lines[-half:]])
 
 
 def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     """Return lines on decisions that a run's start has added to the plan; empty if there are none."""
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
-    lines = [lines(*new) for lines in (hosts_line, hosts_warning) if lines(*new) != lines(*known)]
+    found = [line(*new) for line in (hosts_line, hosts_warning) if line(*new) != line(*known)]
+    lines = [*map(_wrapped, filter(None, found))]
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
-        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
-    return "\n".join(filter(None, lines))
+        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided, printed=True)}")
+    return "\n".join(lines)
+
+
+def _wrapped(line: str) -> str:
+    """Return a line that begins with a word of up to 12 characters, wrapped beside it."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
 
 
 def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
@@ -391,7 +409,7 @@ def _messages_line(plan: RunDraft) -> str | None:
 
 
 def _megabytes(size: float) -> str:
-    return f"{number(size / 1e6, 4)} MB"
+    return f"{rounded(size / 1e6, 4)} MB"
 
 
 def describe_plan(plan: RunDraft, run_dir: Path) -> str:
@@ -432,10 +450,8 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         _regular("samples", drawn, samples.every_images, evaluations),
         _regular("validation", f"{losses} at {levels} noise levels", spec.evaluation.every_images, forwards or unknown),
         f"outputs      {run_dir}; MLflow in {tracker}",
-        "",
-        stage_table(plan),
     ]
-    return "\n".join(line for line in lines if line is not None)
+    return "\n".join([*map(_wrapped, filter(None, lines)), "", stage_table(plan, printed=True)])
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:

@@ -45,7 +45,7 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what if number == 1 else plural}"
 
 
-def number(value: float, digits: int = 3) -> str:
+def rounded(value: float, digits: int = 3) -> str:
     """Format a number with some significant digits, thousands separators and no exponent: ``0.0123``, ``2,570``."""
     return f"{float(f'{value:.{digits}g}'):,.15g}"
 
@@ -54,7 +54,7 @@ def about(seconds: float) -> str:
     """Format a duration that is roughly known: ``about 40 s``, ``about 21 min``, ``about 2.5 h``."""
     units = ((86400, "days"), (3600, "h"), (60, "min"))
     size, unit = next((one for one in units if seconds >= 2 * one[0]), (1, "s"))
-    return f"about {number(seconds / size, 2)} {unit}"
+    return f"about {rounded(seconds / size, 2)} {unit}"
 
 
 def gib(size: float) -> str:

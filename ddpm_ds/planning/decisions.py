@@ -27,7 +27,7 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.ds_model import changed
 from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.ground.units import GIB, gib, number
+from ddpm_ds.ground.units import GIB, gib, rounded
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
 from ddpm_ds.planning.inputs import NEARLY, Workload, usable
@@ -337,11 +337,11 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
         raise refusal
     whole = [one for one in found if one.tensor.size == 1 and predictor.cut(one) is not None]
     first, *others = search(predictor, len(found), whole, [one for one in found if one.tensor.size > 1]).best
-    why = f"on {predictor.machine.kind} {first.layout.words()} would take {number(first.step_seconds)} s a step"
+    why = f"on {predictor.machine.kind} {first.layout.words()} would take {rounded(first.step_seconds)} s a step"
     grouped = first.layout.tensor.size > 1
     if others:  # of the other kind, if there is one
         other = min(others, key=lambda one: (one.layout.tensor.size > 1) == grouped)
-        why += f", {other.layout.words()} {number(other.step_seconds)} s"
+        why += f", {other.layout.words()} {rounded(other.step_seconds)} s"
     ways = ["-p"] * open_stages + ["pipeline.tensor"] * open_split
     line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(ways)} chooses otherwise"
     return Choice(first.layout.stages, first.layout.tensor if open_split else None, line)

@@ -27,7 +27,7 @@ from typing import Any
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.files import replace_file
-from ddpm_ds.ground.units import counted, gib, number
+from ddpm_ds.ground.units import counted, gib, rounded
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.placement import sharing
@@ -217,7 +217,7 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
     """Return a clause with the numbers of a cost, by its share of the time and the links' bytes per second."""
     now, ranks, pauses, overflows = facts.layout, facts.ranks, facts.pauses, facts.overflows
     step = f"a {_seconds(facts.step_seconds)} step"
-    lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {number(pauses.seconds)} s"
+    lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {rounded(pauses.seconds)} s"
     losses, wires = min(facts.evaluation_seconds, pauses.sampling_seconds), ""
 
     def slowest(part: str, takes: str, times: int = 1) -> str:
@@ -226,8 +226,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
 
     if now.stages > 1:
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
-        slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {number(bandwidth / 1e6)} MB/s"
-        wires = f"; {number(now.micro_batches * messages / 1e6)} MB cross between stages{slow}"
+        slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {rounded(bandwidth / 1e6)} MB/s"
+        wires = f"; {rounded(now.micro_batches * messages / 1e6)} MB cross between stages{slow}"
     wires += f"; {_seconds(facts.mean('reduce_seconds'))} to gradients of replicas" if now.replicas > 1 else ""
     reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
     return {
@@ -243,9 +243,9 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         f"thrown away; the loss scale began at {overflows.first_scale:,.0f} and is {overflows.last_scale:,.0f}",
         "optimizer": f"{slowest('optimizer_seconds', 'takes')} of {counted(now.batch_images, 'image')} for the "
         "optimizer and the averaged weights, however few images",
-        "checkpoint pauses": f"checkpoints took {number(pauses.checkpoint_seconds)} s {stopped}",
-        "sampling pauses": f"samples took {number(pauses.sampling_seconds - losses)} s, validation {number(losses)} s "
-        f"{stopped}",
+        "checkpoint pauses": f"checkpoints took {rounded(pauses.checkpoint_seconds)} s {stopped}",
+        "sampling pauses": f"samples took {rounded(pauses.sampling_seconds - losses)} s, validation "
+        f"{rounded(losses)} s {stopped}",
         "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
         f"time, {_seconds(facts.recomputation_seconds)} of {step}",
         "low utilisation": f"of the {_seconds(facts.mean('pass_seconds'))} of a rank for a micro-batch of "
@@ -257,7 +257,7 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
 
 
 def _seconds(seconds: float) -> str:
-    return f"{number(1e3 * seconds)} ms" if seconds < 0.9995 else f"{number(seconds)} s"
+    return f"{rounded(1e3 * seconds)} ms" if seconds < 0.9995 else f"{rounded(seconds)} s"
 
 
 # ---------------------------------------------------------------- changes

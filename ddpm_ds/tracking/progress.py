@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from tqdm import tqdm
 
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.tracking.tracker import RunLink
 
 if TYPE_CHECKING:
@@ -151,7 +152,10 @@ class ProgressLine:
     def _numbers(self) -> list[str]:
         parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
         if rate := self._rate:
-            parts += [f"{rate:,.4g} images/s", f"{duration(max(self._total - (self._images or 0), 0) / rate)} left"]
+            parts += [
+                f"{rounded(rate, 4)} images/s",
+                f"{duration(max(self._total - (self._images or 0), 0) / rate)} left",
+            ]
         return parts if self._scale is None else [*parts, f"loss scale {self._scale:g}"]
 
     def _write(self, line: str) -> None:
@@ -181,7 +185,7 @@ def summary(
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(pauses.seconds)}; {shares} of the time",
-        "speed": f"{images_per_second:,.4g} images/s, without these pauses and the first log interval",
+        "speed": f"{rounded(images_per_second, 4)} images/s, without these pauses and the first log interval",
         "skipped steps": f"{skipped_steps:,} of {steps:,}",
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpm_ds.ground.units import about, number
+from ddpm_ds.ground.units import about, rounded
 
 
 @pytest.mark.parametrize(
@@ -10,7 +10,7 @@ from ddpm_ds.ground.units import about, number
     [(2570.4, 3, "2,570"), (123456, 4, "123,500"), (0.01234, 3, "0.0123"), (0.0, 3, "0"), (1.3e9, 2, "1,300,000,000")],
 )
 def test_a_number_has_one_separator_and_no_exponent(value: float, digits: int, text: str) -> None:
-    assert number(value, digits) == text
+    assert rounded(value, digits) == text
 
 
 def test_a_duration_is_in_the_unit_that_suits_it() -> None:
