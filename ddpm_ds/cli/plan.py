@@ -23,7 +23,7 @@ from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
 from ddpm_ds.ground.options import flag, link_speed, memory_size, option, positive, process_count, teraflops
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.secret import public_address
-from ddpm_ds.ground.units import GIB, counted, gib, rounded, table
+from ddpm_ds.ground.units import GIB, aligned, counted, gib, rounded, table
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
@@ -44,7 +44,7 @@ MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
 WIDTH, MOST_RANKS, MOST_STAGES = 100, 10, 16
 """Characters of a line, and maximum ranks in the table of memory and stages in that of stages."""
-LEAST = ("GB on wires", "from one", "GB between", "images/s", "replicas")
+LEAST = ("GB on wires", "images/s", "replicas")
 LEAST_OF_STAGES = ("forward GFLOP/image", "last")
 """Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
 MOST_WHOLE = 3
@@ -168,9 +168,8 @@ def report(found: Plan) -> str:
     """Return the tables and sentences that ``ddpm-ds plan`` prints."""
     machine = found.predictor.machine
     layouts, memory = _layout_table(found.best, machine), _memory_table(found.best[0].memory)
-    fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
-    if len(found.best[0].memory) > MOST_RANKS:
-        fits += f": the {MOST_RANKS} fullest ranks"
+    few = f"; the {MOST_RANKS} fullest ranks" if len(found.best[0].memory) > MOST_RANKS else ""
+    fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f}{few})"
     return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), WIDTH, break_on_hyphens=False)])
 
 
@@ -248,7 +247,7 @@ def _difference(first: Prediction, other: Prediction) -> str:
 
 
 def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
-    rows, several_nodes = list[dict[str, str]](), machine.nodes > 1
+    rows = list[dict[str, str]]()
     grouped, recomputing = (any(one.layout.tensor.size > 1 for one in best), any(one.layout.interval for one in best))
     for place, prediction in enumerate(best, start=1):
         layout, wires, size = prediction.layout, prediction.traffic, prediction.peak.total
@@ -268,10 +267,9 @@ def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
             "bubble": f"{prediction.bubble:.1%}",
             "GiB/device": f"{'! ' * (size > (1 - TIGHT) * machine.usable_bytes)}{size / GIB:.2f}",
             "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
+            "across nodes": layout.axis_over_nodes if machine.nodes > 1 else "",
         }
-        between = {"across nodes": layout.axis_over_nodes, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
-        between["from one"] = f"{wires.busiest / 1e9:.3f}"
-        rows.append(row | (between if several_nodes else {}))
+        rows.append(row)
     lines = _no_wider(rows, LEAST)
     if any("!" in row["GiB/device"] for row in rows):
         lines.append(f"! leaves less than {TIGHT:.0%} of the {gib(machine.usable_bytes)} that tensors may take")
@@ -289,15 +287,12 @@ def _no_wider(rows: Sequence[Mapping[str, str]], least: Sequence[str], left: Seq
 
 def _memory_table(ranks: Sequence[Memory]) -> list[str]:
     """Return the table of the fullest ranks' memory, without parts that no rank has."""
-    fullest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].total)[:MOST_RANKS]
-    rows = []
-    for rank in sorted(fullest):
-        memory = ranks[rank]
-        sizes = {"NCCL" if name == "communicators" else name: size for name, size in memory.parts.items()}
-        sizes |= {"total": memory.total, "(host)": memory.host}
-        rows.append({"rank": str(rank), **{name: f"{size / 2**20:,.1f}" for name, size in sizes.items()}})
-    nothing = {name for name in rows[0] if all(row[name] == "0.0" for row in rows)}
-    return table([{name: "" if name in nothing else cell for name, cell in row.items()} for row in rows])
+    fullest = sorted(sorted(range(len(ranks)), key=lambda rank: -ranks[rank].total)[:MOST_RANKS])
+    sizes = [ranks[rank].parts | {"total": ranks[rank].total, "(host)": ranks[rank].host} for rank in fullest]
+    used = [name for name in sizes[0] if any(size[name] for size in sizes)]
+    names = ["NCCL" if name == "communicators" else name for name in used]
+    cells = [[f"{own[name] / 2**20:,.1f}" for name in used] for own in sizes]
+    return aligned([["rank", *names], *([str(rank), *own] for rank, own in zip(fullest, cells, strict=True))])
 
 
 def stage_table(plan: RunDraft, *, printed: bool = False) -> str:

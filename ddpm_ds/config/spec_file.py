@@ -146,9 +146,8 @@ def load_spec(
     path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = (), *, reads_data: bool = True
 ) -> RunSpec:
     """Read a YAML run spec and apply ``section.key=value`` overrides. ``unasked`` ones apply last, and no message names
-    them. Without ``reads_data`` a path of the data that is missing gets the placeholder of its source.
-
-    Raises SpecError with a line for each fault. Values are compared with each other once each alone is right.
+    them. Without ``reads_data`` the data need no path. Raises SpecError with a line for each fault; whether values fit
+    each other is checked once each of them is right.
     """
     path = preset(path, SPECS)
     try:

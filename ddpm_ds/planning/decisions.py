@@ -69,9 +69,6 @@ class Plan:
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
 
 
-# ---------------------------------------------------------------- all layouts
-
-
 def tensor_splits(job: Workload, devices_per_node: int, size: int | None = None) -> Iterator[TensorSplit]:
     """Yield the ways to split a job's layers among tensor groups inside of nodes, or in groups of a ``size``: level 0,
     levels 0 and 1, and so on, each with more layers split.
@@ -127,9 +124,6 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
         offload = {"device": "cpu", "pin_memory": True} if layout.offload else REMOVED
         keys |= {"zero_optimization.stage": layout.zero_stage, "zero_optimization.offload_optimizer": offload}
     return changed(job.config, keys).given
-
-
-# ---------------------------------------------------------------- the fastest of them
 
 
 def search(

@@ -203,26 +203,23 @@ def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
 
     Pictures, held-out losses and checkpoints count. On a CPU some layers are timed for a second; every rank calls this.
     """
-    spec, step = plan.spec, _step_seconds(plan, device)
-    forward = step / (PASSES_PER_STEP * plan.ds.layout.batch_images)  # seconds of an image on all devices together
-    picture = forward * spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
+    spec, step, end, batch = plan.spec, _step_seconds(plan, device), plan.spec.train.images, plan.ds.layout.batch_images
+    forward = step / (PASSES_PER_STEP * batch)  # seconds of an image on all devices
+    by_time = math.ceil(60 * minutes / step) * batch if (minutes := spec.checkpoint.every_minutes) else end
     tasks = (
-        (spec.samples.every_images, picture),
+        (spec.samples.every_images, forward * spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)),
         (spec.evaluation.every_images, forward * spec.data.held_out_images * len(HELD_OUT_QUANTILES)),
-        (spec.checkpoint.every_images or spec.train.images, SAVED_BYTES * plan.parameters / SAVED_BYTES_PER_SECOND),
+        (min(spec.checkpoint.every_images or end, by_time), SAVED_BYTES * plan.parameters / SAVED_BYTES_PER_SECOND),
     )
 
-    def seconds(until: int) -> float:
-        last = until == spec.train.images  # all are due at the end
-        regular = sum(((until + last * (every - 1)) // every - seen // every) * each for every, each in tasks if every)
-        return step * (until - seen) / plan.ds.layout.batch_images + regular
+    def seconds(until: int) -> str:
+        more = until == end  # everything is due at the end
+        regular = sum(((until + more * (every - 1)) // every - seen // every) * each for every, each in tasks if every)
+        return about(step * (until - seen) / batch + regular)
 
-    done, every = seconds(spec.train.images), spec.samples.every_images
-    if spec.checkpoint.every_minutes is not None:
-        done += tasks[-1][1] * (done // (60 * spec.checkpoint.every_minutes))
-    first = (seen // every + 1) * every if every else math.inf
-    pictures = f"first picture after {about(seconds(int(first)))}, " if first < spec.train.images else ""
-    return f"forecast     {pictures}done after {about(done)}"
+    every = spec.samples.every_images or end
+    first = (seen // every + 1) * every
+    return f"forecast     {f'first picture after {seconds(first)}, ' if first < end else ''}done after {seconds(end)}"
 
 
 def _step_seconds(plan: RunPlan, device: torch.device) -> float:
@@ -257,7 +254,6 @@ def _places(
     hosts: Hosts,
     weight_passes: Sequence[Sequence[float]] | None = None,
 ) -> tuple[tuple[Stage, ...], Grid, Exchange, tuple[int, ...]]:
-    """Return the fields of a draft that depend on the cuts."""
     layout, across = ds.layout, across_hosts(ds, layers, bounds, hosts)
     return (
         describe(whole_layers(layers), bounds, layout.schedule),
@@ -311,12 +307,8 @@ def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
 def check_memory(
     draft: RunDraft, machine: Machine, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
 ) -> str | None:
-    """Check that a run fits the memory of a ``rank``'s host; return a warning if it hardly does.
-
-    ``again`` lays the same run out with more overrides and a number of stages. The U-Net of a ``new`` run may change.
-
-    Raises:
-        LayoutError: it does not fit; the message names the first change with which it does.
+    """Return a warning if a run hardly fits the memory of a ``rank``'s host; LayoutError, with a change that helps,
+    if it does not. ``again`` lays the run out with more overrides and stages; a ``new`` U-Net may change.
     """
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:

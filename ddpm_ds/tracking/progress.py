@@ -152,10 +152,8 @@ class ProgressLine:
     def _numbers(self) -> list[str]:
         parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
         if rate := self._rate:
-            parts += [
-                f"{rounded(rate, 4)} images/s",
-                f"{duration(max(self._total - (self._images or 0), 0) / rate)} left",
-            ]
+            left = duration(max(self._total - (self._images or 0), 0) / rate)
+            parts += [f"{rounded(rate, 4)} images/s", f"{left} left"]
         return parts if self._scale is None else [*parts, f"loss scale {self._scale:g}"]
 
     def _write(self, line: str) -> None:

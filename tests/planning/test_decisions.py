@@ -55,7 +55,7 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
     layouts, memories, reason = report(found).split("\n\n")
     assert [line.split()[0] for line in layouts.splitlines()] == ["stages", "1", "2", "3", "4"]
-    parts = ["weights", "gradients", "optimizer", "ema", "activations", "NCCL", "total"]  # no part of nothing
+    parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "NCCL", "total"]  # no encoders
     assert memories.splitlines()[1].split() == ["rank", *parts]
     assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
 
