@@ -59,19 +59,22 @@ def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan() -> None:
 
 
 def test_a_forecast_counts_steps_pictures_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = ["train.images=64000", "samples.every_images=16000", "samples.count=48", "sampler.steps=50"]
+    changes = ["train.images=64000", "samples.every_images=16000", "samples.count=96", "sampler.steps=50"]
     changes += ["evaluation.every_images=null", "checkpoint.every_minutes=null", "checkpoint.every_images=null"]
     plan = make_plan(drafted(DIGITS, changes, CONFIG, world_size=1, stages=1), ("a",), CPU)
     monkeypatch.setattr(run_plan, "_step_seconds", lambda plan, device: 2.4)
     monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
-    words = "forecast     first picture after about 10 min, done after about 42 min"  # 30 s each, beside 40 minutes
+    words = "forecast     first picture after about 11 min, done after about 44 min"  # 1 minute each, beside 40
     assert forecast(plan, torch.device("cpu"), 0) == words
     resumed = forecast(plan, torch.device("cpu"), 32000)
-    assert resumed.endswith("first picture after about 10 min, done after about 21 min")
+    assert resumed.endswith("first picture after about 11 min, done after about 22 min")
     monkeypatch.setattr(run_plan, "SAVED_BYTES", 5e8 * 600 / plan.parameters)
-    assert forecast(plan, torch.device("cpu"), 0).endswith("done after about 52 min")
+    assert forecast(plan, torch.device("cpu"), 0).endswith("done after about 54 min")
+    longer = plan.spec.model_copy(update={"train": plan.spec.train.model_copy(update={"images": 72000})})
+    monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
+    assert forecast(replace(plan, spec=longer), torch.device("cpu"), 0).endswith("after about 50 min"), "one at the end"
     none = plan.spec.model_copy(update={"samples": plan.spec.samples.model_copy(update={"every_images": None})})
-    assert forecast(replace(plan, spec=none), torch.device("cpu"), 0) == "forecast     done after about 50 min"
+    assert forecast(replace(plan, spec=none), torch.device("cpu"), 0) == "forecast     done after about 40 min"
 
 
 def test_a_step_is_forecast_by_measured_layers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
