@@ -55,6 +55,7 @@ Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
 Hosts = Sequence[Hashable]  # name or number of each rank's host; empty if unknown
 SAVED_BYTES, SAVED_BYTES_PER_SECOND = 16, 5e8
 """Bytes of a checkpoint for each parameter, and bytes per second that a disk takes, for a forecast."""
+FIRST_PICTURE_SECONDS = 30.0  # longest time for the picture before the first step, as predicted
 TIMED_LAYERS, TIMED_MACS = 3, 10**9
 """Number of layers that a forecast times, and multiply-accumulates of the images of each."""
 MEMORY_ERROR = 0.1
@@ -211,13 +212,14 @@ def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
         (spec.evaluation.every_images, forward * spec.data.held_out_images * len(HELD_OUT_QUANTILES)),
         (min(spec.checkpoint.every_images or end, by_time), SAVED_BYTES * plan.parameters / SAVED_BYTES_PER_SECOND),
     )
+    every, picture = spec.samples.every_images or end, tasks[0][1] if spec.samples.every_images else 0.0
+    before = 0.0 if seen or picture > FIRST_PICTURE_SECONDS else picture
 
     def seconds(until: int) -> str:
         more = until == end  # everything is due at the end
         regular = sum(((until + more * (every - 1)) // every - seen // every) * each for every, each in tasks if every)
-        return about(step * (until - seen) / batch + regular)
+        return about(before + step * (until - seen) / batch + regular)
 
-    every = spec.samples.every_images or end
     first = (seen // every + 1) * every
     return f"forecast     {f'first picture after {seconds(first)}, ' if first < end else ''}done after {seconds(end)}"
 

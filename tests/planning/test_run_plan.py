@@ -70,6 +70,10 @@ def test_a_forecast_counts_steps_pictures_and_saves(monkeypatch: pytest.MonkeyPa
     assert resumed.endswith("first picture after about 11 min, done after about 22 min")
     monkeypatch.setattr(run_plan, "SAVED_BYTES", 5e8 * 600 / plan.parameters)
     assert forecast(plan, torch.device("cpu"), 0).endswith("done after about 54 min")
+    monkeypatch.setattr(run_plan, "FIRST_PICTURE_SECONDS", 61)
+    assert forecast(plan, torch.device("cpu"), 0).endswith("done after about 55 min"), "one before the first step"
+    assert forecast(plan, torch.device("cpu"), 32000).endswith("done after about 32 min")
+    monkeypatch.setattr(run_plan, "FIRST_PICTURE_SECONDS", 0)
     longer = plan.spec.model_copy(update={"train": plan.spec.train.model_copy(update={"images": 72000})})
     monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
     assert forecast(replace(plan, spec=longer), torch.device("cpu"), 0).endswith("after about 50 min"), "one at the end"
