@@ -231,7 +231,7 @@ def test_a_plan_leaves_the_environment_unchanged_for_later_processes(
     found = plan(tiny_spec(), json_path, ["ds.zero_optimization.stage=2"], processes=2, device_kind="l4", top=2)
     assert len(found.best) == 2 and found.ds_config(1)["zero_optimization"]["stage"] in (0, 1, 2)
     assert dict(os.environ) == before
-    with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b200 or"):
+    with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b300 or"):
         plan(tiny_spec(), json_path, processes=2, device_kind="z80")
     for number in (2, -1, "first"):
         with pytest.raises(LayoutError, match="is no layout of the plan; use one from 0 to 1"):

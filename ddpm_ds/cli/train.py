@@ -200,8 +200,12 @@ def _train_with_others(
     with started(plan, images, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
         with watchdog.blamed(), watchdog.pause(), activity(line, "planning the pipeline"):
             plan = run_plan.with_decisions(plan, device)
-        if line is not None and (decisions := decided_since(draft, plan)):
-            print(decisions, flush=True)
+            seen = prepared.checkpoint.manifest.images if prepared.checkpoint else 0
+            ahead = ""
+            with errors.faults_logged("forecast", print):
+                ahead = "" if asked.steps else run_plan.forecast(plan, device, seen)
+        if line is not None and (news := "\n".join(filter(None, (decided_since(draft, plan), ahead)))):
+            print(news, flush=True)
         files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine)}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:

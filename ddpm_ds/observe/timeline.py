@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
 from ddpm_ds.ground.host import processes_on_host
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -291,7 +292,7 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str) -> bytes:
     waits = ("RecvActivation", "RecvGrad", "WaitForRanks")
     waited = sum(event.end - event.start for events in rows for event in events if event.instruction in waits)
     bubble = waited / sum(step.end - step.start for step in chosen)
-    title = f"step {chosen[0].number}: {title}\n{1e3 * seconds:,.4g} ms, bubble {bubble:.1%}"
+    title = f"step {chosen[0].number}: {title}\n{rounded(1e3 * seconds, 4)} ms, bubble {bubble:.1%}"
     names = [f"{trace.stages[0]}{_place(trace, ranks)}" for trace in ranks]
     picture = io.BytesIO()
     draw_step(rows, seconds, names, title, picture)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from tqdm import tqdm
 
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.tracking.tracker import RunLink
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class ProgressLine:
         """Return the parts of the line that have a value; an activity takes the room of rate and scale."""
         parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
         if self._rate and self._activity is None:
-            parts.append(f"{self._rate:,.4g} images/s")
+            parts.append(f"{rounded(self._rate, 4)} images/s")
         if self._rate and (left := duration(self.seconds_left())) != duration(0):
             parts.append(f"{left} left")
         if self._scale is not None and self._activity is None:
@@ -231,7 +232,7 @@ def summary(
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(pauses.seconds)}" + f"; {shares} of the time" * bool(shares),
-        "speed": f"{images_per_second:,.4g} images/s, without pauses and the first log interval",
+        "speed": f"{rounded(images_per_second, 4)} images/s, without pauses and the first log interval",
         "skipped steps": f"{skipped_steps:,} of {steps:,}" if skipped_steps else None,
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",
