@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from ddpm_ds.planning.memory import Memory
     from ddpm_ds.planning.predictor import Prediction
 
+COLUMNS, NAMED = 100, 13
+"""Columns of a terminal that a plan fits, and those of the name that begins its line."""
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
 MOST_WHOLE = 3
@@ -290,7 +292,7 @@ def stage_table(plan: RunDraft) -> str:
                 "parameters": f"{stage.parameters:,}",
                 "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
                 "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
-                "sent MB/step": f"{sent / 1e6:.2f}",
+                "sent MB/step": f"{sent / 1e6:.2f}" if sent else "",
                 "host": several,
             }
         )
@@ -300,7 +302,7 @@ def stage_table(plan: RunDraft) -> str:
 def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     """Return lines on decisions that a run's start has added to the plan; empty if there are none."""
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
-    lines = [lines(*new) for lines in (hosts_line, hosts_warning) if lines(*new) != lines(*known)]
+    lines = [wrapped(lines(*new) or "") for lines in (hosts_line, hosts_warning) if lines(*new) != lines(*known)]
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
         lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
     return "\n".join(filter(None, lines))
@@ -376,6 +378,12 @@ def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.4g} MB"
 
 
+def wrapped(line: str) -> str:
+    """Return a line that begins with a name as lines of a terminal, broken at spaces."""
+    indent = " " * NAMED
+    return textwrap.fill(line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def describe_plan(plan: RunDraft, run_dir: Path) -> str:
     """Return the text that every run prints first, and ``--dry-run`` prints alone."""
     spec, data, ds, layout = plan.spec, plan.spec.data, plan.ds, plan.ds.layout
@@ -414,15 +422,13 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         _regular("samples", drawn, samples.every_images, evaluations),
         _regular("validation", f"{losses} at {levels} noise levels", spec.evaluation.every_images, forwards or unknown),
         f"outputs      {run_dir}; MLflow in {tracker}",
-        "",
-        stage_table(plan),
     ]
-    return "\n".join(line for line in lines if line is not None)
+    return "\n".join([*(wrapped(line) for line in lines if line is not None), "", stage_table(plan)])
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:
     """Return a line on a regular task, with the cost of its ``forwards`` relative to training, if known."""
     if not every_images or forwards == 0:
-        return f"{name:<13}off"
+        return f"{name:<{NAMED}}off"
     share = "" if forwards is None else f" ({forwards / (PASSES_PER_STEP * every_images):.1%} of the computing)"
-    return f"{name:<13}{what}, every {every_images:,} images{share}"
+    return f"{name:<{NAMED}}{what}, every {every_images:,} images{share}"

@@ -31,6 +31,16 @@ def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **
         return drafted(DIGITS, [], file, world_size=world_size, stages=stages, hosts=hosts)
 
 
+def unbroken(text: str) -> list[str]:
+    """Return the lines of a plan as they were before they were fitted to a terminal."""
+    assert max(map(len, text.splitlines())) <= 100
+    return text.replace("\n" + " " * 13, " ").splitlines()
+
+
+def lines_of(made: RunDraft) -> list[str]:
+    return unbroken(describe_plan(made, Path("runs/x")).partition("\n\n")[0])
+
+
 def hosts_of(made: RunDraft) -> str | None:
     return hosts_line(made.grid, made.exchange)
 
@@ -44,7 +54,7 @@ def test_a_plan_is_described_in_words_that_fit_its_numbers() -> None:
     changes = ["evaluation.every_images=null", "train.accumulation=1", "train.batch_images=1", "train.images=1"]
     changes += ["optimizer.warmup_images=0"]
     one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
-    lines = describe_plan(one, Path("runs/x")).splitlines()
+    lines = lines_of(one)
     for line in (
         "layout       1 process: 1 stage x 1 replica",
         "batch        1 image = 1 micro-batch of 1 x 1 replica",
@@ -62,7 +72,7 @@ def test_a_held_out_source_is_named(count: int, said: str) -> None:
     changes = ["data.source=folder", "data.path=train", "data.held_out_path=val", f"data.held_out_images={count}"]
     changes.append("evaluation.every_images=64000")
     one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
-    (line,) = (line for line in describe_plan(one, Path("runs/x")).splitlines() if line.startswith("validation"))
+    (line,) = (line for line in lines_of(one) if line.startswith("validation"))
     assert said in line and ("% of the computing" in line) is bool(count)
 
 
@@ -81,7 +91,7 @@ def test_elements_between_four_stages_are_printed_beside_a_relays(
 ) -> None:
     file, config = REPOSITORY / "launch" / "specs" / f"{spec}.yaml", REPOSITORY / "ds_configs" / "zero2_bf16.json"
     found = drafted(file, ["data.path=pictures", *changes], config, world_size=4, stages=4)
-    line = next(line for line in describe_plan(found, Path("runs/x")).splitlines() if line.startswith("messages"))
+    line = next(line for line in lines_of(found) if line.startswith("messages"))
     assert found.parameters == parameters
     assert sum(stage.sent_elements for stage in found.stages) == sent
     images = found.spec.train.batch_images
@@ -111,7 +121,7 @@ def test_the_bytes_between_hosts_are_printed_with_the_alternative() -> None:
     two = plan(TWO_BY_TWO)
     gradients = 701_345 * (8 * 2 + 1) * 2 * 0.5 * 2
     line = hosts_of(two)
-    assert line is not None and line in describe_plan(two, Path("runs/x")).splitlines()
+    assert line is not None and line in lines_of(two)
     assert line.startswith(
         "hosts        2 x 2 processes, stages across hosts: 1.475 MB of activations a step between them,"
     )
@@ -154,8 +164,7 @@ def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None
 
 
 def tensor_lines_of(made: RunDraft) -> list[str]:
-    lines = describe_plan(made, Path("runs/x")).splitlines()
-    return [line for line in lines if line.startswith(("layout", "tensor", "warning"))]
+    return [line for line in lines_of(made) if line.startswith(("layout", "tensor", "warning"))]
 
 
 def test_a_plan_says_what_tensor_groups_split_what_stays_whole_and_what_the_sums_cost() -> None:
@@ -190,7 +199,7 @@ def test_tensor_groups_across_hosts_are_warned_of_once_the_hosts_are_known() -> 
     *_, warning = tensor_lines_of(apart)
     assert warning.startswith("warning      1 tensor group across hosts: each rank sends ")
     unknown = plan((), 1, tensor={"size": 4})
-    assert warning in decided_since(unknown, met(unknown, TWO_BY_TWO)).splitlines()
+    assert warning in unbroken(decided_since(unknown, met(unknown, TWO_BY_TWO)))
     assert warning not in decided_since(apart, apart)
 
 
