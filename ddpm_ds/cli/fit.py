@@ -1,7 +1,6 @@
 """``ddpm-ds fit``: find the largest micro-batch that fits this machine's devices."""
 
 import json
-import os
 import shlex
 import tempfile
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.options import batch, flag, memory_size, option, positive, process_count
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.units import gib
-from ddpm_ds.planning.run_plan import choose, lay_out, read_run
+from ddpm_ds.planning.run_plan import choose, lay_out, machine_here, read_run
 from ddpm_ds.processes.ranks import set_environment
 
 USABLE = 0.9
@@ -58,21 +57,20 @@ def fit(options: FitOptions) -> None:
     found = take_files(options, DEFAULT_SPEC)
     check_outputs(overwrite=options.overwrite, out=options.out, json=options.json)
     set_environment()
-    given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
     import torch
 
-    devices = torch.cuda.device_count() if given != "cpu" else 0  # counting takes no memory of a device
-    device = "cuda" if devices or given == "cuda" else "cpu"
-    os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed
-    count, config = options.processes or devices or 1, found.deepspeed_config
-    checked = check_ds_config(read_ds_config(config, found.overrides), config)
-    stages = options.pipeline_stages
+    from ddpm_ds.ground.device import choose_device
+
+    device, config = choose_device(options.device).type, found.deepspeed_config  # takes no memory of a device
+    count = options.processes or (torch.cuda.device_count() if device == "cuda" else 1)
+    checked, stages = check_ds_config(read_ds_config(config, found.overrides), config), options.pipeline_stages
+    machine = machine_here(checked.precision, count)
     asked = [*found.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
     files, hosts = read_run(found.spec, asked, config), ("0",) * count
     layout = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device)).ds.layout
     share, budget_bytes = options.accumulation, _budget(options.memory_budget, count, device)
     sizes = layout.stages, layout.replicas, count
-    task = Task(found.spec, found.overrides, config, *sizes, share, device, budget_bytes, options.steps)
+    task = Task(found.spec, found.overrides, config, *sizes, share, machine, budget_bytes, options.steps)
     spec = task.draft(task.sizes()[0]).spec
     from ddpm_ds.data.held_out import prepare_all
     from ddpm_ds.data.prepare import How

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ddpm_ds.ground.errors import EXIT_PREEMPTED, SpecError, UserError
+from ddpm_ds.ground.errors import COMMAND_ERROR, EXIT_PREEMPTED, SpecError, UserError
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, handle, leave_on
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             handle([signal.SIGINT], signal.default_int_handler)
         return options.verb.start(options)
     except UserError as error:
-        print(textwrap.indent(str(error), "ddpm-ds: error: "), file=sys.stderr)
+        print(textwrap.indent(str(error), COMMAND_ERROR), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

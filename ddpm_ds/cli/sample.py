@@ -24,7 +24,7 @@ from ddpm_ds.ground.options import batch, flag, image_number, number, option, po
 from ddpm_ds.ground.outputs import check_output
 from ddpm_ds.ground.units import MOST_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
-from ddpm_ds.schema.choices import SAMPLERS, samplers_with
+from ddpm_ds.schema.choices import SAMPLERS
 from ddpm_ds.schema.layout import Precision
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def samplers_from(
             message = fault["msg"][:1].lower() + fault["msg"][1:]
             raise SpecError(f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {message}") from None
         if options.variance is not None and "variance" not in SAMPLERS[kind].options:
-            by = samplers_with("variance")
+            by = " or ".join(name for name, one in SAMPLERS.items() if "variance" in one.options)
             raise SpecError(f"--variance is an option of {by}, not of {kind}; leave it out or use --sampler {by}")
         try:
             check_sampler(changed, diffusion, guide=options.guide is not None, **checks)

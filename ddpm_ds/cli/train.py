@@ -204,7 +204,7 @@ def _train_with_others(
             plan = run_plan.with_decisions(plan, device)
         if line is not None and (decisions := decided_since(draft, plan)):
             print(decisions, flush=True)
-        files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine, {})}
+        files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine)}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
                 _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)

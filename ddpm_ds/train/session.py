@@ -316,7 +316,7 @@ def _batches(
     if not engine.reads_data:
         return None
     replica = engine.grid.get_data_parallel_id()
-    share = Share(layout.batch_images, layout.micro_batch_images, engine.dp_world_size, replica)
+    share = Share(layout.micro_batch_images, engine.dp_world_size, replica)
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index

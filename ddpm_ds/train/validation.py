@@ -20,7 +20,7 @@ from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.loader import MicroBatch, Share
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
 from ddpm_ds.ground.device import DTYPES, share_threads
@@ -64,7 +64,7 @@ class Setting:
         """Prepare images, threads and plan, before any process group exists."""
         use_host_accelerator()
         share_threads(device)
-        store = prepare(draft.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
+        store = prepare(draft.spec.data, How(progress=int(os.environ["LOCAL_RANK"]) == 0))
         check_store(store, draft.spec)
         ds, hosts = draft.ds.without_reports(), draft.grid.hosts
         plan = make_plan(replace(draft, ds=ds), hosts, machine_here(ds.precision, len(hosts)))
@@ -77,7 +77,7 @@ class Setting:
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
         """Yield the endless micro-batches of one of ``replicas``, from the first image on."""
         spec, layout = self.plan.spec, self.plan.ds.layout
-        share = Share(layout.batch_images, layout.micro_batch_images, replicas, replica)
+        share = Share(layout.micro_batch_images, replicas, replica)
         fields = fields_read(spec, first=True, last=True, text=spec.unet.text is not None)
         return replica_batches(spec, Subset.of(self.store), share, self.device, fields=fields)
 

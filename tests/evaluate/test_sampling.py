@@ -181,7 +181,7 @@ def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
         ("--out /", "/ exists and is not empty; name a new folder"),
         ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
         ("--guidance-between 3", "argument --guidance-between: '3' is not two noise levels such as 0.3,5"),
-        ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
+        ("--guidance 2 --guidance-between 300,400", "has none of the steps' noise levels, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
         ("--guidance 1,2", "sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several"),
