@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import DS_CONFIGS
+from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.staged import Give, Take
+from ddpm_ds.planning.inputs import machine
+from ddpm_ds.planning.run_plan import make_plan
 from ddpm_ds.train import validation
 from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.validation import Previews, Validation
+from ddpm_ds.train.validation import FIRST_PICTURE_SECONDS, Previews, Validation, picture_seconds
 from ddpm_ds.unet.model import UNet
-from tests.launching import tiny_spec
+from tests.launching import drafted, tiny_spec
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of, run_cases
 from tests.train.validation_worker import NO_IMAGES, WATCHDOG, Look, engine_of, in_memory
@@ -164,6 +168,25 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
     monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
     all_of.before_first_step()
     assert not ran and recorder.log.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "devices", "drawn"),
+    [
+        ("digits", "cpu", 2, True),
+        ("folder32", "cpu", 2, True),
+        ("cifar10", "cpu", 2, False),
+        ("folder", "cpu", 2, False),
+        ("folder", "h100", 1, True),
+        ("sdxl", "h100", 1, False),
+        ("sdxl", "h100", 4, True),
+    ],
+)
+def test_the_time_of_a_picture_is_predicted_by_its_flops(spec: str, device: str, devices: int, drawn: bool) -> None:
+    path = [] if spec in ("digits", "cifar10") else ["data.path=x"]
+    draft = drafted(SPECS / f"{spec}.yaml", path, DS_CONFIGS / "zero2_fp16.json", world_size=1, stages=1)
+    plan = make_plan(draft, ("0",), machine(device, half=True, devices=1, nodes=1))
+    assert (picture_seconds(plan, plan.spec.samples.count, devices) < FIRST_PICTURE_SECONDS) is drawn
 
 
 @pytest.mark.parametrize(("seconds", "drawn"), [(29.0, True), (31.0, False)])
