@@ -218,8 +218,9 @@ def test_the_commands_for_sdxl_work_with_a_tiny_pipeline_in_its_place(tmp_path: 
     assert (folder / "runs" / "first" / "checkpoints" / "latest").is_file()
 
 
+@pytest.mark.parametrize("name", ["digits", "images"])
 def test_a_disk_that_is_full_leaves_nothing_and_takes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk may be full after any number of files."""
     (tmp_path / "empty").mkdir()
@@ -234,6 +235,6 @@ def test_a_disk_that_is_full_leaves_nothing_and_takes_nothing(
 
         monkeypatch.setattr(init, "write_file", full)
         for folder in ("empty", "new/deep"):
-            assert main(["init", str(tmp_path / folder)]) == EXIT_BAD_INPUT
+            assert main(["init", f"--{name}", str(tmp_path / folder)]) == EXIT_BAD_INPUT
             assert "No space left on device" in capsys.readouterr().err
         assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
