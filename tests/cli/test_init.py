@@ -91,7 +91,7 @@ def test_a_folder_that_is_used_or_can_not_be_written_is_refused_in_one_line(
     before = {path.name: path.read_bytes() for path in used.iterdir()}
     capsys.readouterr()
     for folder, why in ((used, "is not empty"), (file, "can't be written"), (file / "in it", "can't be written")):
-        assert main(["init", "--fields", str(folder)]) == EXIT_BAD_INPUT
+        assert main(["init", "--images", str(folder)]) == EXIT_BAD_INPUT
         error = capsys.readouterr().err
         assert f"{folder} {why}" in error and error.count("\n") == 1
     assert main(["init", "--fields", "--text", str(tmp_path / "two")]) == EXIT_BAD_INPUT
