@@ -182,7 +182,7 @@ def run(options: ScriptOptions) -> int:
         others = [word for word in without(options.arguments, RestartOptions) if word != "--"]
         instead = shlex.join(["deepspeed", *others])
         raise SpecError(
-            f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
+            f"run has no option {unknown[0]}; write the script's options after its name, or type: {instead}"
         )
     options = read(ScriptOptions, given)
     place, log = _place(options, "auto"), functools.partial(log_line, "run")
