@@ -48,10 +48,11 @@ class FitOptions(ConfigOption, SpecOptions):
 def fit(options: FitOptions) -> None:
     """Find the largest micro-batch that fits the devices.
 
-    Tries: trains for a few steps with the micro-batch that the planner expects to be the largest, then with larger or
-    smaller ones until the limit is known. The batch stays train.batch_images, so only micro-batches are tried that
-    divide a replica's share of it; with --accumulation their number stays the same and the batch grows. The exit code
-    is 2 if not even the smallest micro-batch fits; other errors have that of the trial.
+    A micro-batch is the images that go through a stage at one time. Tries: trains for a few steps with the micro-batch
+    that the planner expects to be the largest, then with larger or smaller ones until the limit is known. The batch
+    stays train.batch_images, so only micro-batches are tried that divide a replica's share of it; with --accumulation
+    their number stays the same and the batch grows. The exit code is 2 if not even the smallest micro-batch fits; other
+    errors have that of the trial.
 
       ddpm-ds fit --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_fp16.json --out fit.json
     """

@@ -158,7 +158,7 @@ class PrepareOptions(SpecOptions):
 
 @Verb
 def prepare(options: PrepareOptions) -> None:
-    """Write the images of a spec into the data-set cache.
+    """Write the images of a spec into the cache, from which runs train.
 
     Training does this by itself when the cache is missing. Latents of data.autoencoder and encoded captions of
     data.text are made here alone, with --encode, and what a regression leaves of fields with --residual.
