@@ -201,7 +201,7 @@ def test_what_an_argument_does_not_take_is_one_line_that_names_it(
         ("plan", "spec", tiny_spec().model_copy(update={"name": 5}), "plan: spec.name = 5: input should be"),
         ("plan", "overrides", "ds.zero_optimization.stage=1", "are not allowed as a Sequence value"),
         ("plan", "times", 5, "plan: times = 5: input should be callable"),
-        ("load_trained", "device", "meta", "device = meta is none of cpu, cuda and a numbered one such as cuda:0"),
+        ("load_trained", "device", "meta", "device = meta is unknown; use cpu, cuda or a numbered one such as cuda:0"),
         ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
         ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
         ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),

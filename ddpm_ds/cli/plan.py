@@ -1,4 +1,4 @@
-"""``ddpm-ds plan``: the fastest layouts on given devices, and why; and the plan of a run in words and tables."""
+"""``ddpm-ds plan``, which prints the fastest layouts and why; and the plan that every run prints first."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
 MOST_WHOLE = 3
-"""Maximum layers named in a line that stay whole for the same reason."""
+"""Maximum names of whole layers that a line gives for one reason."""
 
 
 @dataclass(frozen=True)
 class PlanOptions(ConfigOption, SpecOptions):
     processes: int = option("processes to train with", "N", process_count, required=True)
-    nodes: int = option("hosts that share them (default 1)", "N", process_count, default=1)
+    nodes: int = option("hosts that share the processes (default 1)", "N", process_count, default=1)
     device_kind: str | None = option("default: this machine's GPU, else cpu", choices=tuple(KINDS))
     device_memory: int | None = option("memory of one device, such as 80GiB", "SIZE", memory_size)
     tflops: float | None = option("TFLOP/s that a device reaches in convolutions", "X", teraflops)
-    bandwidth: float | None = option("between devices of a node, such as 300GB/s", "Y", link_speed)
-    inter_node: float | None = option("to another node, such as 200Gbit/s", "Z", link_speed)
+    bandwidth: float | None = option("speed between devices of a node, such as 300GB/s", "Y", link_speed)
+    inter_node: float | None = option("speed to another node, such as 200Gbit/s", "Z", link_speed)
     measure: bool = flag("time the layers on this machine; times are cached")
     top: int = option("layouts to print (default 10)", "N", positive, default=10)
     out: Path | None = option("write the DeepSpeed JSON of the first one", "FILE")
@@ -65,8 +65,8 @@ class PlanOptions(ConfigOption, SpecOptions):
 def plan(options: PlanOptions) -> None:
     """Predict the fastest layout on given devices.
 
-    Predicts memory, step time, bubble and traffic of every layout of a run, and prints the fastest that fit. Nothing is
-    trained; step times come from a simulator that executes the programs of the engine (docs/planner.md).
+    Predicts each layout's memory, step time, bubble and traffic, and prints the fastest that fit. Nothing is trained: a
+    simulator executes the engine's programs (docs/planner.md).
 
       ddpm-ds plan --spec cifar10 --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
           time each layer on this machine instead of computing its cost
@@ -78,7 +78,7 @@ def plan(options: PlanOptions) -> None:
     check_outputs(overwrite=options.overwrite, out=options.out, timeline=options.timeline)
     spec = load_spec(files.spec, spec_overrides(files.overrides))
     if options.measure and options.tflops:
-        raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
+        raise LayoutError("--tflops has no effect on layers that --measure times; leave one of them out")
     set_environment()
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
         found = run_plan.plan(
@@ -113,7 +113,7 @@ def plan(options: PlanOptions) -> None:
 
 def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     if (first := found.best[0].layout).stages == 1:
-        print(f"{path}: not drawn, as 1 has one stage, which waits for no other")
+        print(f"{path}: not drawn, since layout 1 has one stage, which waits for no other")
         return
     from ddpm_ds.observe.timeline import draw_step
 
@@ -125,7 +125,7 @@ def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
 
 
 def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:
-    """Return the times of layers on this machine; ``bar`` counts those that are timed."""
+    """Return the times of layers on this machine; ``bar`` counts the timed ones."""
     import torch
 
     from ddpm_ds.ground.device import choose_device
@@ -156,7 +156,7 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
 
 
 def report(found: Plan) -> str:
-    """Return everything that ``ddpm-ds plan`` prints of its result."""
+    """Return the tables and sentences that ``ddpm-ds plan`` prints."""
     machine = found.predictor.machine
     fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
     layouts, memory = _layout_table(found.best, several_nodes=machine.nodes > 1), _memory_table(found.best[0].memory)
@@ -164,7 +164,7 @@ def report(found: Plan) -> str:
 
 
 def why(found: Plan) -> str:
-    """Return sentences: why the first layout is fastest, what crosses nodes, what more memory would do."""
+    """Return sentences on why the first layout is the fastest, on traffic between nodes, and on more memory."""
     machine, (first, *others) = found.predictor.machine, found.best
     sentences = [
         f"1 is the fastest of {counted(found.fitting, 'layout')} that fit; {found.misfits:,} don't. Its devices spend "
@@ -206,7 +206,7 @@ def _of_groups(first: Prediction, best: Prediction, link_bandwidth: float) -> st
 
 
 def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
-    """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
+    """Return a sentence on bytes between nodes, and on these with the layout's ``other`` axis across nodes."""
     wires = first.traffic
     sizes = {kind: getattr(wires, kind) for kind in ("activations", "gradients", "weights", "sums")}
     named = " and ".join(f"{size / 1e9:.3f} GB of {kind}" for kind, size in sizes.items() if size) or "nothing"
@@ -239,10 +239,8 @@ def _layout_table(best: Sequence[Prediction], *, several_nodes: bool) -> list[st
     rows, grouped = list[dict[str, str]](), any(one.layout.tensor.size > 1 for one in best)
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
-        rate, tensor = (
-            layout.batch_images / prediction.step_seconds,
-            (str(layout.tensor.size), layout.tensor.levels_words()),
-        )
+        rate = layout.batch_images / prediction.step_seconds
+        tensor = (str(layout.tensor.size), layout.tensor.levels_words())
         rows.append(
             {
                 "": str(number),
@@ -277,7 +275,7 @@ def _memory_table(ranks: Sequence[Memory]) -> list[str]:
 
 
 def stage_table(plan: RunDraft) -> str:
-    """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
+    """Return the table of stages: layers, parameters, forward flops, bytes sent in a step."""
     grid, layout, rows = plan.grid, plan.ds.layout, list[dict[str, str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
@@ -300,7 +298,7 @@ def stage_table(plan: RunDraft) -> str:
 
 
 def decided_since(planned: RunDraft, decided: RunDraft) -> str:
-    """Return new decisions of a run's start in words and a table; empty if there are none."""
+    """Return lines on decisions that a run's start has added to the plan; empty if there are none."""
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
     lines = [lines(*new) for lines in (hosts_line, hosts_warning) if lines(*new) != lines(*known)]
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
@@ -309,7 +307,7 @@ def decided_since(planned: RunDraft, decided: RunDraft) -> str:
 
 
 def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
-    """Return a line on the bytes that cross hosts in a step, for both axes across hosts; None for one host."""
+    """Return a line on the bytes between hosts in a step, for both axes across hosts; None for one host."""
     if not grid.hosts:
         return "hosts        of different sizes: placement and traffic are known once the ranks have met"
     if not grid.several_hosts:
@@ -319,7 +317,7 @@ def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
     kinds = {name: getattr(wires, name) for name in ("activations", "gradients", "weights")}
     named = [f"{_megabytes(size)} of {name}" for name, size in kinds.items() if size]
-    if not named:  # of one tensor group, hosts_warning says what it sends
+    if not named:  # a single tensor group, on which hosts_warning has a line
         return None
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
     most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
@@ -343,7 +341,7 @@ def hosts_warning(grid: Grid, exchange: Exchange) -> str | None:
 
 
 def _tensor_line(layers: Sequence[Layer], layout: Layout, sent: float) -> str | None:
-    """Return a line on the layers that tensor groups split, whole layers, and the cost of sums; None without groups."""
+    """Return a line on tensor groups: layers that are split or whole, and the cost of sums; None without groups."""
     if layout.tensor.size == 1:
         return None
     whole: dict[str, list[str]] = {}
@@ -362,7 +360,7 @@ def _tensor_line(layers: Sequence[Layer], layout: Layout, sent: float) -> str | 
 
 
 def _messages_line(plan: RunDraft) -> str | None:
-    """Return a line on the bytes between stages, beside those of a relay; None for one stage."""
+    """Return a line on the bytes between stages, and those of a relay; None for one stage."""
     layout = plan.ds.layout
     if layout.stages == 1:
         return None
@@ -423,7 +421,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:
-    """Return a line about a regular task, and the compute of its ``forwards`` relative to training, if known."""
+    """Return a line on a regular task, with the cost of its ``forwards`` relative to training, if known."""
     if not every_images or forwards == 0:
         return f"{name:<13}off"
     share = "" if forwards is None else f" ({forwards / (PASSES_PER_STEP * every_images):.1%} of the computing)"

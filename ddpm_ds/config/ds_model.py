@@ -1,7 +1,7 @@
-"""Every key of the DeepSpeed JSON that has an effect, or no effect, in a pipelined U-Net run, as pydantic models.
+"""Every key of the DeepSpeed JSON that a pipelined U-Net run accepts, as pydantic models.
 
-A key that DeepSpeed 0.19 reads and that would break a pipeline, or would be ignored where it promises something, is not
-here, and so is refused. ``docs/ds_configs.md`` prints these models.
+Keys of DeepSpeed 0.19 that would break a pipeline, or be ignored in silence, are not here, and so are refused.
+``docs/ds_configs.md`` prints these models.
 """
 
 import json
@@ -27,18 +27,16 @@ from ddpm_ds.schema.section import (
 from ddpm_ds.schema.types import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
-"""A value that follows from the spec, the processes or the device, as if the key were left out."""
+"""Value of a key that follows from the spec, the processes or the device, as if the key were left out."""
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 Steps = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
-MOST_BUCKET = 2**31
-"""Maximum elements of a bucket: 8 GiB of fp32."""
+MOST_BUCKET = 2**31  # maximum elements of a bucket: 8 GiB of fp32
 CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
 
-EIGHT_BIT: Literal["AdamW8bit"] = "AdamW8bit"
-"""Type of the optimizer whose moments take 8 bits."""
+EIGHT_BIT: Literal["AdamW8bit"] = "AdamW8bit"  # type of the optimizer whose moments take 8 bits
 _SPELLINGS = {name.lower(): name for name in ("AdamW", "Adam", EIGHT_BIT)}
 """Published spellings of the optimizers, which DeepSpeed reads in any case of letters."""
 
@@ -51,14 +49,13 @@ def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
 
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
 WITH_ZERO = "zero_optimization.stage=1|2"
-ZERO_ONLY = only_with(WITH_ZERO)
-"""Mark of a field that DeepSpeed ignores without ZeRO (stage 0)."""
+ZERO_ONLY = only_with(WITH_ZERO)  # mark of a field that DeepSpeed ignores without ZeRO (stage 0)
 PYTORCHS = only_with("torch_adam or optimizer.type=AdamW8bit")
 PLANNED = only_with("schedule=planned|auto or stages=1")  # which is recorded as 1F1B
 
 
 def _why(reason: str) -> Any:
-    """Return the annotation of a field whose other values are refused for this reason."""
+    """Return the annotation of a field with the reason why other values are refused."""
     return Field(json_schema_extra={"reason": reason})
 
 
@@ -368,20 +365,20 @@ _REASONS = {
     "DeepSpeed logs it in hooks that this engine replaces": "memory_breakdown",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Reasons why keys that people write are refused unless they are off, by dotted key, or by name in any block."""
+"""Reasons why keys are refused unless they are off, by dotted key, or by name in any block."""
 _ON = (
     "adam_w_mode allgather_partitions bias_correction compute_grad_norm contiguous_gradients grad_partitioned "
     "ignore_unused_parameters load_from_fp32_weights pipe_partitioned zero_force_ds_cpu_optimizer"
 )
 USUAL = {"gradient_predivide_factor": 1, "last_batch_iteration": -1} | dict.fromkeys(_ON.split(), True)
-"""The only value of refused keys that are not off, DeepSpeed's default, by name."""
+"""DeepSpeed's default of refused keys that are on by default, by name; no other value is accepted."""
 RENAMED: dict[str, tuple[str, object]] = {
     "bfloat16": ("bf16.enabled", True),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", "cpu"),
     "allgather_size": ("zero_optimization.allgather_bucket_size", None),
     "optimizer.params.max_grad_norm": ("gradient_clipping", None),
 }
-"""Refused keys for which there is another, and its value if the refused one is on; None means the same value."""
+"""Replacements of refused keys, with the value to write if the refused key is on; None means the same value."""
 _SYNONYMS = {
     "optimizer.params.lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
@@ -399,7 +396,7 @@ SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.spli
 
 
 def effective(values: Mapping[str, object], within: str = "") -> dict[str, Any]:
-    """Return a JSON, or the block ``within`` it, without refused keys that change nothing."""
+    """Return a JSON, or its block ``within``, without refused keys that change nothing."""
     kept = {}
     for name, value in values.items():
         key = within + name
@@ -410,7 +407,7 @@ def effective(values: Mapping[str, object], within: str = "") -> dict[str, Any]:
 
 
 def _changes_nothing(name: str, value: object) -> bool:
-    """Return whether a refused key is off, or a block of such keys, or as DeepSpeed would have it."""
+    """Return whether a refused key is off, has DeepSpeed's default, or is a block of such keys."""
     if isinstance(value, dict) and not {"enabled", "device"} & {*value}:
         return all(_changes_nothing(inner, inside) for inner, inside in value.items())
     return value == USUAL[name] if name in USUAL else is_off(value)
@@ -426,7 +423,7 @@ def given_at(values: Mapping[str, object], key: str) -> object:
 
 
 def changed(config: DsConfig, values: Mapping[str, object]) -> DsConfig:
-    """Return a JSON with other values at dotted keys; a value of :data:`REMOVED` takes the key away."""
+    """Return a JSON with other values at dotted keys; the value :data:`REMOVED` removes a key."""
     given = config.given
     for key, value in values.items():
         *blocks, name = key.split(".")
@@ -441,7 +438,7 @@ def changed(config: DsConfig, values: Mapping[str, object]) -> DsConfig:
 
 
 def nested(key: str, value: object) -> str:
-    """Return a dotted key and its value as they are written at the top of a JSON."""
+    """Return the text of a dotted key and its value at the top of a JSON."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return json.dumps(value)[1:-1]

@@ -25,7 +25,7 @@ from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.diffusion.condition import Condition, Moves
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.schema.choices import OBJECTIVES

@@ -20,7 +20,7 @@ from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.text import TextEncoders, misfit
 from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.levels import check_guidance
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec, check_sampler
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned

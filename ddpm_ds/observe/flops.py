@@ -1,12 +1,12 @@
 """The flops profile: DeepSpeed's text for each stage, and a table of multiply-accumulates for each layer and stage.
 
-The JSON's ``flops_profiler`` block asks for it, with which DeepSpeed's own pipeline engine crashes. The first replica
+The JSON's ``flops_profiler`` block switches it on; DeepSpeed's own pipeline engine crashes with it. The first replica
 of each stage runs DeepSpeed's profiler around one forward pass, and rank 0 gathers the results. They have two sources:
 
-    parameters, multiply-accumulates, flops    the layers' own arithmetic (:attr:`Layer.macs`), of the whole stage
+    parameters, multiply-accumulates, flops    arithmetic on the stage's layers (:attr:`Layer.macs`)
     latency                                    DeepSpeed's profiler; its own count of flops is only in its text
 
-Of a tensor group the profiler runs on the first rank: its latency includes the sums, its text has its share of flops.
+In a tensor group the profiler runs on the first rank: its latency includes the sums, its text has its share of flops.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class FlopsProfile(Observer):
         done = engine.global_steps
         if self._waits and not done < self._step <= steps and not (folder / NUMBERS).exists():
             comes = f"{done + 1:,} to {steps:,}" if done < steps else "none"
-            report.log(f"flops_profiler.profile_step = {self._step}, the steps to come are {comes}: name one of them")
+            report.log(f"flops_profiler.profile_step = {self._step} does not come (steps to come: {comes}); name one")
 
     def begin_step(self, step: int) -> None:
         self.finish()

@@ -2,15 +2,14 @@
 
 RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each event
 RUN_DIR/trace/steps-20-22.png    the step of median length, if there are several stages: a row for each rank, a box for
-                                 each instruction, grey where the rank waits; it can be read 400 pixels wide
-RUN_DIR/trace/summary.json       circumstances of the trace, and each rank's :func:`rank_seconds`
+                                 each instruction, grey where the rank waits; readable at a width of 400 pixels
+RUN_DIR/trace/summary.json       settings of the run, and each rank's :func:`rank_seconds`
 """
 
 import contextlib
 import io
 import json
 import math
-import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -38,7 +38,7 @@ OWN = {
     "optimizer": ["OptimizerStep"],
     "agreement_wait": [WAIT_FOR_RANKS],  # for other ranks, in ReduceGrads and OptimizerStep
 }
-"""Events of a rank as a whole, by the name under which their seconds are summed."""
+"""Events that belong to no phase of a rank, by the name under which their seconds are summed."""
 PHASES = {
     "forward": ["ForwardPass"],
     "backward": ["BackwardPass", "InputGradients", "WeightGradients"],
@@ -46,7 +46,7 @@ PHASES = {
     "send": ["SendActivation", "SendGrad"],
 }
 """Events of one phase of a rank, by the name under which their seconds are summed."""
-NOTICEABLE = 0.001  # share of the time above which a pause is reported; less is only the check whether a pause is due
+
 LOOKS: dict[str, tuple[str, ...]] = {
     "ForwardPass": ("forward", "#3b7dd8", "#8fbcf0"),
     "BackwardPass": ("backward", "#e07b39", "#f5bd8b"),
@@ -68,8 +68,8 @@ LOOKS: dict[str, tuple[str, ...]] = {
 WAITING = "#e4e4e4"
 PROCESS, STEPS_ROW = 1, 1  # ids in a trace: the process of all, and the thread above the ranks, which shows the steps
 NUMBERED_BOXES = 600  # maximum number of boxes for which micro-batches are numbered
-CHARACTER = 0.014  # width of one, as a share of the picture's; a box that shows its number has room for one more
-VISIBLE = 0.001  # smallest width of a box that can be seen, as a share of the picture's
+CHARACTER = 0.014  # width of a character as a share of the step; a box with a number has room for one more
+VISIBLE = 0.001  # smallest width of a visible box, as a share of the step
 TITLE_CHARACTERS = 72
 MOST_ROWS = 32  # maximum number of rows for which the picture grows, and of ranks that are named at its side
 
@@ -138,7 +138,7 @@ class Timeline(Observer):
             "precision": self._precision,
             "graphs": not engine.graph.why_eager,  # other steps are CUDA graphs; traced ones are not
             "world_size": len(ranks),
-            "host_processes": int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))),
+            "host_processes": processes_on_host(len(ranks)),
             "first_step": traces[0].steps[0].number,
             "last_step": traces[0].steps[-1].number,
             "step_seconds": fmean(rank["step_seconds"] for rank in ranks),
@@ -241,11 +241,6 @@ def timeline_metrics(summary: Summary, macs_per_image: int) -> dict[str, float]:
         "perf/mfu": flops / step_seconds / (summary["peak_flops_per_second"] * len(ranks)),
         "perf/data_wait_fraction": max(rank["data_wait_seconds"] / rank["step_seconds"] for rank in ranks),
     }
-    for pause in PAUSES:
-        whole = (rank["step_seconds"] + sum(rank[f"{kind}_seconds"] for kind in PAUSES) for rank in ranks)
-        share = fmean(rank[f"{pause}_seconds"] / seconds for rank, seconds in zip(ranks, whole, strict=True))
-        if share > NOTICEABLE:
-            values[f"perf/{pause}_fraction"] = share
     return values
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.pipeline.cuts import segments, sent_elements
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import Layer
@@ -281,7 +282,7 @@ def launched_hosts(world_size: int) -> tuple[str, ...]:
     A process knows the number of processes on its host. If hosts differ in that, the result is empty, and only the
     rendezvous knows the ranks' hosts.
     """
-    on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    on_a_host = processes_on_host(world_size)
     count = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's
     hosts = int(count) if count else -(-world_size // on_a_host)
     if hosts * on_a_host != world_size:

@@ -1,6 +1,6 @@
 """Model of time: seconds of each rank's instructions, and the bytes that they send.
 
-The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.planning.verdict`).
+The machine's rates come from a data sheet, or from a traced step (:mod:`ddpm_ds.planning.verdict`).
 """
 
 import functools
@@ -32,14 +32,12 @@ from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
-EIGHT_BIT_BYTES = 226
-"""The same for Adam in 8 bits, whose operations each pass over memory."""
-EMA_BYTES = 12
-"""Bytes per parameter that an average of the weights reads and writes."""
+EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory several times
+EMA_BYTES = 12  # bytes per parameter that an average of the weights reads and writes
 
 DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
-"""Launches that draw a micro-batch's noise, timesteps and flips, those of the optimizer's step with averages, and those
-of Adam in 8 bits for the elements that it steps at a time."""
+"""Kernels launched to draw a micro-batch's noise, timesteps and flips; by the optimizer's step with averages; and by
+Adam in 8 bits for each ``BUCKET_ELEMENTS``."""
 
 LAUNCHES: dict[type[Layer], tuple[int, int]] = {
     AttentionLayer: (5, 11),
@@ -50,10 +48,10 @@ LAUNCHES: dict[type[Layer], tuple[int, int]] = {
     DownsampleLayer: (2, 3),
     OutputLayer: (3, 4),
 }
-"""Launches of a forward and a backward of layers for which these are always the same; of other kinds 1 and 2."""
+"""Kernels launched by a forward and a backward of a layer, where its kind decides them; other kinds launch 1 and 2."""
 PRODUCTS = 1.75
-"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block's products of
-matrices. It fits what was measured and published of SDXL (docs/planner.md)."""
+"""Speed of a transformer block's matrix products on a GPU in half precision, as a multiple of the convolutions' speed.
+It fits measured and published times of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
@@ -65,9 +63,9 @@ def weight_share(layer: Layer) -> float:
 
 
 def update_bytes(job: Workload, layout: Layout) -> int:
-    """Return the bytes per parameter that the optimizer's step and averages, but for the host's, read and write."""
+    """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
-    return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
+    return (EIGHT_BIT_BYTES if job.config.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
 
 
 def planned_costs(
@@ -125,7 +123,7 @@ def planned_costs(
 def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
     """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank."""
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
-    count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
+    count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.config.is_8bit else 0)
     seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
     if layout.offload:
         seconds += owned * (4 + job.stored_bytes) / min(machine.host_bandwidth, PCIE_BANDWIDTH)
@@ -133,11 +131,11 @@ def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float
 
 
 def launches(layer: Layer) -> tuple[int, int]:
-    """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
+    """Return about how many kernels the host launches in a layer's forward and backward; draws count for the first one.
 
-    They are operators that are neither views nor allocations, within a tenth (tests/planning/test_launches.py); a
-    library's may be several kernels. A convolution's three gradients count as three, as in weight-gradient passes. A
-    split layer also launches its sums, the padding of its parts, and copies of gradients.
+    They are the operators that are neither views nor allocations, within a tenth (tests/planning/test_launches.py). A
+    convolution's three gradients count as three, as in weight-gradient passes. A split layer also launches its sums,
+    the padding of its parts, and copies of gradients.
     """
     match layer:
         case BlockLayer():
@@ -153,12 +151,12 @@ def launches(layer: Layer) -> tuple[int, int]:
 
 
 def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
-    """Return the seconds of the host for each kernel; none in a graph, which has launched them all."""
+    """Return the host's seconds for each kernel; 0 if a CUDA graph launches them all."""
     return 0.0 if job.is_replayed(layout) else machine.launch_seconds
 
 
 def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes:
-    """Return a function that estimates layers' times: arithmetic and memory traffic, or launches if longer."""
+    """Return a function that estimates layers' times: the longer of arithmetic with memory traffic, and launches."""
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
@@ -194,7 +192,7 @@ def links(machine: Machine, layout: Layout) -> Links:
 
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
-    """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
+    """Return a rank's seconds for each element of an image that crosses one of its cuts, and for the gradient."""
     slowest = min((link.bytes_per_second for link in links(machine, layout)), default=machine.link_bandwidth)
     return 2 * layout.micro_batch_images * job.stored_bytes / slowest
 
@@ -236,7 +234,7 @@ def step_traffic(
 ) -> Traffic:
     """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
     reductions = None
-    if programs is not None:  # which may have fewer micro-batches
+    if programs is not None:  # they may have fewer micro-batches than the layout
         many = max(number for own in programs for one in own for number in one.micro_batches) + 1
         counts = weight_passes(programs, layout.schedule)
         reductions = [[count * layout.micro_batches / many for count in own] for own in counts]

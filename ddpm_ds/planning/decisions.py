@@ -39,12 +39,10 @@ from ddpm_ds.unet.shards import can_split, level_of
 
 MOST_MICRO_BATCHES_PER_STAGE = 64
 """Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
-LARGEST_GROUP = 8
-"""Largest tensor group that is tried."""
-INTERVALS = (1, 2, 4)
-"""Numbers of layers per activation checkpoint that are tried."""
+LARGEST_GROUP = 8  # largest tensor group that is tried
+INTERVALS = (1, 2, 4)  # numbers of layers per activation checkpoint that are tried
 MOST_GROUPED = 48
-"""Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""
+"""Most layouts with tensor groups that are tried in the order of lower bounds, then by memory if none fits."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def layouts(
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
     needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
-    zeros += [(1, True), (2, True)] if offload and not job.is_8bit else []
+    zeros += [(1, True), (2, True)] if offload and not job.config.is_8bit else []
     for stages in divisors(devices // tensor.size):
         replicas = devices // tensor.size // stages
         if stages > len(job.layers) or batch % replicas:
@@ -193,7 +191,7 @@ def _sort_out_groups(
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
-    """Return layouts that training accepts; recomputing ones have the interval that needs least memory.
+    """Return layouts that training accepts; layouts that recompute have the interval that needs least memory.
 
     ``path`` is of the DeepSpeed JSON, for messages; DsConfigError if training would refuse it with every layout.
     """
@@ -234,7 +232,7 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
 def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
-    """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
+    """Predict layouts in the order of lower bounds, until no other can be among the fastest or below ``limit``."""
 
     def order(prediction: Prediction) -> tuple[float, int]:
         return prediction.step_seconds, prediction.peak.total
@@ -252,7 +250,6 @@ def _fastest(
 
 
 def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
-    """Return the error with which training would refuse a layout's JSON."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
         spec = predictor.job.spec
@@ -323,7 +320,7 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
         splits = [*tensor_splits(job, world_size, given.size)] or splits
     elif open_split:
         splits += tensor_splits(job, math.gcd(*Counter(hosts).values()))
-    for split in reversed(splits):  # a refusal is of the smallest groups
+    for split in reversed(splits):  # so that a refusal names the smallest groups
         for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
             config = with_split(job.config, split)
             try:

@@ -31,6 +31,7 @@ from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
@@ -50,8 +51,7 @@ if TYPE_CHECKING:
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
-Hosts = Sequence[Hashable]
-"""Name or number of each rank's host; empty if unknown."""
+Hosts = Sequence[Hashable]  # name or number of each rank's host; empty if unknown
 MEMORY_ERROR = 0.1
 """Largest error of predicted memory, as a share (docs/planner.md): between a refusal and a run there are warnings."""
 
@@ -108,7 +108,7 @@ class RunPlan(RunDraft):
 
     job: Workload
     machine: Machine
-    programs: tuple[Program, ...] | None  # programs of the ranks of a pipeline; None if the schedule's name says them
+    programs: tuple[Program, ...] | None  # programs of a pipeline's ranks; None if the schedule's name defines them
 
 
 def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFiles:
@@ -125,9 +125,7 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
 
 
 def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
-    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None;
-    DsConfigError or LayoutError, in one line, if there are none.
-    """
+    """Return the planner's choices, on a ``--device``, of stages and tensor groups that are open; None if none is."""
     if not leaves_layout_open(files.config, ranks, stages):
         return None
     from ddpm_ds.ground.device import choose_device
@@ -174,23 +172,25 @@ def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
     the JSON asks for them. Collective: rank 0 decides. LayoutError if no measured cuts fit.
     """
-    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.observe.device_speed import LayerSeconds, measured_times
     from ddpm_ds.pipeline.schedule import Program, weight_passes
     from ddpm_ds.planning.decisions import measured_cuts
     from ddpm_ds.planning.predictor import Predictor
     from ddpm_ds.processes.process_group import decided_by_rank_0
 
-    ds, layout, bounds, programs, passes = plan.ds, plan.ds.layout, plan.bounds, None, None
-    measured = ds.partition == "measured" and layout.stages > 1
+    ds, layout, bounds = plan.ds, plan.ds.layout, plan.bounds
+    measured, times = ds.partition == "measured" and layout.stages > 1, None
     predictor = Predictor(plan.job, plan.machine, measured_times(device, plan.job.precision) if measured else None)
     if measured:
-        bounds = decided_by_rank_0(lambda: measured_cuts(predictor, ds), tuple[int, ...])
-    if ds.is_ordered:
-        programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
-        passes = weight_passes(programs, layout.schedule) if programs else None
+        bounds, times = decided_by_rank_0(
+            lambda: (measured_cuts(predictor, ds), tuple(predictor.layer_times(layout))),
+            tuple[tuple[int, ...], tuple[LayerSeconds, ...]],
+        )
+    programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...] | None)
+    passes = weight_passes(programs, layout.schedule) if programs else None
     stages, grid, exchange, encoding = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
     cut = replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, encoding_ranks=encoding)
-    return replace(cut, programs=programs)
+    return replace(cut, programs=programs, machine=replace(plan.machine, layer_times=times))
 
 
 def _places(
@@ -222,12 +222,12 @@ def machine_here(precision: Precision, devices: int) -> Machine:
     """Read this process's device; all ``devices`` of the run are taken to be like it, on one host."""
     from ddpm_ds.ground.device import described
 
-    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    name, memory = described(processes_on_host(devices))
     return machine_like(name, memory, half=precision != "fp32", devices=devices)
 
 
 class Need(NamedTuple):
-    """Predicted bytes of training as a ``share`` of the bytes that there are, and of which device."""
+    """Predicted bytes of training, also as a ``share`` of the ``limit`` of the device or host ``where`` they are."""
 
     share: float
     size: int
@@ -236,7 +236,7 @@ class Need(NamedTuple):
 
 
 def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
-    """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller."""
+    """Return the need of the fullest device on a ``rank``'s host, or of the host if it is fuller."""
     from ddpm_ds.ground.device import host_memory
     from ddpm_ds.planning.decisions import fitted
     from ddpm_ds.planning.memory import pipeline_memory
@@ -254,10 +254,12 @@ def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
 def check_memory(
     draft: RunDraft, machine: Machine, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
 ) -> str | None:
-    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does, and raise a
-    LayoutError if it does not, which names the first change with which it does.
+    """Check that a run fits the memory of a ``rank``'s host; return a warning if it hardly does.
 
     ``again`` lays the same run out with more overrides and a number of stages. The U-Net of a ``new`` run may change.
+
+    Raises:
+        LayoutError: it does not fit; the message names the first change with which it does.
     """
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:
@@ -279,7 +281,7 @@ def check_memory(
 
 
 def _smaller(layout: Layout, channels: int, *, on_cpu: bool) -> Iterator[tuple[list[str], int]]:
-    """Yield overrides and stages of runs that need less memory, the smallest changes first; none of 0 channels."""
+    """Yield overrides and stages of runs that need less memory, the smallest changes first; 0 ``channels`` stay."""
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
     offload = [[], *([] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]])]
     ways: list[list[str]] = [[], ["ds.pipeline.activation_checkpoint_interval=1"]]
@@ -350,7 +352,7 @@ def plan(
 
 
 def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:
-    """Return a run to plan for, whose buckets of aspect are weighed by the images that preparation has ``counted``.
+    """Return a run to plan for. Buckets of aspect are weighed by the images that preparation has ``counted``.
 
     Raises:
         DataError: the autoencoder or the encoders can't be used, or there are too few images.

@@ -45,13 +45,11 @@ from ddpm_ds.tracking.run_folder import DS_CONFIG, MACHINE, SPEC, VERDICT
 LEAST_GAIN, MUCH_MORE = 0.01, 0.2
 """Smallest share of an image's time that makes a change worth trying, and the additional share that another number of
 stages has to save: its messages are not measured."""
-MOST_LAYOUTS = 4
-"""Number of layouts of which the one with the fewest settings is taken, if they save about the same."""
-MOST_WORKERS, PAUSE_SHARE = 16, 0.01
-"""Most reading threads, and share of the time that pauses may take, after a change."""
+MOST_LAYOUTS = 4  # number of the fastest layouts to choose from
+MOST_WORKERS, PAUSE_SHARE = 16, 0.01  # most reading threads, and share of the time that pauses may take, after a change
 SLOWEST_LINK, FASTEST_LINK, HALVINGS, ORDERS = 1e3, 1e13, 14, 2
-"""Range of bytes per second in which the speed of links is searched, how often it is halved, and for how many orders of
-a planned schedule: that for free links, then that for those found."""
+"""Range of bytes per second in which the links' speed is searched, how often it is halved, and the number of searches:
+the second takes the planned order for the speed that the first has found."""
 USEFUL = "useful work"
 MEASURED = {
     "communication": ("send_seconds", "reduce_seconds"),
@@ -60,10 +58,8 @@ MEASURED = {
     "optimizer": ("optimizer_seconds",),
 }
 """Seconds of a rank's step that a cost takes beside waiting."""
-HEALTHY = 0.05
-"""Share below which no cost is worth a change."""
-BAR, LINE = 40, 112
-"""Characters of a bar that stands for all of the time, and of a line, unless it is a command."""
+HEALTHY = 0.05  # share below which no cost is worth a change
+BAR, LINE = 40, 112  # characters of a bar for all of the time, and of a line that is no command
 SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
 """Names shown to users for shares whose MLflow tag is less clear."""
 
@@ -115,9 +111,10 @@ def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
     """Judge a run at its end, on rank 0, with the ``startup`` of its layers, and write both; takes up to some seconds.
     OutputError or OSError if no step was traced, or the run's files can't be read or written.
     """
-    facts = replace(facts_of(run_dir), startup=startup)
-    found = verdict(facts)
-    replace_file(run_dir / MACHINE, machine_json(facts.machine, startup).encode())
+    facts = facts_of(run_dir)
+    machine = replace(facts.machine, startup=startup)
+    found = verdict(replace(facts, machine=machine))
+    replace_file(run_dir / MACHINE, machine_json(machine).encode())
     replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found
 
@@ -325,7 +322,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
     now = facts.layout
 
     def respects(one: Layout) -> tuple[object, ...]:
-        """Return properties of which a change may alter one."""
+        """Return the properties; a change alters one of them."""
         return (one.stages, folds(one.schedule)), one.micro_batch_images, one.checkpoint_interval, one.zero_stage
 
     near = [
@@ -350,7 +347,7 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     needs = peak_bytes(job, replace(now, checkpoint_interval=0), facts.bounds)
     if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
         return
-    # sums cross links that few runs have measured: they are no faster than a data sheet has them
+    # few runs have measured the links that sums cross: take no more than the data sheet's speed
     slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, facts.machine.link_bandwidth))
     grouped = [
         one
@@ -381,7 +378,7 @@ def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: 
 
 
 def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a JSON whose wanted value is another than the given one."""
+    """Yield the keys of a JSON whose wanted and given values differ, with the wanted value."""
     for name, value in wanted.items():
         if isinstance(value, Mapping):
             yield from _differences(given.get(name, {}), value, f"{prefix}{name}.")
@@ -390,14 +387,14 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
 
 
 def _other_settings(facts: FinishedRun, before: float, shares: Mapping[str, float]) -> Iterator[Change]:
-    """Yield changes of other settings than the layout's, with which a step took ``before`` seconds."""
+    """Yield changes of settings that are not the layout's; a step took ``before`` seconds."""
     if skipped := shares["overflow steps"]:
         scale = facts.overflows.last_scale
         settings: dict[str, Any] = {"ds.fp16.enabled": False, "ds.bf16.enabled": True}
         words = "bf16 has fp32's range and needs no loss scale"
         if scale < facts.overflows.first_scale:
             settings = {"ds.fp16.initial_scale_power": max(int(math.log2(scale)), 0)}
-            words = "A loss scale that begins where it ended overflows in no step at the beginning"
+            words = "A loss scale that begins where this run's ended overflows in no step at the beginning"
         yield Change(words, skipped, settings)
     wait = max(rank.data_wait_seconds for rank in facts.ranks)
     readers = facts.spec.data.workers

@@ -1,4 +1,4 @@
-"""Output of a run: its activity and progress, and the summary at its end."""
+"""Progress line of a run, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def activity(line: ProgressLine | None, what: str) -> contextlib.AbstractContext
 
 
 class ProgressLine:
-    """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. It moves even if the run is busy."""
+    """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. A thread of its own moves its clock."""
 
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic

@@ -5,8 +5,8 @@
          log lines ◀── listening thread ◀── replies ──┘
 
 MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`), with its import, its database, its network and its
-crashes. An event is a line in a file, so what MLflow has not taken can be sent later. (MLflow's own asynchronous
-logging drops what a server does not take at once, and runs in threads of the training process.)
+crashes. An event is a line in a file, so events that MLflow has missed can be sent later. (MLflow's own asynchronous
+logging drops events that a server does not take at once, and runs in threads of the training process.)
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class RunStart:
     parent: str | None = None
     """Identity of the parent run."""
     system_metrics: bool = False
-    """Whether those of this host are read, unless the environment forbids it."""
+    """Whether to read system metrics of this host, unless the environment forbids it."""
 
     def record(self) -> Record:
-        """Return the content of the event."""
+        """Return the content of the ``start`` event."""
         off = not self.system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
         return {
             "id": self.identity or uuid.uuid4().hex,
@@ -162,10 +162,6 @@ class Tracker:
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""
         self._put({"metrics": {name: float(value) for name, value in values.items()}, "step": step})
-
-    def numbers(self, values: Mapping[str, float], step: int) -> None:
-        """Log values that are measured once, at this optimizer step: MLflow shows them as tags, not as charts."""
-        self._put({"numbers": {name: float(value) for name, value in values.items()}, "step": step})
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Log a file or folder, as it is when it is sent."""

@@ -316,7 +316,7 @@ def _batches(
     if not engine.reads_data:
         return None
     replica = engine.grid.get_data_parallel_id()
-    share = Share(layout.batch_images, layout.micro_batch_images, engine.dp_world_size, replica)
+    share = Share(layout.micro_batch_images, engine.dp_world_size, replica)
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index
@@ -371,8 +371,12 @@ def _train(
         drawn_for = images.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
-    measure_every = spec.evaluation.every_images
-    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops)
+    measure_every, seconds = spec.evaluation.every_images, 0.0
+    if rehearsal is None:  # which draws always, since it measures memory
+        flops = 2 * plan.macs * previews.count * spec.sampler.evaluations_of(spec.diffusion)
+        cores = torch.get_num_threads() if plan.machine.is_cpu else 1
+        seconds = flops / (plan.machine.flops * cores * dist.get_world_size())
+    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)

@@ -1,4 +1,4 @@
-"""The text of a plan: what it says of layout, batch and hosts, before and after the ranks have met."""
+"""The printed plan: its lines on layout, batch and hosts, before and after the ranks have met."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO_BY_TWO = ("0", "0", "1", "1")
 
 
 def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **pipeline: Any) -> RunDraft:
-    """The plan of the main JSON under 1F1B, with other changes of its block of the pipeline."""
+    """Plan of the main JSON under 1F1B, with further changes of its block ``pipeline``."""
     config = read_ds_config(CONFIG)
     config["pipeline"] |= {"schedule": "1f1b", **pipeline}
     with TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def hosts_of(made: RunDraft) -> str | None:
 
 
 def met(draft: RunDraft, hosts: Sequence[str]) -> RunPlan:
-    """The plan of ranks that have met on these hosts."""
+    """Plan of ranks that have met on these hosts."""
     return make_plan(draft, hosts, machine_like("cpu", 2**34, half=True, devices=len(hosts), nodes=1))
 
 

@@ -1,4 +1,4 @@
-"""``ddpm-ds plan``: what it prints, writes and refuses."""
+"""``ddpm-ds plan``: output, files and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_stage_has_no_timeline_and_one_node_no_hostfile(tmp_path: Path, caps
     picture, out = tmp_path / "plan.png", tmp_path / "plan.json"
     plan(tmp_path, "--processes", "1", "--device-kind", "l4", "--timeline", str(picture), "--out", str(out))
     printed = capsys.readouterr().out
-    assert f"{picture}: not drawn, as 1 has one stage" in printed and not picture.exists()
+    assert f"{picture}: not drawn, since layout 1 has one stage" in printed and not picture.exists()
     assert f"\ntrain with 1: ddpm-ds train --processes 1 --deepspeed_config {out} --spec " in printed
 
 
@@ -95,7 +95,7 @@ def test_memory_that_ends_while_layers_are_timed_is_one_line(tmp_path: Path, mon
         ("--processes 2 --device-kind l4 --device-memory 200KiB", "nothing fits 2 devices of 0.2 MiB"),
         ("--processes 4096 --device-kind l4", "--processes 4096 can't share train.batch_images = 16"),
         ("--processes 2 --set ds.zero_optimization.stage=3", "zero_optimization.stage = 3 should be 0 or 1 or 2"),
-        ("--processes 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
+        ("--processes 2 --measure --tflops 3", "--tflops has no effect on layers that --measure times"),
         ("--processes 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
         ("--processes 2 --timeline .", "--timeline . can't be written"),
         ("--processes 1 --device-kind l4 --out /dev/full", "/dev/full can't be written (No space left on device)"),

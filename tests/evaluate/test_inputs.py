@@ -22,7 +22,7 @@ from ddpm_ds.data.held_out import checksums_of, prepare_all, split
 from ddpm_ds.data.inputs import Reading
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, prepare
-from ddpm_ds.diffusion.process import Sampler
+from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
 from ddpm_ds.evaluate.sampling import Setup, check_guide, draw

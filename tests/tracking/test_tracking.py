@@ -64,7 +64,6 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     before_ms = time.time() * 1000
     for step in range(600):
         tracker.metrics({"train/loss": 1.0 / (step + 1), "train/total_grad_norm": float("nan")}, step)
-    tracker.numbers({"perf/mfu": 0.25}, 600)
     after_ms = time.time() * 1000
     tracker.text("the verdict", "verdict.txt")
     link = tracker.finish("FINISHED", PATIENCE_SECONDS)
@@ -74,7 +73,6 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     assert run.data.params["unet.channels"] == "32" and run.data.params["unet.multipliers"] == "[1, 2]"
     assert run.data.params["derived.119"] == "119" and len(run.data.params["long"]) == 6000
     assert run.data.tags["git.commit"] == "abc" and run.data.tags["mlflow.user"] == getpass.getuser()
-    assert run.data.tags["perf/mfu"] == "0.25" and "perf/mfu" not in run.data.metrics
     assert run.inputs is not None
     (images,) = (given.dataset for given in run.inputs.dataset_inputs)
     assert (images.name, images.digest) == ("digits-8px", "d" * 36) and "d" * 64 in images.source
@@ -199,7 +197,7 @@ def test_sending_everything_again_changes_nothing(root: Path, capsys: pytest.Cap
             tracker.metrics({"train/loss": float(images + number), "train/total_grad_norm": math.nan}, step)
             tracker.image(picture, "eval/samples_ema", number)
         tracker.text("went back", "rollbacks/1.txt")
-        tracker.numbers({"train/rollbacks": 1.0}, 2)
+        tracker.metrics({"train/rollbacks": 1.0}, 2)
         tracker.finish("KILLED" if images == 100 else "FINISHED", PATIENCE_SECONDS)
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     client.set_tag(read_run(root).info.run_id, NOTE_TAG, "why, and what was learned")

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from ddpm_ds.tracking.recorder import PARAMETERS
-from ddpm_ds.tracking.run_folder import RATE, RunFolder, mean_of_points
+from ddpm_ds.tracking.run_folder import OBSERVATIONS, RATE, RunFolder, mean_of_points
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
@@ -156,7 +156,8 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     curves = {"train/loss", "perf/images_per_second", "usage/stage0_peak_memory_bytes"}  # and what meters' tests name
     assert set(run.data.metrics) >= curves
     once = {"stage0/forward_seconds", "stage0/backward_seconds", "perf/bubble_fraction", "perf/mfu", "perf/run_seconds"}
-    assert run.data.tags.keys() >= once and not once & set(run.data.metrics), "one number is no chart"
+    assert set(RunFolder(one_process).columns(OBSERVATIONS)) >= once
+    assert not once & (set(run.data.metrics) | set(run.data.tags)), "one number is no chart"
     assert all(math.isfinite(value) for value in run.data.metrics.values())
     assert run.data.metrics["train/seen_images"] == 1600
     history = client.get_metric_history(run.info.run_id, "train/loss")
@@ -172,7 +173,7 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
     assert run.data.tags.keys() >= {"verdict.top", "verdict.share", "verdict.try"}
     kept = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert kept >= {"spec.yaml", "ds_config.json", "machine.json", "trace", "verdict.txt", "progress.gif"}
+    assert kept >= {"spec.yaml", "ds_config.json", "machine.json", "trace", "verdict.txt", OBSERVATIONS, "progress.gif"}
 
 
 @pytest.mark.launch
@@ -237,6 +238,8 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     assert losses[-1] < 0.7 * losses[0]
     known = json.loads((cache / "ddpm_ds" / "layer_times.json").read_text())
     assert len(known) > 3 and "cut by the layers' times on this device" in done.stdout
+    measured = json.loads((folder / "machine.json").read_text())["layer_times"]
+    assert {(one["forward"], one["backward"]) for one in measured} <= set(map(tuple, known.values()))
     client, run = mlflow_run(folder)
     stages = [f"flops.stage{stage}.txt" for stage in range(4)]  # two on each process
     profiles = [(folder / "flops" / name).read_text() for name in stages]
@@ -247,7 +250,7 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     ]
     modelled = float(run.data.tags["derived.forward_gflops_per_image"])
     images = int(run.data.tags["derived.micro_batch_images"])
-    assert float(run.data.tags["flops/forward_gflops"]) == pytest.approx(modelled * images)
+    assert RunFolder(folder).columns(OBSERVATIONS)["flops/forward_gflops"][0] == pytest.approx(modelled * images)
     assert run.data.metrics["train/loss_scale"] == 65536 and "usage/stage1_peak_memory_bytes" in run.data.metrics
 
 
@@ -336,7 +339,7 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     for words in ((), ("--batch-images", "2")):
         assert measured_losses(one, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
     wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"], code=2)
-    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr
+    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that share" in wrong.stderr
 
 
 @pytest.mark.launch

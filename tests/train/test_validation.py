@@ -116,6 +116,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
             one.copy_(mine)
 
     monkeypatch.setattr(validation, "ForwardPipeline", Forward)
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
@@ -123,10 +124,13 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
     assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
 
 
+@pytest.mark.parametrize("quick", [True, False])
 def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_to_stop(
-    monkeypatch: pytest.MonkeyPatch,
+    quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step as after one; the averages are put back, and nothing is recorded."""
+    """Before the first step as after one; the averages are put back, and nothing is recorded. Slow evaluations are
+    parts of their own, as rank 0 measures them.
+    """
     ran: list[int] = []
 
     def run(calls: int, give: Give, take: Take, **how: object) -> None:
@@ -135,11 +139,13 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
             take(number, torch.zeros_like(give(number)[0]))
 
     monkeypatch.setattr(validation, "ForwardPipeline", lambda engine, images: SimpleNamespace(run=run))
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: quick)
     monkeypatch.setattr(dist, "all_reduce", lambda sums, group: None)
     spec = tiny_spec(samples={"every_images": 8, "count": 4}, evaluation={"every_images": 8}, sampler={"steps": 20})
     engine = engine_of(4, sized_layers=[None])
     losses = Mock(calls=20, images=4, **{"inputs.return_value": (torch.zeros(1),)})
-    for polls, parts in ((0, []), (2, [8, 8]), (4, [8, 8, 4, 8])):  # 20 steps of a picture, and then 20 calls
+    parts_of = {2: [1, 8], 6: [1, 8, 8, 3, 1, 8]} if quick else {2: [1, 1], 22: [1] * 22}
+    for polls, parts in ((0, []), *parts_of.items()):  # 20 steps of a picture, and then 20 calls
         asked, averages, recorder = iter([False] * polls), MagicMock(), MagicMock()
         averages.applied.return_value.__exit__.return_value = False
 
@@ -155,8 +161,26 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
         assert recorder.log.call_count == 1 and not recorder.evaluation.called
         ran.clear()
     previews._stops = lambda: True
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
     all_of.before_first_step()
     assert not ran and recorder.log.call_count == 2
+
+
+@pytest.mark.parametrize(("seconds", "drawn"), [(29.0, True), (31.0, False)])
+def test_no_picture_before_the_first_step_takes_more_than_half_a_minute(
+    seconds: float, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
+    averages, recorder, previews = MagicMock(), MagicMock(), MagicMock()
+    averages.applied.return_value.__exit__.return_value = False
+    parts = engine_of(4), averages, None, previews, WATCHDOG, recorder, lambda: False
+    all_of = Validation(8, 8, *parts, picture_seconds=seconds)
+    all_of.before_first_step()
+    assert previews.draw.called == drawn == recorder.samples.called
+    said = "no picture before the first step: it would take about 0:31"
+    assert recorder.log.call_args_list == ([] if drawn else [((said,),)])
+    all_of.after_step(0, done=True)
+    assert previews.draw.call_count == 1 + drawn
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])
