@@ -178,7 +178,7 @@ def load(
     if guide is not None:
         check_guide(guide, trained, samplers)
     if size is not None:
-        trained, guide = trained.resized(size), guide and guide.resized(size)
+        trained = trained.resized(size)
     return trained, samplers, guide
 
 
