@@ -188,7 +188,7 @@ def titled_grid(
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     spec = trained.spec
-    names = [] if spec is None else class_names(spec.data, spec.bucket_group, spec.unet.classes)
+    names = [] if spec is None else [*class_names(spec.data, spec.bucket_group, spec.unet.classes), "no class"]
     classes = [] if labels is None else labels.tolist()
     captions = [names[label] if names else str(label) for label in classes]
     if request is not None and request.prompts is not None:

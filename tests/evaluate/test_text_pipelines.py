@@ -461,7 +461,7 @@ def test_an_export_of_a_run_with_encoders_on_the_hub_is_whole(
     checkpoint = checkpoint_of(pipeline, tmp_path, "eps", encoders="owner/name")
     hub.has_network = False
     line = refusal(capsys, "export", checkpoint, tmp_path / "no")
-    assert "data.text.encoders = owner/name is no folder, and can't be had" in line
+    assert "data.text.encoders = owner/name is no folder, and the Hugging Face hub" in line
     hub.has_network = True
     assert main(["export", str(checkpoint), str(tmp_path / "mine")]) == 0
     OPENED[pipeline.name].from_pretrained(tmp_path / "mine")
