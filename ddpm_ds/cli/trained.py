@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import shlex
 import shutil
@@ -153,12 +154,18 @@ def _label(text: str) -> str:
     return text
 
 
+class InsteadOfPlace(argparse.Action):
+    """Option in the place of the positional argument ``place``, which is then not required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        next(each for each in parser._actions if each.dest == "place").required = False
+        setattr(namespace, self.dest, value)
+
+
 @dataclass(frozen=True)
 class ExportOptions(WeightsOptions):
-    place: Path | None = option(
-        "folder to write, empty or new; or a new .safetensors", "OUT", names=("place",), nargs="?"
-    )
-    out: Path | None = option("OUT, written as an option", "OUT")
+    place: Path | None = option("folder to write, empty or new; or a new .safetensors", "OUT", names=("place",))
+    out: Path | None = option("OUT, written as an option", "OUT", action=InsteadOfPlace)
     dtype: Literal["fp32", "fp16"] = option("data type of the file (default fp32)", default="fp32")
     label: str | None = option("fold this label into the weights of a class-conditional U-Net", "none|K", _label)
     samples: int = option("images in samples.png (default %(default)s; 0 draws none)", "N", _samples, default=64)
@@ -202,8 +209,9 @@ def export(options: ExportOptions) -> None:
     from ddpm_ds.tracking.pictures import write_png
 
     device, out = choose_device(options.device), options.out or options.place
-    if out is None or (options.out and options.place):
-        raise SpecError("export writes to one place; name it once, as in ddpm-ds export RUN_DIR --out DIR")
+    assert out is not None, "the parser asks for one"
+    if options.out and options.place:
+        raise SpecError(f"--out {options.out}: OUT is {options.place} already; leave one of them out")
     is_file = out.suffix.lower() == ".safetensors"
     with new_output(out, file=is_file) as written:
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
