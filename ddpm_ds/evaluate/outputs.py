@@ -320,5 +320,5 @@ def record_child(
     for path, folder in artifacts.items():
         tracker.artifact(path, folder)
     link = tracker.finish("FINISHED")
-    found = f"MLflow run {link.run_id}\nopen with  {link.open_with}"
+    found = f"MLflow run {link.run_id}\nopen with  {f'{link.command}  and open  ' if link.command else ''}{link.url}"
     print(f"MLflow was not reached at {link.tracking_uri}" if link.run_id is None else found)
