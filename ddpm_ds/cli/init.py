@@ -201,7 +201,7 @@ class PrepareOptions(SpecOptions):
 
 @Verb
 def prepare(options: PrepareOptions) -> None:
-    """Write the images of a spec into the data-set cache.
+    """Write the images of a spec into the cache, from which runs train.
 
     Training does this by itself when the cache is missing. But only this verb makes latents and encoded captions
     (--encode), and residuals of a regression (--residual).

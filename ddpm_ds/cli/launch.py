@@ -77,8 +77,8 @@ def train(options: StartOptions) -> int:
     """Train a U-Net on this machine or on several.
 
     Checks everything, starts the processes, and prints at the end what was saved and how to go on. Ctrl-C or SIGTERM
-    lets the ranks finish their step and save; a second one ends them at once. The run spec (YAML) says what is trained,
-    the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
+    saves after the step; a second one ends at once. The run spec (YAML) says what is trained, the DeepSpeed JSON how.
+    Processes are stages (parts of the U-Net) x replicas (copies that see other images): -p sets the stages.
 
       ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
           handwritten digits on this machine, fp16 and ZeRO-2
