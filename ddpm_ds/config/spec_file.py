@@ -17,6 +17,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import MOST_FAULTS, SpecError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES, expanded, read_text
 from ddpm_ds.ground.formats import DEEPEST, check_digits
+from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import Format, shown
 from ddpm_ds.schema.types import GivenPath
 
@@ -141,9 +142,12 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
-def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = ()) -> RunSpec:
+def load_spec(
+    path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = (), *, reads_data: bool = True
+) -> RunSpec:
     """Read a YAML run spec and apply ``section.key=value`` overrides. ``unasked`` ones apply last, and no message names
-    them. Raises SpecError with a line for each fault. Values are compared with each other once each alone is right.
+    them. Without ``reads_data`` the data need no path. Raises SpecError with a line for each fault; whether values fit
+    each other is checked once each of them is right.
     """
     path = preset(path, SPECS)
     try:
@@ -165,6 +169,9 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[
             faults += error.args
     for item in unasked:
         _override(values, item)
+    data = values.get("data")
+    if not reads_data and isinstance(data, dict) and not (data.get("path") or data.get("name")):
+        data["path"] = getattr(SOURCES.get(str(data.get("source"))), "path", None)
     try:
         spec = SPEC.read(values)
     except ValidationError as error:

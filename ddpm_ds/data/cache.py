@@ -442,13 +442,13 @@ class DatasetCache:
     @property
     def summary(self) -> str:
         """Line with the number of images in all, left out, and in each class, or in some of many classes."""
-        counts = np.bincount(self.labels, minlength=len(self.meta.classes)).tolist()
+        *counts, unlabelled = np.bincount(self.labels, minlength=len(self.meta.classes) + 1).tolist()
         named = [f"{one_line(name)} {count:,}" for name, count in zip(self.meta.classes, counts, strict=True)]
         if len(named) > MOST_NAMED:
             named = [f"{min(counts):,} to {max(counts):,} each", *named[:3], "...", named[-1]]
         left_out = f", {self.meta.skipped:,} left out ({SKIPPED})" if self.meta.skipped else ""
         kinds = "without classes" if self.meta.classes == (".",) else f"in {len(counts):,} classes: {', '.join(named)}"
-        return f"{len(self):,} images{left_out} {kinds}"
+        return f"{len(self):,} images{left_out} {kinds}{f', {unlabelled:,} in none' if unlabelled else ''}"
 
     @property
     def rounding(self) -> list[str]:
@@ -488,7 +488,7 @@ def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
         yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
     if labels.dtype != np.int64 or labels.shape != (meta.count,):
         yield f"{LABELS} is {labels.dtype} {labels.shape} for {meta.count} images"
-    if not ((labels >= 0) & (labels < len(meta.classes))).all():
+    if not ((labels >= 0) & (labels <= len(meta.classes))).all():  # the last says that an image has no class
         yield f"{LABELS} has labels of none of the {len(meta.classes)} classes"
     if meta.fields and (IMAGES not in meta.fields or meta.fields[IMAGES].shape != meta.shape):
         yield f"{META} has fields that are not those of its images"

@@ -205,6 +205,11 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
             images = images.with_others(texts[path])
         caches.append(images)
     first, *others = caches
+    classes, count = len(first.meta.classes), sum(map(len, caches))
+    if how.progress and (unlabelled := sum(int((each.labels == classes).sum()) for each in caches)):
+        line = f"{unlabelled:,} images are in no folder, {count - unlabelled:,} in {classes:,} class folders"
+        fate = f"with unet.classes the {unlabelled:,} are learned without a class"
+        print(f"{recipes[0].data.path}: {line}; {fate}", file=sys.stderr)
     return first.with_others(None, others) if others else first
 
 

@@ -169,9 +169,6 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
     return lambda layers, images: [seconds(layer, images) for layer in layers]
 
 
-# ---------------------------------------------------------------- links
-
-
 @functools.lru_cache(maxsize=256)
 def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int) -> Grid:
     nodes = (rank // devices_per_node for rank in range(stages * replicas * tensor))

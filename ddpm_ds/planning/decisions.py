@@ -27,10 +27,10 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.ds_model import changed
 from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.ground.units import GIB, gib
+from ddpm_ds.ground.units import GIB, gib, rounded
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
-from ddpm_ds.planning.inputs import Workload, usable
+from ddpm_ds.planning.inputs import NEARLY, Workload, usable
 from ddpm_ds.planning.memory import ACTIVATION_SHARE, activation_bytes, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
@@ -51,7 +51,8 @@ class Plan:
 
     predictor: Predictor = field(repr=False)  # predictor of the job on its machine
     best: tuple[Prediction, ...]
-    """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
+    """Layouts that differ in stages, schedule, micro-batch or tensor group: those within ``NEARLY`` of the fastest
+    step by their memory, least first, then the others by their step."""
     fitting: int
     misfits: int  # number of layouts that don't fit the memory
     fastest_misfit: Prediction | None  # fastest layout that doesn't fit, if it would beat the best
@@ -66,9 +67,6 @@ class Plan:
             raise LayoutError(f"number = {number!r} is no layout of the plan; use one from 0 to {len(self.best) - 1}")
         layout = self.best[number].layout
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
-
-
-# ---------------------------------------------------------------- all layouts
 
 
 def tensor_splits(job: Workload, devices_per_node: int, size: int | None = None) -> Iterator[TensorSplit]:
@@ -128,21 +126,18 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
     return changed(job.config, keys).given
 
 
-# ---------------------------------------------------------------- the fastest of them
-
-
 def search(
     predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
 ) -> Plan:
-    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
+    """Return the ``top`` best layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
 
-    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
+    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned (:class:`Plan`).
 
     Raises:
         LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
     """
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
-    limit = _fastest(predictor, fitting, top)[-1].step_seconds if len(fitting) >= top else math.inf
+    limit = max(one.step_seconds for one in _fastest(predictor, fitting, top)) if len(fitting) >= top else math.inf
     found, misfits_in_groups = _sort_out_groups(predictor, grouped, limit)
     in_groups = next(iter(_fastest(predictor, found, 1)), None)
     if not fitting and not found:
@@ -158,7 +153,7 @@ def search(
     for kind in filter(kinds.get, kinds):
         nearest, device = _nearest(predictor, kinds[kind])
         lacking.append(f"{kind} nothing fits: {nearest}; devices of {device} would do.")
-    limit = best[0].step_seconds
+    limit = min(one.step_seconds for one in best)
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
     misfit = next(faster, None)
@@ -232,21 +227,24 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
 def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
-    """Predict layouts in the order of lower bounds, until no other can be among the fastest or below ``limit``."""
+    """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``."""
 
-    def order(prediction: Prediction) -> tuple[float, int]:
-        return prediction.step_seconds, prediction.peak.total
+    def kind(layout: Layout) -> tuple[int, str, int, int]:
+        return layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size
 
-    best: dict[tuple[int, str, int, int], Prediction] = {}
+    found, steps, near = list[Prediction](), dict[tuple[int, str, int, int], float](), 0.0
     for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
-        prediction = predictor.predict(layout)
-        key = (layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size)
-        best[key] = min(best.get(key, prediction), prediction, key=order)
-        if len(best) >= top:
-            limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
-    return tuple(sorted(best.values(), key=order)[:top])
+        found.append(predictor.predict(layout))
+        steps[kind(layout)] = min(steps.get(kind(layout), math.inf), found[-1].step_seconds)
+        near = (1 + NEARLY) * min(steps.values())
+        if len(steps) >= top:
+            limit = min(limit, max(sorted(steps.values())[top - 1], near))
+    best: dict[tuple[int, str, int, int], Prediction] = {}
+    for one in sorted(found, key=lambda one: (max(one.step_seconds, near), one.peak.total, one.step_seconds)):
+        best.setdefault(kind(one.layout), one)
+    return tuple(best.values())[:top]
 
 
 def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
@@ -333,11 +331,11 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
         raise refusal
     whole = [one for one in found if one.tensor.size == 1 and predictor.cut(one) is not None]
     first, *others = search(predictor, len(found), whole, [one for one in found if one.tensor.size > 1]).best
-    why = f"on {predictor.machine.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
+    why = f"on {predictor.machine.kind} {first.layout.words()} would take {rounded(first.step_seconds)} s a step"
     grouped = first.layout.tensor.size > 1
     if others:  # of the other kind, if there is one
         other = min(others, key=lambda one: (one.layout.tensor.size > 1) == grouped)
-        why += f", {other.layout.words()} {other.step_seconds:.3g} s"
+        why += f", {other.layout.words()} {rounded(other.step_seconds)} s"
     ways = ["-p"] * open_stages + ["pipeline.tensor"] * open_split
     line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(ways)} chooses otherwise"
     return Choice(first.layout.stages, first.layout.tensor if open_split else None, line)

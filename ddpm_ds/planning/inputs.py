@@ -43,6 +43,9 @@ with averaged weights, 1.9 without. Published are 11.6 in 8.2 s (DeepSpeed's pul
 PCIE_BANDWIDTH = 2.2e10  # bytes per second between a device and its host, at most
 USABLE_MEMORY = 0.94  # share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps
 
+NEARLY, TIGHT = 0.02, 0.05
+"""Share of the fastest step within which layouts are ordered by memory, and little of the usable memory, as a share."""
+
 
 @dataclass(frozen=True)
 class DeviceKind:
@@ -57,6 +60,7 @@ class DeviceKind:
 
 
 KINDS = {
+    "b300": DeviceKind(2250, 1125, 268, 8000, 900, 100),
     "b200": DeviceKind(2250, 1125, 180, 8000, 900, 50),
     "h200": DeviceKind(989, 494, 141, 4800, 450, 50),
     "h100": DeviceKind(989, 494, 80, 3350, 450, 50),
@@ -65,13 +69,21 @@ KINDS = {
     "l40s": DeviceKind(362, 183, 48, 864, 32, 12.5),
     "a10": DeviceKind(125, 62, 24, 600, 32, 12.5),
     "l4": DeviceKind(121, 60, 24, 300, 32, 12.5),
+    "mi300x": DeviceKind(1307, 654, 192, 5300, 448, 50),
     "v100": DeviceKind(125, 15.7, 32, 900, 150, 12.5),
     "t4": DeviceKind(65, 8.1, 16, 320, 16, 6.25),
+    "rtxpro6000": DeviceKind(504, 252, 96, 1792, 64, 12.5),
+    "rtx5090": DeviceKind(209, 105, 32, 1792, 64, 12.5),
+    "a6000": DeviceKind(155, 77, 48, 768, 32, 12.5),
     "rtx4090": DeviceKind(165, 82, 24, 1008, 32, 12.5),
     "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
     "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
 }
-"""Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single."""
+"""Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single.
+
+Sources: data sheets of NVIDIA's HGX, RTX A6000 and RTX PRO 6000 Blackwell and of AMD's Instinct MI300X, and the white
+paper of the RTX Blackwell architecture (5090). Tensor cores are dense, with sums in fp32, and links in one direction.
+"""
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of a device by CUDA's name, such as ``NVIDIA A100-SXM4-80GB``, or ``cpu``; None if unknown."""
-    plain = name.lower().replace("rtx ", "rtx")
+    plain = name.lower().replace("rtx ", "rtx").replace("pro ", "pro")
     if re.search(r"a100(?!\d)", plain):
         return "a100-80" if "80gb" in plain else "a100-40"
     return next((kind for kind in KINDS if re.search(rf"{kind}(?!\d)", plain)), None)  # an L40 is no L4

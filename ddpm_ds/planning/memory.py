@@ -179,9 +179,6 @@ class _State:
             self.update = max(self.gradients + own, widening, stepping) + scratch
 
 
-# ---------------------------------------------------------------- activations
-
-
 @dataclass(frozen=True)
 class Kept:
     """Bytes that a phase keeps for a micro-batch from its forward to its backward, and needs while it runs.
@@ -307,7 +304,6 @@ def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
 
 
 def _copies_its_input(layer: Layer) -> bool:
-    """Return whether autograd keeps a padded, joined or enlarged copy of h."""
     padded = isinstance(layer, DownsampleLayer) and layer.asymmetric
     return padded or (isinstance(layer, BlockLayer) and layer.skip_channels > 0) or isinstance(layer, UpsampleLayer)
 

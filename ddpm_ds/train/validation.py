@@ -25,6 +25,7 @@ from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline
+from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS, RunPlan
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
@@ -37,14 +38,18 @@ from ddpm_ds.train.meters import is_due
 PART, QUICK_SECONDS = 8, 0.5
 """Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop. A slower evaluation than
 ``QUICK_SECONDS`` has a check of its own."""
-FIRST_PICTURE_SECONDS = 30.0
-"""Longest predicted time of the picture before the first step."""
 Stops = Callable[[], bool]
 """Collective function that returns whether the run is asked to stop, the same on all ranks."""
 
 
 class Stopped(Exception):
     """The run is asked to stop, so pictures and losses are left out; on all ranks alike."""
+
+
+def picture_seconds(plan: RunPlan, count: int, devices: int) -> float:
+    """Predict the seconds of a picture of ``count`` images on so many devices; on CPUs these are cores."""
+    flops = 2 * plan.macs * count * plan.spec.sampler.evaluations_of(plan.spec.diffusion)
+    return flops / (plan.machine.flops * devices)
 
 
 def _parts(calls: Sequence[int], stops: Stops) -> Iterator[Sequence[int]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,33 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
         assert image.format == "PNG" and image.width > 800
         colours = image.convert("RGB").getcolors(2**20)
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
+
+
+def test_no_path_of_the_data_is_needed_and_a_line_comes_before_torch() -> None:
+    files = [
+        "--spec",
+        "folder",
+        "--deepspeed_config",
+        "zero2_bf16.json",
+        "--processes",
+        "2",
+        "--device-kind",
+        "rtx5090",
+    ]
+    program = f"""
+import sys, time
+import ddpm_ds.planning.run_plan as run_plan
+from ddpm_ds.cli.main import main
+
+def plan(spec, *given, **asked):
+    sys.exit(f"torch: {{'torch' in sys.modules}}, path: {{spec.data.path}}")
+
+run_plan.plan = plan
+main({["plan", *files]})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    first, second = done.stderr.splitlines()
+    assert first == "planning folder64 for 2 processes on rtx5090" and second == "torch: False, path: FOLDER"
 
 
 def test_one_stage_has_no_timeline_and_one_node_no_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ PETS = ["data.source=folder", "data.path=pets"]
     [
         ([], ["data.source=folder", "data.path=nowhere"], "nowhere"),
         (["pets"], PETS, "pets"),
-        (["pets/cats", "pets/dogs"], [*PETS, "unet.classes=3"], "unet.classes = 3, but the images have 2 classes"),
+        (["pets/", "pets/cats", "pets/dogs"], [*PETS, "unet.classes=3"], "but the images have 2 classes; --set unet.c"),
         (
             ["pets/cats", "pets/dogs", "pets/owls", "val/cats", "val/owls"],
             [*PETS, "data.held_out_path=val", "unet.classes=3"],

@@ -49,7 +49,7 @@ def test_the_digits_equal_scikit_learns(digits: DatasetCache) -> None:
     ("labels", "meta", "line"),
     [
         (np.zeros(1796, np.int64), {}, "labels.npy is int64 (1796,) for 1797 images"),
-        (np.full(1797, 10), {}, "labels.npy has labels of none of the 10 classes"),
+        (np.full(1797, 11), {}, "labels.npy has labels of none of the 10 classes"),
         (None, {"shards": [1796]}, "meta.json has shards of 1,796 images and 1,797 in all"),
         (None, {"shape": [3, 8, 8]}, "images.npy is uint8 (1797, 1, 8, 8)"),
         (None, {"kind": "latents"}, "images.npy is uint8 (1797, 1, 8, 8), meta.json says otherwise"),

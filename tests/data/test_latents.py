@@ -277,7 +277,7 @@ def test_the_verb_encodes_and_refuses_without_an_autoencoder(
 ) -> None:
     arguments = ["prepare", "--encode", "--spec", str(DIGITS), "--set", f"data.store_root={tmp_path}"]
     assert command.main(arguments) == 2
-    assert "--encode makes latents of data.autoencoder and encodes captions of data.text" in capsys.readouterr().err
+    assert "--encode needs data.autoencoder or data.text" in capsys.readouterr().err
     latent = ["data.channels=4", f"data.autoencoder={model[0]}", "sampler.clip=none", "data.image_size=4"]
     latent.append("unet.attention_resolutions=[]")
     assert command.main([*arguments, *(word for change in latent for word in ("--set", change))]) == 0

@@ -179,6 +179,22 @@ def test_preparation_prints_its_classes_with_their_numbers_of_images(
     assert line().endswith(r" in 22 classes: 5 to 6 each, cats 5, dogs 6, e00\n 6, ..., e19\n 6")
 
 
+def test_pictures_beside_class_folders_have_no_class_and_that_is_said_before_each_training(
+    folder: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("loose.png", "new.png"):
+        shutil.copy(folder / "dogs" / "0.png", folder / name)
+    spec = spec_of(source="folder", path=folder)
+    for first in (True, False):
+        store, err = prepare(spec, How(progress=True)), capfd.readouterr().err
+        assert f"{folder}: 2 images are in no folder, 12 in 2 class folders; with unet.classes the 2 are" in err
+        assert ("14 images in 2 classes: cats 6, dogs 6, 2 in none" in err) == first
+    assert store.meta.classes == ("cats", "dogs")
+    assert store.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 2, "the U-Net's label for none is the number of classes"
+    prepare(spec_of(source="folder", path=folder / "dogs"), How(progress=True))
+    assert "no folder" not in capfd.readouterr().err, "without class folders no image lacks one"
+
+
 def test_store_root_that_can_not_be_written_is_one_line(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

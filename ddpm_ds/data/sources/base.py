@@ -95,7 +95,8 @@ class Source(Protocol):
     classes: tuple[str, ...]
     """Names of the labels."""
     labels: Labels
-    """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
+    """Index into ``classes`` of each image, int64 (N,), known before an image is decoded; the number of classes for an
+    image without one, since U-Nets read this label as none."""
 
     def name(self, i: int, /) -> str:
         """Return the name of image ``i`` in reports: a path, a member of an archive, a row."""
@@ -129,13 +130,13 @@ def network_limit(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
-    """Return the distinct names, sorted, and the index of each of ``names`` among them, int64 (N,)."""
-    seen: dict[str, int] = {}
+def numbered(names: Iterable[str | None]) -> tuple[tuple[str, ...], Labels]:
+    """Return the distinct names, sorted, and the index of each name among them, int64 (N,), UNLABELLED for None."""
+    seen: dict[str | None, int] = {}
     order = np.fromiter((seen.setdefault(name, len(seen)) for name in names), np.int64)
-    classes = tuple(sorted(seen))
-    place = np.empty(len(seen), np.int64)
-    place[[seen[name] for name in classes]] = np.arange(len(seen))
+    classes = tuple(sorted(name for name in seen if name is not None))
+    place = np.full(len(seen), UNLABELLED)
+    place[[seen[name] for name in classes]] = np.arange(len(classes))
     return classes, place[order]
 
 

@@ -36,7 +36,7 @@ class FolderSource:
     """Image files sorted by their path relative to ``root``; the first folder of a path is the class, unless a
     ``dataset.json``, as the tools of EDM and StyleGAN write it, lists labels.
 
-    Images directly in ``root`` have class ``.``. Names that begin with a dot are skipped.
+    Images directly in ``root`` have no class. Names that begin with a dot are skipped.
     """
 
     classes: tuple[str, ...]
@@ -68,17 +68,20 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
     files += sorted(listed.keys() - files)  # reading a missing file fails, which is reported
     labels = _listed_labels(root, files)
-    above = (name.partition("/") for name in files)
-    folders = (base.printable(folder) if inside else "." for folder, inside, _ in above)
-    classed = base.numbered(folders) if labels is None else base.labelled(labels)
+    folders: Sequence[str] | None = None
+    if labels is None:
+        above = (name.partition("/") for name in files)
+        folders, labels = base.numbered(base.printable(folder) if inside else None for folder, inside, _ in above)
+    classes, labels = base.labelled(labels, folders)
+    labels[labels < 0] = len(classes)
     captions = None
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
-        if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
+        if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classes))]):
             base.print_once(
                 f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch"
             )
-    return FolderSource(*classed, root, files, captions)
+    return FolderSource(classes, labels, root, files, captions)
 
 
 def _captions(

@@ -155,11 +155,7 @@ def _labels(rows: Any, given: str | None, key: str) -> tuple[tuple[str, ...], ba
     try:
         values.validate(full=True)
         if "string" in str(values.type):
-            texts = values.to_pylist()
-            labels = np.full(len(texts), base.UNLABELLED)
-            names, labels[[text is not None for text in texts]] = base.numbered(
-                text for text in texts if text is not None
-            )
+            names, labels = base.numbered(values.to_pylist())
         else:
             labels = values.cast("int64").fill_null(base.UNLABELLED).to_numpy()
     except ValueError as error:  # Arrow's: a number beyond 64 bits, or a text that is not UTF-8

@@ -35,6 +35,7 @@ from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 
@@ -349,7 +350,7 @@ def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
         read = chunks[0] * math.prod(sides) * variable.dtype.itemsize
         if read > MOST_WASTE * image and read >= WASTE_BYTES:
             raise DataError(
-                f"{name} has chunks of {_size(chunks)}, so reading one image of {image / 1e6:,.3g} MB reads "
+                f"{name} has chunks of {_size(chunks)}, so reading one image of {rounded(image / 1e6)} MB reads "
                 f"{read / 1e6:,.0f} MB; write it again in chunks of {_size((1, *shape[1:]))}"
             )
     if not count:
