@@ -43,7 +43,7 @@ class Terminal:
         """Return the exit code; ``lines`` then has the lines on the screen."""
         self.read(lambda text: False)
         os.close(self._terminal)
-        self.lines = [line.rsplit("\r", 1)[-1] for line in self.text.replace("\r\n", "\n").split("\n")]
+        self.lines = [re.split("\r(?:\x1b\\[K)?", line)[-1] for line in self.text.replace("\r\n", "\n").split("\n")]
         return self.process.wait(PATIENCE_SECONDS)
 
     def assert_clean(self) -> None:

@@ -55,6 +55,7 @@ def test_the_example_of_the_page_runs(
     for name in ("launch", "ds_configs"):
         shutil.copytree(REPOSITORY / name, work / name)
     monkeypatch.chdir(work)
+    monkeypatch.setattr("ddpm_ds.train.TRAIN", ("-c", ""))  # tests/train/test_python.py trains
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
@@ -165,13 +166,14 @@ def refuses(run_dir: Path, trained: Trained) -> Callable[[str, str, Any], str]:
         "open_run": {"run": run_dir},
         "plan": {"spec": tiny_spec(), "ds_config": REPOSITORY / "ds_configs" / "zero0_fp32.json", "processes": 1},
         "sample": {"trained": trained, "count": 1, "sampler": FAST_SAMPLER},
+        "train": {"spec": "digits", "ds_config": "zero0_fp32", "run_dir": run_dir.with_name("new")},
     }
 
     def refuse(name: str, argument: str, value: Any) -> str:
         with pytest.raises(UserError) as raised:
             FUNCTIONS[name](**{**usual.get(name, {}), argument: value})
         said = str(raised.value)
-        assert said.isprintable() and len(said) < LONGEST_LINE + 10
+        assert all(line.isprintable() and len(line) < LONGEST_LINE + 10 for line in said.split("\n"))
         return said
 
     return refuse

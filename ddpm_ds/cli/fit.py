@@ -47,10 +47,10 @@ class FitOptions(ConfigOption, SpecOptions):
 def fit(options: FitOptions) -> None:
     """Find the largest micro-batch that fits the devices.
 
-    Trains a few steps with the micro-batch that the planner expects to be the largest, then with larger or smaller ones
-    until the limit is known. The batch stays train.batch_images, so micro-batches must divide a replica's share; with
-    --accumulation the batch grows instead. The exit code is 2 if not even the smallest micro-batch fits; other errors
-    have the trial's.
+    A micro-batch is the images that go through a stage at one time. This trains a few steps with the one that the
+    planner expects to be the largest, then with larger or smaller ones until the limit is known. The batch stays
+    train.batch_images, so micro-batches must divide a replica's share; with --accumulation the batch grows instead. The
+    exit code is 2 if not even the smallest micro-batch fits; other errors have the trial's.
 
       ddpm-ds fit --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_fp16.json --out fit.json
     """

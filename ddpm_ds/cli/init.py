@@ -125,17 +125,16 @@ def init(options: InitOptions) -> None:
     too. Without an option they train handwritten digits. Without a GPU --images begins with a small U-Net, which fits
     the number of pictures that are already there.
     """
-    kind, folder, smaller = KINDS[options.kind], options.folder, None
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not gpus():
-        smaller = SMALL.get(options.kind)
-    kind = smaller or kind
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not gpus()
+    smaller, folder = SMALL.get(options.kind) if on_cpu else None, options.folder
+    kind = smaller or KINDS[options.kind]
     files, written, own = _files(kind), list[Path](), folder / kind.pictures
     made = [each for each in dict.fromkeys((own, folder, *folder.absolute().parents)) if not each.exists()]
     lines, data = [f"{folder}: {', '.join(files)}"], kind.data
     try:
-        own.mkdir(parents=True, exist_ok=True)
-        if any(each != own for each in folder.iterdir()):
+        if folder.exists() and any(each != own for each in folder.iterdir()):
             raise OutputError(f"{folder} is not empty; name a new or empty folder")
+        own.mkdir(parents=True, exist_ok=True)
         if smaller is not None:
             lines.append(f"This machine has no GPU: {kind.about[:1].lower()}{kind.about[1:]}.")
             files[SPEC], data = fitted(files[SPEC], own) or (files[SPEC], data)
@@ -202,7 +201,7 @@ class PrepareOptions(SpecOptions):
 
 @Verb
 def prepare(options: PrepareOptions) -> None:
-    """Write the images of a spec into the data-set cache.
+    """Write the images of a spec into the cache, from which runs train.
 
     Training does this by itself when the cache is missing. But only this verb makes latents and encoded captions
     (--encode), and residuals of a regression (--residual).

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.options import OneLineParser, Verb, add_options, log_line, read, without
-from ddpm_ds.cli.plan import describe_plan
+from ddpm_ds.cli.plan import describe_plan, wrapped
 from ddpm_ds.cli.train import TrainOptions, checked
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError
@@ -77,8 +77,8 @@ def train(options: StartOptions) -> int:
     """Train a U-Net on this machine or on several.
 
     Checks everything, starts the processes, and prints at the end what was saved and how to go on. Ctrl-C or SIGTERM
-    lets the ranks finish their step and save; a second one ends them at once. The run spec (YAML) says what is trained,
-    the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
+    saves after the step; a second one ends at once. The run spec (YAML) says what is trained, the DeepSpeed JSON how.
+    Processes are stages (parts of the U-Net) x replicas (copies that see other images): -p sets the stages.
 
       ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
           handwritten digits on this machine, fp16 and ZeRO-2
@@ -118,7 +118,7 @@ def train(options: StartOptions) -> int:
     words = [f"{place.processes} x python", *program]
     if place.hostfile is not None:
         words = ["deepspeed", *place.deepspeed(program)]
-    print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
+    print(wrapped(f"starting     {words[0]} {shlex.join(words[1:])}"), flush=True)
     log = functools.partial(log_line, "train")
     ended = supervise([*program, "--described"], place, **vars(options.restarts), log=log)
     if ended.code > 128:  # a second signal has ended the process that sends to MLflow too
@@ -182,7 +182,7 @@ def run(options: ScriptOptions) -> int:
         others = [word for word in without(options.arguments, RestartOptions) if word != "--"]
         instead = shlex.join(["deepspeed", *others])
         raise SpecError(
-            f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
+            f"run has no option {unknown[0]}; write the script's options after its name, or type: {instead}"
         )
     options = read(ScriptOptions, given)
     place, log = _place(options, "auto"), functools.partial(log_line, "run")

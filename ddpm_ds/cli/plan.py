@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
-WIDTH, MOST_RANKS, MOST_STAGES = 100, 10, 16
-"""Characters of a line, and maximum ranks in the table of memory and stages in that of stages."""
+WIDTH, NAMED, MOST_RANKS, MOST_STAGES = 100, 13, 10, 16
+"""Characters of a line and of the name that begins it; maximum ranks and stages in the tables of memory and stages."""
 LEAST = ("GB on wires", "images/s", "replicas")
 LEAST_OF_STAGES = ("forward GFLOP/image", "last")
 """Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
@@ -311,7 +311,7 @@ def stage_table(plan: RunDraft, *, printed: bool = False) -> str:
                 "parameters": f"{stage.parameters:,}",
                 "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
                 "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
-                "sent MB/step": f"{sent / 1e6:.2f}",
+                "sent MB/step": f"{sent / 1e6:.2f}" if sent else "",
                 "host": several,
             }
         )
@@ -326,15 +326,15 @@ def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     """Return lines on decisions that a run's start has added to the plan; empty if there are none."""
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
     found = [line(*new) for line in (hosts_line, hosts_warning) if line(*new) != line(*known)]
-    lines = [*map(_wrapped, filter(None, found))]
+    lines = [*map(wrapped, filter(None, found))]
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
         lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided, printed=True)}")
     return "\n".join(lines)
 
 
-def _wrapped(line: str) -> str:
-    """Return a line that begins with a word of up to 12 characters, wrapped beside it."""
-    return textwrap.fill(line, WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
+def wrapped(line: str) -> str:
+    """Return a line that begins with a name, wrapped beside it."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * NAMED, break_long_words=False, break_on_hyphens=False)
 
 
 def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
@@ -446,12 +446,12 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         _regular("validation", f"{losses} at {levels} noise levels", spec.evaluation.every_images, forwards or unknown),
         f"outputs      {run_dir}; MLflow in {tracker}",
     ]
-    return "\n".join([*map(_wrapped, filter(None, lines)), "", stage_table(plan, printed=True)])
+    return "\n".join([*map(wrapped, filter(None, lines)), "", stage_table(plan, printed=True)])
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:
     """Return a line on a regular task, with the cost of its ``forwards`` relative to training, if known."""
     if not every_images or forwards == 0:
-        return f"{name:<13}off"
+        return f"{name:<{NAMED}}off"
     share = "" if forwards is None else f" ({forwards / (PASSES_PER_STEP * every_images):.1%} of the computing)"
-    return f"{name:<13}{what}, every {every_images:,} images{share}"
+    return f"{name:<{NAMED}}{what}, every {every_images:,} images{share}"

@@ -83,7 +83,7 @@ def note(options: NoteOptions) -> None:
 
 @Verb
 def diagnose(options: RunOptions) -> None:
-    """Show where a run's time went and what to change next.
+    """Show a run's verdict: where its time went and what to change next.
 
     Prints where the devices' time went, what took most of it, and the one change to try next, with its predicted
     saving. Keeps this in verdict.txt and in MLflow, as every run does at its end (docs/diagnose.md). The run must have

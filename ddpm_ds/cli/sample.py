@@ -26,6 +26,7 @@ from ddpm_ds.ground.units import MOST_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.choices import SAMPLERS
 from ddpm_ds.schema.layout import Precision
+from ddpm_ds.schema.types import MOST_SIDE
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
@@ -123,6 +124,13 @@ class TextOptions:
 
 
 CONDITIONS = "conditions", "for runs that were trained with data.condition"
+
+
+def size_in_pixels(text: str) -> tuple[int, int]:
+    what, (height, _, width) = "a size in pixels such as 64 or, height first, 96x64", text.partition("x")
+    return whole(height, 1, MOST_SIDE, what), whole(width or height, 1, MOST_SIDE, what)
+
+
 _members = partial(whole, lowest=1, highest=MOST_MEMBERS, what=f"a number from 1 to {MOST_MEMBERS:,}")
 _steps_ahead = partial(whole, lowest=1, highest=10_000, what="a number from 1 to 10,000")
 
@@ -133,6 +141,9 @@ class SampleOptions:
     first: int = option("number of the first image or input (default 0)", "I", image_number, default=0)
     out: Path | None = option(
         "file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default a folder of the run)", "PATH"
+    )
+    size: tuple[int, int] | None = option(
+        "another size in pixels than the run's, height first", "N|HxW", size_in_pixels
     )
     labels: str | None = option("classes that images take in turn (default all)", "all|none|3|0,1,2")
     conditions: Path | None = option(
@@ -151,8 +162,10 @@ class SampleOptions:
     drawing: DrawingOptions = DrawingOptions()
 
 
-def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load weights and guide, which may be None, and make the samplers that the options ask for."""
+def load(
+    options: DrawingOptions, size: tuple[int, int] | None = None
+) -> tuple[Trained, list[SamplerSpec], Trained | None]:
+    """Load weights and guide, which may be None, for images of a ``size``, and make the samplers that are asked for."""
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import DTYPES, choose_device
@@ -164,6 +177,8 @@ def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained |
     guide = None if asked.guide is None else load_weights(asked.guide)
     if guide is not None:
         check_guide(guide, trained, samplers)
+    if size is not None:
+        trained = trained.resized(size)
     return trained, samplers, guide
 
 
@@ -269,7 +284,7 @@ def _channel(options: SampleOptions, trained: Trained) -> int:
 
 def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     """Return the path of the output and its format; raises an error if it can't be written."""
-    from ddpm_ds.evaluate.outputs import check_new_folder, check_recordable
+    from ddpm_ds.evaluate.outputs import check_new, check_recordable
 
     out, ahead = options.out, options.steps_ahead
     if out is None:
@@ -291,7 +306,7 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     if options.mlflow:
         check_recordable(trained)
     if kind in ("folder", "zarr"):
-        check_new_folder(out)
+        check_new(out)
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
     return out, kind
@@ -316,7 +331,7 @@ def sample(options: SampleOptions) -> int:
 
     if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
         raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
-    trained, (sampler,), guide = load(options.drawing)
+    trained, (sampler,), guide = load(options.drawing, options.size)
     inputs, labels, texts = _inputs(options, trained), _labels(options, trained), texts_of(options.text, trained)
     setup = Setup(trained, sampler, guide, inputs).with_prompts(texts, options.text.negative)
     request = request_for(

@@ -23,16 +23,14 @@ from ddpm_ds.ground.options import HIDDEN, flag, option, process_count
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import Machine
-from ddpm_ds.planning.run_plan import RunDraft
+from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
-from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.tracker import start_child
 from ddpm_ds.train.asked import Asked
-from ddpm_ds.unet.layers import Layer
 
 if TYPE_CHECKING:
     import torch
@@ -211,7 +209,7 @@ def _train_with_others(
         files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine)}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
-                _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
+                _conclude(ended, plan, prepared.claim.run_dir)
 
 
 def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, machine: Machine) -> str | None:
@@ -228,7 +226,7 @@ def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, m
     return run_plan.check_memory(draft, machine, int(os.environ["RANK"]), again, new=new)
 
 
-def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:
+def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
     """Print the verdict and summary of a saved run. Every rank calls this.
 
     A fault of a report is logged as one line and changes nothing for the run.
@@ -245,9 +243,13 @@ def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_d
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with errors.faults_logged("verdict", recorder.log):
         if os.environ["RANK"] == "0":
-            found = verdict.conclude(run_dir, startup_times(layers, engine.device, precision))
+            found = verdict.conclude(run_dir, startup_times(plan.layers, engine.device, plan.ds.precision))
             recorder.artifact(run_dir / run_folder.VERDICT)
             recorder.tags(verdict.tags(found))
+    with errors.faults_logged("description in MLflow", recorder.log):
+        layout = plan.ds.layout if on_several_hosts() else replace(plan.ds.layout, across_hosts="auto")
+        words = f"{layout.words()}, {plan.ds.precision} on {engine.device.type}"
+        recorder.result(words, ended.loss, "" if found is None else verdict.text(found, run_dir))
     link = recorder.finish("FINISHED")
     if link is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import shlex
 import shutil
@@ -153,13 +154,22 @@ def _label(text: str) -> str:
     return text
 
 
+class InsteadOfPlace(argparse.Action):
+    """Option in the place of the positional argument ``place``, which is then not required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        next(each for each in parser._actions if each.dest == "place").required = False
+        setattr(namespace, self.dest, value)
+
+
 @dataclass(frozen=True)
 class ExportOptions(WeightsOptions):
-    out: Path = option("folder to write; must be empty or not exist", "DIR", names=("out",))
+    place: Path | None = option("folder to write, empty or new; or a new .safetensors", "OUT", names=("place",))
+    out: Path | None = option("OUT, written as an option", "OUT", action=InsteadOfPlace)
     dtype: Literal["fp32", "fp16"] = option("data type of the file (default fp32)", default="fp32")
     label: str | None = option("fold this label into the weights of a class-conditional U-Net", "none|K", _label)
     samples: int = option("images in samples.png (default %(default)s; 0 draws none)", "N", _samples, default=64)
-    single_file: bool = flag("write one .safetensors with the original names, of a U-Net that reads text")
+    single_file: bool = flag("write one .safetensors with the original names into the folder, and its card")
 
 
 @dataclass(frozen=True)
@@ -176,11 +186,12 @@ class ImportOptions(SpecOptions):
 def export(options: ExportOptions) -> None:
     """Write trained weights as a pipeline of diffusers.
 
-    Writes a folder for diffusers' DDPMPipeline, with a model card and a grid of samples; diffusers is not needed. An
-    export of a run is recorded in MLflow as the run's child. docs/export.md says how to use the folder.
+    Writes a folder for diffusers' DDPMPipeline, with a model card and a grid of samples, or of a U-Net with text a
+    single file; diffusers is not needed. An export of a run is recorded in MLflow as the run's child. docs/export.md
+    says how to use it.
 
       ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
-      ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
+      ddpm-ds export runs/sdxl --out sdxl.safetensors --dtype fp16
           one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
       ddpm-ds export runs/faces hub/faces --label none
           a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
@@ -191,40 +202,46 @@ def export(options: ExportOptions) -> None:
     from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
     from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
-    from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
+    from ddpm_ds.evaluate.outputs import check_recordable, new_output, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import choose_device
     from ddpm_ds.tracking.pictures import write_png
 
-    device = choose_device(options.device)
-    with new_folder(options.out) as folder:
+    device, out = choose_device(options.device), options.out or options.place
+    assert out is not None, "the parser asks for one"
+    if options.out and options.place:
+        raise SpecError(f"--out {options.out}: OUT is {options.place} already; leave one of them out")
+    is_file = out.suffix.lower() == ".safetensors"
+    with new_output(out, file=is_file) as written:
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
-        single = f"{options.out.name}.safetensors" if options.single_file else None
-        write = write_single_file if single else write_pipeline
-        held = write(trained, folder / (single or ""), options.dtype)
+        single = None if is_file or not options.single_file else f"{out.name}.safetensors"
+        write = write_single_file if is_file or single else write_pipeline
+        held = write(trained, written / (single or ""), options.dtype)
         alone = not trained.is_conditioned and trained.unet_spec.text is None
         last = None if alone else last_picture(trained)
-        picture = "samples.png" if options.samples and (alone or last) else None
+        picture = "samples.png" if options.samples and (alone or last) and not is_file else None
         if picture and last:
-            shutil.copyfile(last, folder / picture)
+            shutil.copyfile(last, written / picture)
         elif picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
-            write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
+            write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), written / picture)
         card = model_card(trained, precision=options.dtype, label=options.label, picture=picture, single_file=single)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-    size = sum(file.stat().st_size for file in options.out.rglob("*"))
+        if not is_file:
+            (written / "README.md").write_text(card, encoding="utf-8")
+    size = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
-    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{held}")
+    print(f"{out}: {what}, {size / 1e6:,.1f} MB\n{held}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights}
-    record_child(trained, "export", params, artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"))
+    files = [out] if is_file else sorted(out.iterdir())
+    record_child(trained, "export", params, artifacts=dict.fromkeys(files, "export"))
 
 
 def _row(label: str | None, classes: int | None) -> int | None:

@@ -16,8 +16,8 @@ HALVES = "*.fp16*"
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name is of the form ``OWNER/NAME``."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name.split("/")[0] not in (".", "..")
+    """Return whether a name is of the form ``OWNER/NAME``; ``runs/NAME`` is always a run on this host."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name.split("/")[0] not in (".", "..", "runs")
 
 
 def from_hub(

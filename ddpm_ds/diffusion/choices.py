@@ -96,14 +96,14 @@ def _noise(spec: DiffusionSpec, normal: Tensor, mean: float, std: float) -> Tens
     return mean + std * normal
 
 
-def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
+def edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
     """Return the level sigma = exp(4 t), scaled to unit variance. Source: Karras et al. 2022, table 1."""
     sigma = (4.0 * t).exp()
     scale = (sigma**2 + spec.sigma_data**2).rsqrt()  # c_in
     return NoiseLevel(scale, scale * sigma, spec.sigma_data)
 
 
-def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
+def edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
     """Return t at falling sigmas. Source: Karras et al. 2022, eq. 5."""
     high, low = spec.sigma_max ** (1.0 / spec.rho), spec.sigma_min ** (1.0 / spec.rho)
     sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** spec.rho for number in range(steps)]
@@ -125,8 +125,8 @@ NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
     "sigmoid": NoiseSchedule(lambda spec: _curved(spec, lambda t: (-3.0 + 6.0 * t).sigmoid()), "trained_betas"),
     "edm": ContinuousSchedule(
         time=lambda spec, normal: _noise(spec, normal, mean=-1.2, std=1.2) / 4.0,  # c_noise = log(sigma) / 4
-        level=_edm_level,
-        visited=_edm_visited,
+        level=edm_level,
+        visited=edm_visited,
         diffusers="EDMEulerScheduler",
     ),
     "flow": ContinuousSchedule(

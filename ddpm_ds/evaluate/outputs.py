@@ -65,6 +65,8 @@ class Request(BaseModel):
     """Number of successive states of each image."""
     prompts: tuple[str, ...] | None = None
     """Prompts that the images take in turn; None for a U-Net that reads no text."""
+    size: tuple[int, int] | None = None
+    """Height and width in pixels; None for the size that the U-Net learned."""
     negative: str | None = None
     """Prompt that guidance leads away from; None means no text."""
 
@@ -93,6 +95,7 @@ class Request(BaseModel):
         exclude = {"origin", "weights", "images_seen", "guide", "batch_images"}
         exclude |= {"inputs", "members", "steps_ahead"} if self.inputs is None else set()
         exclude |= {"prompts", "negative"} if self.prompts is None else set()
+        exclude |= {"size"} if self.size is None else set()
         return hashlib.sha256(self.model_dump_json(exclude=exclude).encode()).hexdigest()[:8]
 
 
@@ -215,7 +218,7 @@ def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> 
         if found is not None and len(found.values) == pixels:
             coordinates[found.name] = (found.name, list(found.values), {"units": found.units})
     channels = {name: (dims, images[..., number, :, :]) for number, name in enumerate(trained.channels)}
-    with new_folder(path) as folder:
+    with new_output(path) as folder:
         xarray.Dataset(channels, coordinates).to_zarr(folder, mode="w", consolidated=False)
 
 
@@ -237,14 +240,16 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
 
 def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
     """Write a new folder of PNG files: the grid, and each picture (N, C, H, W) uint8 by its number in ``index``."""
-    with new_folder(path) as folder:
+    with new_output(path) as folder:
         grid.save(folder / GRID)
         for number, image in zip(index, images, strict=True) if images.dtype == np.uint8 else ():
             picture(torch.from_numpy(np.array(image))).save(folder / f"{number:06}.png")
 
 
-def check_new_folder(path: Path) -> None:
-    """Raise OutputError if ``path`` holds something or is the current folder."""
+def check_new(path: Path, *, file: bool = False) -> None:
+    """Raise OutputError if ``path`` holds something or is the current folder; a new ``file`` may not exist at all."""
+    if file and path.exists():
+        raise OutputError(f"{path} exists; name a new file")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
     if path.resolve() == Path.cwd():
@@ -252,20 +257,21 @@ def check_new_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
+def new_output(path: Path, *, file: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder, or the path of a ``file``, that becomes ``path`` when the body ends.
 
-    Raises OutputError: as :func:`check_new_folder`, or the file system refuses.
+    It is removed if the body raises. Raises OutputError: as :func:`check_new`, or the file system refuses.
     """
-    check_new_folder(path)
+    check_new(path, file=file)
     path = path.absolute()
     existing = next(folder for folder in path.parents if folder.exists())
     temporary = temporary_beside(existing / path.name)
+    written = temporary / path.name if file else temporary
     try:
         temporary.mkdir()
-        yield temporary
+        yield written
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.replace(path)  # replaces an empty folder of that name
+        written.replace(path)  # replaces an empty folder of that name
         sync(path.parent)
     except OSError as error:
         if error.strerror is None:
@@ -314,5 +320,5 @@ def record_child(
     for path, folder in artifacts.items():
         tracker.artifact(path, folder)
     link = tracker.finish("FINISHED")
-    found = f"MLflow run {link.run_id}\nopen with  {link.open_with}"
+    found = f"MLflow run {link.run_id}\nopen with  {f'{link.command}  and open  ' if link.command else ''}{link.url}"
     print(f"MLflow was not reached at {link.tracking_uri}" if link.run_id is None else found)

@@ -94,6 +94,7 @@ class Setup:
                 "sampler": self.sampler.model_copy(update={"steps": self.sampler.steps_of(trained.diffusion)}),
                 "labels": None if labels is None else tuple(labels),
                 "inputs": None if self.inputs is None else self.inputs.key,
+                "size": trained.other_size,
                 "prompts": None if self.prompts is None else self.prompts.texts,
                 "negative": None if self.prompts is None else self.prompts.negative,
                 **fields,

@@ -86,6 +86,8 @@ class Trained:
     """Scales and names of fields; None for pictures and latents."""
     constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     """(C, H, W), channels of the condition that are the same for all images."""
+    other_size: tuple[int, int] | None = None
+    """Height and width in pixels that :meth:`resized` asked for; None for the size that the U-Net learned."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -205,6 +207,22 @@ class Trained:
             return self.image_shape
         _, height, width = self.image_shape
         return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
+
+    def resized(self, size: tuple[int, int]) -> Trained:
+        """Return the same U-Net for images of another ``size``, height and width in pixels.
+
+        Raises SpecError: a level can't halve it, or the U-Net has a condition, which is made for one size.
+        """
+        asked, factor = "x".join(map(str, size)), 1 if self.autoencoder is None else self.autoencoder.factor
+        if self.known_data is not None and self.known_data.condition is not None:
+            raise SpecError(f"--size {asked}: {self.origin} has a condition of one size (data.condition); leave it out")
+        step = factor * 2 ** (len(self.unet_spec.multipliers) - 1)
+        near = "x".join(str(max(step, round(side / step) * step)) for side in size)
+        if near != asked:
+            raise SpecError(f"--size {asked}: {self.origin} draws multiples of {step} pixels; use {near}")
+        levels = {"attention_resolutions": (), "attention_levels": self.unet_spec.attended_levels(self.interface.size)}
+        inner = replace(self.interface, size=(size[0] // factor, size[1] // factor))
+        return replace(self, unet_spec=self.unet_spec.model_copy(update=levels), interface=inner, other_size=size)
 
 
 def find_trained(path: Path) -> Path:

@@ -28,10 +28,7 @@ class Graphs:
         self._calls: list[Callable[[], object]] = []
 
     def capture(self, work: Callable[[], object]) -> None:
-        """Capture ``work``, which may not draw PyTorch's random numbers, without running it.
-
-        If that fails, free the memory and raise the operation's error.
-        """
+        """Capture ``work``, which may draw none of PyTorch's random numbers; free the memory if that fails."""
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two calls
         with _spare_generator(self._device):
             try:

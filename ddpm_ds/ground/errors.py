@@ -147,7 +147,8 @@ def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Print a line; on a terminal in place of the bar that another process may have drawn there."""
+    print("\r\x1b[K" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)
 
 
 def explanation(output: str) -> tuple[str, ...]:

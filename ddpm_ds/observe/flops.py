@@ -33,10 +33,6 @@ from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
 
-TENSOR_GROUPS = """\
-The ranks of a tensor group share the counts of a split layer; its latency is the first rank's, with the sums of the
-group."""
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -240,4 +236,9 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, object]) -> str:
         f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
         "without any wait for messages. The profiled step is slower than others.",
     ]
-    return "\n".join([*lines, TENSOR_GROUPS] if facts["tensor_size"] != 1 else lines)
+    if facts["tensor_size"] != 1:
+        lines.append(
+            "The ranks of a tensor group share the counts of a split layer; its latency is the first rank's, with"
+        )
+        lines.append("the sums of the group.")
+    return "\n".join(lines)

@@ -72,6 +72,7 @@ NUMBERED_BOXES = 600  # maximum number of boxes for which micro-batches are numb
 CHARACTER = 0.014  # width of a character as a share of the step; a box with a number has room for one more
 VISIBLE = 0.001  # smallest width of a visible box, as a share of the step
 TITLE_CHARACTERS = 72
+LEGEND_LINE, LABELS = 0.17, 0.7  # inches of the picture's height: a line of legend or title; what is below the axis
 MOST_ROWS = 32  # maximum number of rows for which the picture grows, and of ranks that are named at its side
 
 
@@ -306,7 +307,7 @@ def draw_step(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(4.4, 2.6 + 0.3 * min(len(rows), MOST_ROWS)), dpi=300, layout="constrained")
+    figure = Figure(figsize=(4.4, 4.4), dpi=300, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.tick_params(labelsize=7.5)
@@ -339,5 +340,9 @@ def draw_step(
     figure.suptitle("\n".join(lines), fontsize=8.5)
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour, label=label) for colour, label in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+    columns = 2 if folds else 3
+    legend = LEGEND_LINE * math.ceil(len(handles) / columns)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=7.5)
+    plot = max(legend, 0.3 * min(len(rows), MOST_ROWS))
+    figure.set_figheight(LABELS + LEGEND_LINE * len(lines) + plot + legend)
     figure.savefig(file, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files

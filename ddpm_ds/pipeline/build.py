@@ -113,7 +113,7 @@ def build_engine(
 
 @contextlib.contextmanager
 def quiet_deepspeed(verbose: bool) -> Iterator[None]:
-    """Discard DeepSpeed's prints, log only its errors here and its warnings afterwards, unless ``verbose``."""
+    """Discard DeepSpeed's prints, and log only its errors from here on, unless ``verbose``."""
     logger = logging.getLogger("DeepSpeed")
     if verbose:
         logger.setLevel(logging.INFO)
@@ -124,4 +124,3 @@ def quiet_deepspeed(verbose: bool) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):
         yield
-    logger.setLevel(logging.WARNING)

@@ -61,7 +61,7 @@ MEASURED = {
 HEALTHY = 0.05  # share below which no cost is worth a change
 BAR, LINE, SHOWN_SHARE = 40, 100, 5e-4
 """Characters of a bar for all of the time, and of a line that is no command; and the smallest share that is shown."""
-SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
+SHOWN = {"low utilisation": "operator start-up", "sampling pauses": "sampling and validation"}
 """Names shown to users for shares whose MLflow tag is less clear."""
 
 

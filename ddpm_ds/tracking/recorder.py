@@ -22,9 +22,12 @@ from ddpm_ds.tracking.run_folder import (
     DERIVED,
     EVALUATIONS,
     METRICS,
+    NOTE_TAG,
     OBSERVATIONS,
     POINTS,
     RATE,
+    RESULT,
+    RULE,
     SAMPLES_KEY,
     RunFolder,
     labels,
@@ -34,11 +37,10 @@ from ddpm_ds.tracking.runs import VARIED_TAG
 from ddpm_ds.tracking.tracker import RunLink, RunStart, Status, Tracker
 
 PARAMETERS = (
-    *("data.image_size", "unet.channels", "optimizer.learning_rate"),
-    *("train.images", "train.batch_images", "train.seed"),
-    *("derived.world_size", "derived.stages", "derived.tensor_size", "derived.zero_stage", "derived.precision"),
+    *("data.image_size", "unet.channels", "optimizer.learning_rate", "train.images", "train.batch_images"),
+    "train.seed",
 )
-"""Settings that people vary: the parameters of a run, which MLflow prints beside every picture."""
+"""Settings that are parameters of a run. MLflow prints all of them above a picture, so more would leave it no room."""
 
 
 class Recorder:
@@ -94,14 +96,17 @@ class Recorder:
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that saving a checkpoint held up training for ``seconds``."""
+        if self.line is not None and self._spec is not None:
+            self.line.paused("checkpoint", seconds, self._spec.checkpoint.every_images)
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
     def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
         spec, tracker = self._spec, self.tracker
-        if tracker is None or self.folder is None or spec is None or drawn is None:
+        if tracker is None or self.folder is None or spec is None or drawn is None or self.line is None:
             return
+        self.line.paused("samples", seconds, spec.samples.every_images)
         with reported(self, path := self.folder.samples(images_seen)):
             if path.exists():
                 return
@@ -117,6 +122,9 @@ class Recorder:
         """Record the held-out loss: :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
+        if self.line is not None and self._spec is not None:
+            seconds = values.get("usage/evaluation_seconds", 0.0)
+            self.line.paused("evaluation", seconds, self._spec.evaluation.every_images)
         self._write(EVALUATIONS, values, step)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
@@ -132,6 +140,13 @@ class Recorder:
         """Set tags of the run in MLflow."""
         if self.tracker is not None:
             self.tracker.tags(values)
+
+    def result(self, layout: str, loss: float, verdict: str) -> None:
+        """Put layout, final loss and a verdict's conclusions on top of the run's description in MLflow."""
+        lines = [f"{RESULT} {layout}", f"**Final loss:** {loss:.4f}"]
+        if verdict:  # MLflow shows few lines at first, so without the table
+            lines.append("**Verdict:** " + verdict.strip().rpartition("\n\n")[2])
+        self.tags({NOTE_TAG: "  \n".join(lines) + RULE})
 
     def rolled_back(self, what: str, times: int, images_seen: int, step: int) -> None:
         """Record a rollback to ``step``; later points are logged again."""

@@ -67,6 +67,8 @@ START_TAG = "ddpm_ds.start"
 """Tag with a run's identity, by which it is found again."""
 PARENT_TAG, NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 """Tags by which MLflow shows a run under another one, and as its description."""
+RESULT, RULE = "**Layout:**", "\n\n---\n\n"
+"""Beginning of the result that a run's end puts on top of its description, and its end, above the user's note."""
 SAMPLES_KEY, RATE = "eval/samples_ema", "perf/images_per_second"
 """Key of the pictures drawn while training; metric of the speed since the last point."""
 DERIVED = "derived."
@@ -380,6 +382,12 @@ class RunFolder:
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
         files.append_line(file, json.dumps(record).encode())
         return len(files.read_text(file).splitlines())
+
+
+def note_of(description: str) -> str:
+    """Return the user's part of a run's description in MLflow."""
+    result, rule, note = description.partition(RULE)
+    return note if rule and result.startswith(RESULT) else description
 
 
 def append_event(events: Path, record: Record) -> None:

@@ -52,7 +52,7 @@ class RecordedRun:
 
     @property
     def note(self) -> str:
-        """Note by the user on the run's reason and its lessons; empty without any."""
+        """Description: the run's result, and its user's note on reason and lessons; empty without any."""
         return self.tags.get(NOTE_TAG, "")
 
     def add_note(self, text: str) -> None:

@@ -61,6 +61,7 @@ from ddpm_ds.tracking.run_folder import (
     end_killed,
     ending,
     lock,
+    note_of,
     place_of,
     records,
     unsent,
@@ -188,6 +189,9 @@ class Sender:
             case {"text": text, "name": name}:
                 client.log_text(run, text, name)
             case {"tags": tags}:
+                if NOTE_TAG in tags:  # the result, above a note that may have been edited
+                    description = client.get_run(run).data.tags.get(NOTE_TAG, "")
+                    tags = tags | {NOTE_TAG: tags[NOTE_TAG] + note_of(description)}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"finish": status, "time": at}:
                 if not self._join_parent(self._run):

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +64,7 @@ class RunStart:
     tags: Mapping[str, str]
     """Tags, set at every start."""
     name: str = ""
-    """Name of the run; empty: the folder's."""
+    """Name of the run; empty: the folder's, with today's date unless it begins with one."""
     dataset: Mapping[str, str] | None = None
     """``name`` of the training images, ``digest`` of their content and their ``source``."""
     identity: str | None = None
@@ -74,12 +75,14 @@ class RunStart:
 
     def record(self) -> Record:
         """Return the content of the ``start`` event."""
+        folder = self.run_dir.name
+        dated = folder if folder[:8].isdecimal() else f"{folder} {date.today().isoformat()}"
         off = not self.system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
         return {
             "id": self.identity or uuid.uuid4().hex,
             "time": now_ms(),
             "experiment": self.experiment,
-            "run_name": self.name or self.run_dir.name,
+            "run_name": self.name or dated,
             "output_root": str(self.run_dir.parent.resolve()),
             "run_dir": str(self.run_dir.resolve()),
             "params": flatten(self.params),
@@ -100,11 +103,6 @@ class RunLink:
     """Page of the run, in the mode of MLflow's UI for model training."""
     command: str | None
     """Command that serves the page; None if a server does."""
-
-    @property
-    def open_with(self) -> str:
-        """Everything needed to see the run, in one line."""
-        return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
 def start_child() -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, ProgramError, explanation
@@ -27,8 +27,8 @@ TRAIN = ("-m", "ddpm_ds.cli.main", "train")
 
 
 def train(
-    spec: RunSpec | Mapping[str, Any] | GivenPath,
-    ds_config: Mapping[str, Any] | GivenPath,
+    spec: RunSpec | Mapping[str, object] | GivenPath,
+    ds_config: Mapping[str, object] | GivenPath,
     overrides: Sequence[str] = (),
     *,
     run_dir: GivenPath | None = None,
@@ -44,8 +44,7 @@ def train(
     ``run_dir``; without one it gets a new folder in ``runs``. Without ``processes`` each GPU gets one. After a
     KeyboardInterrupt the ranks finish their step and save before it is raised; a second one ends them at once.
 
-    Raises:
-        UserError: an argument is wrong, or training failed; its ``exit_code`` is in docs/exit_codes.md.
+    Wrong arguments and a failed run raise UserError, whose ``exit_code`` is in docs/exit_codes.md.
     """
     name = spec.name if isinstance(spec, RunSpec) else spec.stem if isinstance(spec, Path) else "run"
     folder = Path(run_dir or run_folder.make_run_dir(run_folder.new_run_dir(name)))
@@ -79,8 +78,8 @@ def _file(given: object, path: Path) -> object:
 
 def _follow(command: Sequence[str]) -> None:
     """Run a command, pass interrupts on and print its lines; raise the interrupt or the failure with which it ends."""
-    lines, interrupted, both = deque[str](maxlen=1000), False, subprocess.STDOUT
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=both, text=True)
+    lines, interrupted, pipe, together = deque[str](maxlen=1000), False, subprocess.PIPE, subprocess.STDOUT
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=together, errors="replace")
     assert child.stdout is not None
     try:
         while child.returncode is None:
@@ -98,7 +97,7 @@ def _follow(command: Sequence[str]) -> None:
             child.wait()
     if interrupted:
         raise KeyboardInterrupt
-    if code := child.returncode:
+    if code := child.returncode if child.returncode >= 0 else 128 - child.returncode:  # as a shell has a signal's
         named = () if code == EXIT_BAD_INPUT else (f"training ended with exit code {code} (docs/exit_codes.md):",)
         raise ProgramError([*named, *explanation("".join(lines))], code)
 

@@ -56,7 +56,7 @@ from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_
 from ddpm_ds.train.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.start import Prepared
-from ddpm_ds.train.validation import Previews, Validation, prompts_of
+from ddpm_ds.train.validation import Previews, Validation, picture_seconds, prompts_of
 from ddpm_ds.unet.shards import whole_layers
 
 OVERFLOWS_AT_FLOOR = 8
@@ -371,11 +371,10 @@ def _train(
         drawn_for = images.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
-    measure_every, seconds = spec.evaluation.every_images, 0.0
-    if rehearsal is None:  # which draws always, since it measures memory
-        flops = 2 * plan.macs * previews.count * spec.sampler.evaluations_of(spec.diffusion)
-        cores = torch.get_num_threads() if plan.machine.is_cpu else 1
-        seconds = flops / (plan.machine.flops * cores * dist.get_world_size())
+    measure_every, cores = spec.evaluation.every_images, torch.get_num_threads() if plan.machine.is_cpu else 1
+    seconds = picture_seconds(plan, previews.count, cores * dist.get_world_size())
+    if rehearsal is not None:  # its picture has few steps, and its memory counts
+        seconds = 0.0
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images

@@ -63,6 +63,7 @@ def test_a_plan_is_described_in_words_that_fit_its_numbers() -> None:
         "validation   off",
     ):
         assert line in lines
+    assert "sent MB/step" not in stage_table(one) and "sent MB/step" in stage_table(plan(None))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_a_rollout_feeds_each_state_back(forecast: Planted, tmp_path: Path, samp
         ("--conditions held-out --channel v", "--channel v is none of t2m, u"),
         ("--conditions held-out --out OUT/x.npz", "can't hold fields, which"),
         ("--conditions held-out --members 0", "'0' is not a number from 1 to 4,096"),
+        ("--conditions held-out --size 16", "has a condition of one size (data.condition); leave it out"),
         ("--conditions held-out --labels 3", "the U-Net has no classes"),
     ],
 )

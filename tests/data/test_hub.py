@@ -67,6 +67,7 @@ def test_the_hubs_cache_will_do_unless_the_newest_is_asked_for(hub: ModelHub) ->
         ("./full", "does not exist"),
         ("full", "does not exist"),
         ("a/b/c", "does not exist"),
+        ("runs/full", "does not exist"),
     ],
 )
 def test_what_can_not_be_had_is_one_line(hub: ModelHub, name: str, words: str) -> None:

@@ -56,6 +56,14 @@ def trained(encoders: Path) -> Trained:
     return trained_of(tiny_spec(**sections(encoders)))
 
 
+def test_sizes_that_the_u_net_reads_are_those_drawn(encoders: Path, trained: Trained) -> None:
+    other = sections(encoders)
+    other["data"] |= {"image_size": [12, 8]}
+    assert images(trained.resized((12, 8)), "a red circle").equal(
+        images(trained_of(tiny_spec(**other)), "a red circle")
+    )
+
+
 def images(trained: Trained, prompts: str | list[str], negative: str | None = None, **sampler: Any) -> Tensor:
     return sample(trained, 4, sampler=FAST_SAMPLER.model_copy(update=sampler), prompts=prompts, negative=negative)
 

@@ -27,7 +27,7 @@ from ddpm_ds.evaluate.diffusers.unet import original_names, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.evaluate.sampling import sample
 from ddpm_ds.evaluate.trained import load_trained
-from ddpm_ds.ground.errors import UserError
+from ddpm_ds.ground.errors import SpecError, UserError
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import FAST, plant_alone, refusal
@@ -375,6 +375,9 @@ def test_an_exported_pipeline_draws_what_the_run_draws_and_is_imported_again(
     sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none")
     drawn = [sample(each, 2, sampler=sampler, prompts=["a red circle", "a"]) for each in (run, exported)]
     assert drawn[0].shape == (2, 3, 32, 32) and (drawn[0].int() - drawn[1].int()).abs().max() <= 1
+    with pytest.raises(SpecError, match=r"draws multiples of [48] pixels; use 40x32$"):
+        exported.resized((38, 30))
+    assert sample(exported.resized((40, 24)), 1, sampler=sampler, prompts="a").shape == (1, 3, 40, 24)
     other = sample(exported, 2, sampler=sampler, prompts=["a red circle", "red red"])
     assert (other[1].int() - drawn[1][1].int()).abs().max() > 5
     shutil.rmtree(checkpoint)
@@ -392,6 +395,9 @@ def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: P
     assert main(["export", str(checkpoint), str(tmp_path / "hub"), "--dtype", dtype]) == 0
     file = tmp_path / "mine" / "mine.safetensors"
     assert sorted(path.name for path in file.parent.iterdir()) == ["README.md", "mine.safetensors"]
+    alone = tmp_path / "new" / "alone.safetensors"
+    assert main(["export", str(checkpoint), "--out", str(alone), "--dtype", dtype]) == 0
+    assert alone.read_bytes() == file.read_bytes() and [*alone.parent.iterdir()] == [alone]
     kind = OPENED[pipeline.name]
     here = {"local_files_only": True, "low_cpu_mem_usage": False}
     read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **here)

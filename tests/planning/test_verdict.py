@@ -164,7 +164,7 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     assert min(found.shares.values()) == 0.0 and " 0.0%" not in printed and len(printed.splitlines()) < 40
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=3"}
     starting = text(judged(FAULTS["low utilisation"]), RUN)  # which has another name than the tag
-    assert "\nlargest cost: kernel start-up, " in starting
+    assert "\nlargest cost: operator start-up, " in starting
 
 
 def test_as_many_threads_as_keep_up() -> None:

@@ -1,6 +1,4 @@
-"""Import: a model of diffusers as the start of a run. Its weights get our names; a spec gets its U-Net and its
-diffusion process.
-"""
+"""Import of a model of diffusers as the start of a run: its weights by our names, and a spec with its U-Net."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
-from ddpm_ds.evaluate.outputs import new_folder
+from ddpm_ds.evaluate.outputs import new_output
 from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.schema.types import written
 
@@ -42,7 +40,7 @@ def import_weights(
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
         SpecError: ``base`` is wrong, or describes images that the model does not fit.
     """
-    with new_folder(out) as temporary:
+    with new_output(out) as temporary:
         folder = _opened(path, last_label_is_class)
         until_replaced = [f"unet.{item}" for item in ANY_UNET]
         if folder.unet.text is None:

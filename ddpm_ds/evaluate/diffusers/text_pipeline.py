@@ -100,7 +100,7 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
     text = trained.unet_spec.text
     try:
         if text is None:
-            raise ValueError("its U-Net reads no text; leave it out")
+            raise ValueError("its U-Net reads no text; export a folder instead")
         names = original_names(trained.layers)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be a single file: {error}") from None
