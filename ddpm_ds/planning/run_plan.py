@@ -213,7 +213,7 @@ def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
         (min(spec.checkpoint.every_images or end, by_time), SAVED_BYTES * plan.parameters / SAVED_BYTES_PER_SECOND),
     )
     every, picture = spec.samples.every_images or end, tasks[0][1] if spec.samples.every_images else 0.0
-    before = 0.0 if seen or picture > FIRST_PICTURE_SECONDS else picture
+    before = 0.0 if seen or picture_seconds(plan) > FIRST_PICTURE_SECONDS else picture
 
     def seconds(until: int) -> str:
         more = until == end  # everything is due at the end
@@ -222,6 +222,15 @@ def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
 
     first = (seen // every + 1) * every
     return f"forecast     {f'first picture after {seconds(first)}, ' if first < end else ''}done after {seconds(end)}"
+
+
+def picture_seconds(plan: RunPlan) -> float:
+    """Predict the seconds of a picture by its flops alone, which decide whether one comes before the first step."""
+    import torch
+
+    spec, cores = plan.spec, torch.get_num_threads() if plan.machine.is_cpu else 1
+    flops = 2 * plan.macs * spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
+    return flops / (plan.machine.flops * plan.machine.devices * cores)
 
 
 def _step_seconds(plan: RunPlan, device: torch.device) -> float:

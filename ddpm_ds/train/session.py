@@ -39,7 +39,7 @@ from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.inputs import layers_for
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, picture_seconds
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, handle
@@ -56,7 +56,7 @@ from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_
 from ddpm_ds.train.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.start import Prepared
-from ddpm_ds.train.validation import Previews, Validation, picture_seconds, prompts_of
+from ddpm_ds.train.validation import Previews, Validation, prompts_of
 from ddpm_ds.unet.shards import whole_layers
 
 OVERFLOWS_AT_FLOOR = 8
@@ -371,10 +371,8 @@ def _train(
         drawn_for = images.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
-    measure_every, cores = spec.evaluation.every_images, torch.get_num_threads() if plan.machine.is_cpu else 1
-    seconds = picture_seconds(plan, previews.count, cores * dist.get_world_size())
-    if rehearsal is not None:  # its picture has few steps, and its memory counts
-        seconds = 0.0
+    measure_every = spec.evaluation.every_images
+    seconds = picture_seconds(plan) if rehearsal is None else 0.0  # a rehearsal's picture has one step
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images

@@ -25,7 +25,7 @@ from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline
-from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS, RunPlan
+from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
@@ -44,12 +44,6 @@ Stops = Callable[[], bool]
 
 class Stopped(Exception):
     """The run is asked to stop, so pictures and losses are left out; on all ranks alike."""
-
-
-def picture_seconds(plan: RunPlan, count: int, devices: int) -> float:
-    """Predict the seconds of a picture of ``count`` images on so many devices; on CPUs these are cores."""
-    flops = 2 * plan.macs * count * plan.spec.sampler.evaluations_of(plan.spec.diffusion)
-    return flops / (plan.machine.flops * devices)
 
 
 def _parts(calls: Sequence[int], stops: Stops) -> Iterator[Sequence[int]]:

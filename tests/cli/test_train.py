@@ -172,7 +172,7 @@ def test_another_experiment_and_a_deleted_one_are_refused(
     )
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another one")
     said = refused(capsys, tmp_path, *elsewhere)
-    assert "MLFLOW_EXPERIMENT_NAME=another one, but logging.experiment = gone" in said
+    assert "MLFLOW_EXPERIMENT_NAME=another one differs from logging.experiment = gone" in said
     assert "--set 'logging.experiment=another one', or unset" in said
 
 

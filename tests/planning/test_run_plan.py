@@ -63,6 +63,7 @@ def test_a_forecast_counts_steps_pictures_and_saves(monkeypatch: pytest.MonkeyPa
     changes += ["evaluation.every_images=null", "checkpoint.every_minutes=null", "checkpoint.every_images=null"]
     plan = make_plan(drafted(DIGITS, changes, CONFIG, world_size=1, stages=1), ("a",), CPU)
     monkeypatch.setattr(run_plan, "_step_seconds", lambda plan, device: 2.4)
+    monkeypatch.setattr(run_plan, "picture_seconds", lambda plan: 60.0)
     monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
     words = "forecast     first picture after about 11 min, done after about 44 min"  # 1 minute each, beside 40
     assert forecast(plan, torch.device("cpu"), 0) == words

@@ -215,7 +215,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
         *("starting PyTorch", "waiting for all", "checking the run", "building the", "taking the", "sending the"),
         *("stage", "    0", "preparing", "digits-8px-1ch: 1,797 images in 10 classes: 0 178, ", "held-out loss"),
         *("final", "trained", "speed", "skipped", "MLflow", "serve", "open", "fp16", "flops of step", "traced steps"),
-        "forecast     first picture after about ",
+        *("forecast     first picture after about ", " " * 13),
     )
     begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
