@@ -172,10 +172,7 @@ class NotSaved(Exception):
 
 
 class Completion:
-    """One rank's part in completing checkpoints: all send rank 0 a text, for which it waits ``seconds``.
-
-    No call blocks inside the key-value store, whose client the watchdog also uses.
-    """
+    """One rank's part in completing checkpoints: all send rank 0 a text, for which it waits ``seconds``."""
 
     def __init__(self, rank: int, world_size: int, store: Store, seconds: float) -> None:
         self._rank, self._others, self._store, self._seconds = rank, range(1, world_size), store, seconds

@@ -42,6 +42,7 @@ from ddpm_ds.checkpoint.manifest import (
     parse_state,
     read_bytes,
     read_manifest,
+    readable,
     unusable,
     verify,
 )
@@ -227,6 +228,7 @@ def write_tensors(path: Path, tensors: Iterable[Header], values: Iterable[memory
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors for readers that map the file
+    readable(f"header of {path.name}", text)
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], values):

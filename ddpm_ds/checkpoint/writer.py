@@ -33,8 +33,9 @@ from ddpm_ds.checkpoint.folder import (
     set_aside,
     tidy,
 )
-from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of
+from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of, readable
 from ddpm_ds.checkpoint.reader import Header, write_tensors
+from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.files import replace_file, write_file
 from ddpm_ds.unet.shards import Shard
 
@@ -152,6 +153,7 @@ class Writer:
         name = checkpoint_name(description.images)
         scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
         try:
+            readable(MANIFEST, description.model_dump_json().encode())  # before anything is written
             for path in self._folder.glob(f"{WRITING}*") if self._rank == 0 else ():
                 # left by ranks that failed late in an earlier attempt
                 if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
@@ -198,7 +200,7 @@ class Writer:
 
 def _reason(error: Exception) -> str:
     """Return the reason for an error, in the file system's words if it caused it."""
-    if isinstance(error, NotSaved):
+    if isinstance(error, NotSaved | UserError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({Path(error.filename).name})" if error.filename else ""

@@ -2,14 +2,19 @@
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
+from ddpm_ds.checkpoint import writer as writer_module
 from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.manifest import Description, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.data.cache import by_field, shard_name
+from ddpm_ds.ground.files import MOST_RECORD_BYTES
 from tests.checkpoint.saving import check, describe, fragments_of, ranks, save, scalars, total
 from tests.launching import PATIENCE_SECONDS
 
@@ -44,6 +49,33 @@ def test_begin_does_not_wait_for_the_disk_and_training_may_then_change_everythin
         writer.begin("all", fragments_of(images, 0, 50, shapes), describe(images, shapes), scalars(images))
         assert writer.wait()
         check(tmp_path / f"images-{images:09}", images, shapes)
+
+
+@pytest.mark.parametrize("files", [95_000, 190_000])
+def test_a_run_on_images_in_many_files_writes_a_small_manifest(tmp_path: Path, files: int) -> None:
+    sums = {shard_name(number): f"{number:064x}" for number in range(files)}
+    about = Description.model_validate(describe(2).model_dump() | {"data_sha256": sums})
+    writers = ranks(tmp_path, 2, print)
+    for rank, writer in enumerate(writers):
+        writer.begin(f"rank{rank}", fragments_of(2, 50 * rank, [50, total()][rank]), about, scalars(2))
+    assert all([writer.wait() for writer in writers])
+    written = tmp_path / "images-000000002"
+    check(written, 2)
+    assert (written / "manifest.json").stat().st_size < 10_000
+    assert read_manifest(written).data_sha256 == by_field(sums), "also what an earlier version wrote file by file"
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, written = list[str](), list[Path]()
+    monkeypatch.setattr(writer_module, "write_tensors", lambda path, *more: written.append(path))
+    writer = Writer(tmp_path, log=said.append)
+    large = describe(2).model_copy(update={"spec": {"name": "x" * MOST_RECORD_BYTES}})
+    writer.begin("all", fragments_of(2, 0, total()), large, scalars(2))
+    assert not writer.wait() and not written
+    words = (
+        r"^checkpoint images-000000002 was not saved: 16,\d{3},\d{3} bytes, and 16,777,216 can be read \(manifest.json"
+    )
+    assert re.match(words, said[0]) and len(said) == 1 and left_over(tmp_path) == []
 
 
 def test_a_rank_whose_part_does_not_come_costs_one_line(tmp_path: Path) -> None:
