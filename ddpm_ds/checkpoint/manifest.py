@@ -18,6 +18,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -30,6 +31,7 @@ from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, sha256_of
 from ddpm_ds.ground.files import read_bytes as read_file
 from ddpm_ds.ground.formats import open_tensors, parse_json
+from ddpm_ds.ground.host import processors
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.unet.shards import Shard
 
@@ -37,6 +39,8 @@ FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
+MOST_THREADS = 16
+"""Maximum number of files whose checksums are computed at a time."""
 _BLANK = "0" * 64
 
 VALUES = "F32"
@@ -278,9 +282,13 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
         raise unusable(checkpoint, f"it lacks {', '.join(missing)}")
     hidden = not progress or manifest.total_bytes < BAR_BYTES
     what = f"checking {checkpoint.name}"
-    with tqdm(total=manifest.total_bytes, desc=what, unit="B", unit_scale=True, disable=hidden) as bar:
-        for name in manifest.files:
-            check_bytes(checkpoint, name, manifest, bar)
+    threads = min(MOST_THREADS, processors())
+    with (
+        tqdm(total=manifest.total_bytes, desc=what, unit="B", unit_scale=True, disable=hidden) as bar,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        for _ in pool.map(lambda name: check_bytes(checkpoint, name, manifest, bar), manifest.files):
+            pass
 
 
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[NoReturn] | None = None) -> None:

@@ -37,6 +37,7 @@ from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Descript
 from ddpm_ds.checkpoint.reader import Header, write_tensors
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.files import replace_file, write_file
+from ddpm_ds.ground.units import gib
 from ddpm_ds.unet.shards import Shard
 
 
@@ -51,34 +52,82 @@ class Fragment(NamedTuple):
     shard: Shard | None = None
 
 
+STAGING_BYTES = 2**28
+"""Largest size of a page-locked buffer, a power of two, to which PyTorch rounds it."""
+
+
 class HostCopy:
-    """Concatenated copy of tensors in fp32 and then of 8-bit codes, in memory that is reused for the next copy."""
+    """Concatenated copy of tensors in fp32 and then of 8-bit codes, in memory that is reused for the next copy::
+
+        CUDA device ─▶ two page-locked buffers, in turn ─▶ copy
+
+    Only the buffers are page-locked, since PyTorch never returns such memory.
+    """
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes, self._buffers = _host_bytes(0), list[_Buffer]()
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
-        """Copy all values, to pinned memory if any are on CUDA; return when the tensors may change again."""
-        devices = {piece.device for piece in pieces if piece.is_cuda}
+        """Copy all values; return when the tensors may change again. Raises NotSaved if there is no memory."""
         dtypes = [torch.uint8 if piece.dtype is torch.uint8 else torch.float32 for piece in pieces]
         sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
         self._used = sum(sizes)
         if self._bytes.numel() < self._used:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
-            self._bytes = torch.empty(self._used, dtype=torch.uint8, pin_memory=bool(devices))
+            self._bytes = _host_bytes(0)  # frees the old memory first
+            self._bytes = _host_bytes(self._used)
+        parts, most = list[tuple[Tensor, Tensor]](), min(STAGING_BYTES, self._used)
         for raw, dtype, piece in zip(self._bytes[: self._used].split(sizes), dtypes, pieces, strict=True):
-            target = raw.view(dtype)
             if piece.is_cuda:
-                target.copy_(piece.detach(), non_blocking=True)
+                elements = most // dtype.itemsize
+                parts += zip(raw.view(dtype).split(elements), piece.detach().split(elements), strict=True)
             else:  # torch would restart its threads for every piece
-                target.numpy()[:] = piece.detach().numpy()
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+                raw.view(dtype).numpy()[:] = piece.detach().numpy()
+        if parts and not (self._buffers and self._buffers[0].size >= most):
+            self._buffers = [_Buffer(most), _Buffer(most)]
+        for target, part in parts:
+            if not self._buffers[0].takes(target, part):
+                self._buffers.reverse()
+                self._buffers[0].empty()
+                self._buffers[0].takes(target, part)
+        for buffer in reversed(self._buffers):
+            buffer.empty()
 
     def raw(self) -> memoryview:
         """Return the copied bytes."""
         return self._bytes.numpy()[: self._used].data
+
+
+def _host_bytes(count: int, *, page_locked: bool = False) -> Tensor:
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=page_locked)
+    except RuntimeError:
+        raise NotSaved(f"the host has no {gib(count)} left for a copy of the values") from None
+
+
+class _Buffer:
+    """Page-locked memory through which values of a device go to other memory of the host."""
+
+    def __init__(self, size: int) -> None:
+        self._memory, self._copied, self.size = _host_bytes(size, page_locked=True), torch.cuda.Event(), size
+        self._inside, self._at = list[tuple[Tensor, Tensor]](), 0
+
+    def takes(self, target: Tensor, values: Tensor) -> bool:
+        """Begin to copy ``values``, which :meth:`empty` takes on to ``target``; False if there is no room."""
+        if (end := self._at + target.nbytes) > self.size:
+            return False
+        here = self._memory[self._at : end].view(target.dtype)
+        here.copy_(values, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(values.device))
+        self._inside.append((target, here))
+        self._at = end
+        return True
+
+    def empty(self) -> None:
+        self._copied.synchronize()
+        for target, here in self._inside:
+            target.copy_(here)
+        self._inside, self._at = [], 0
 
 
 class Writer:
@@ -110,6 +159,7 @@ class Writer:
         self.why_not = ""
         """On rank 0: why the last failed checkpoint was not saved, and which one is there instead."""
         self._host = HostCopy()
+        self._fault: NotSaved | None = None  # of the copy
         if rank == 0:
             with contextlib.suppress(OSError):
                 clean(folder)
@@ -131,7 +181,11 @@ class Writer:
         for span, fragment in zip(spans, fragments, strict=True):
             (floats if fragment.scales is None else codes).append((span.key, fragment.values))
             floats += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
-        self._host.take([values for _, values in floats + codes])
+        self._fault = None
+        try:
+            self._host.take([values for _, values in floats + codes])
+        except NotSaved as error:
+            self._fault = error
         tensors: list[Header] = [(key, VALUES, (values.numel(),)) for key, values in floats]
         tensors += [(key, CODES, (values.numel(),)) for key, values in codes]
         text = json.dumps(dict(state), indent=2) + "\n"
@@ -150,13 +204,18 @@ class Writer:
     def _write(self, file: str, tensors: list[Header], spans: list[Span], description: Description, state: str) -> None:
         """Write a checkpoint; runs in the thread."""
         self._saved = False
-        name = checkpoint_name(description.images)
-        scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
+        name, attempt = checkpoint_name(description.images), self._completion.attempt
+        scratch = self._folder / f"{WRITING}{name}"
         try:
+            start = self._completion.start
+            scratch = self._folder / f"{WRITING}{name}.{start}.{attempt}"  # the same for all ranks, in this start alone
+            if self._fault is not None:
+                raise self._fault
             readable(MANIFEST, description.model_dump_json().encode())  # before anything is written
             for path in self._folder.glob(f"{WRITING}*") if self._rank == 0 else ():
-                # left by ranks that failed late in an earlier attempt
-                if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
+                # left by ranks that failed late in an earlier attempt, or of an earlier start
+                *_, other, number = path.name.split(".")
+                if other != start or int(number) < attempt:
                     shutil.rmtree(path, ignore_errors=True)
             scratch.mkdir(parents=True, exist_ok=True)
             part = ""  # a rank without values writes no file
@@ -166,7 +225,7 @@ class Writer:
             if self._rank:
                 self._completion.send(part)
             else:
-                parts = [Part.model_validate_json(text) for text in self._completion.collect(part) if text]
+                parts = [Part.model_validate_json(text) for text in self._completion.collect(part, scratch) if text]
                 manifest = manifest_of(description, state.encode(), parts)
                 replace_file(scratch / STATE, state.encode())
                 write_file(scratch / MANIFEST, manifest.dump())

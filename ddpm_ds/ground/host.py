@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,14 @@ def control_groups(controller: str) -> Iterator[Path]:
             if not controllers or controller in controllers.split(","):
                 inside = (CGROUPS / controller if controllers else CGROUPS) / group.lstrip("/")
                 yield from (inside, *inside.parents)
+
+
+def machine() -> str:
+    """Return a name that only processes under this running kernel, which share its cache of files, return too."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return secrets.token_hex()
 
 
 def processors() -> int:

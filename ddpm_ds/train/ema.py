@@ -14,6 +14,9 @@ from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
+PIECE = 2**26
+"""Largest number of elements of a page-locked tensor: 256 MiB."""
+
 
 def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
     """Return the weight of the old average in a step that ends at ``images_seen``.
@@ -53,19 +56,20 @@ class Ema:
     def stepping(self) -> Iterator[None]:
         """Surround the optimizer's step, and update the averages after it."""
         yield
-        self._update(self._masters, self._weight)
+        self._update(self._averages, self._masters, self._weight)
 
     def end_step(self) -> None:
         """Run the host's work that a CUDA graph cannot hold."""
 
     @torch.no_grad()
-    def _update(self, masters: list[Tensor], weight: Tensor) -> None:
-        if len(masters) == 1:
-            self._averages[0].lerp_(masters[0], weight)
+    def _update(self, averages: list[Tensor], masters: list[Tensor], weight: Tensor) -> None:
+        if len(self._masters) == 1:
+            for average, master in zip(averages, masters, strict=True):
+                average.lerp_(master, weight)
         else:  # foreach takes no tensor as the weight of a lerp
-            differences = torch._foreach_sub(masters, self._averages)
+            differences = torch._foreach_sub(masters, averages)
             torch._foreach_mul_(differences, weight)
-            torch._foreach_add_(self._averages, differences)
+            torch._foreach_add_(averages, differences)
 
     def of(self, master: Tensor) -> Tensor:
         """Return the average of one of the optimizer's tensors."""
@@ -82,15 +86,15 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for master, shadow, spare in zip(self._masters, self.shadows, self._spares(), strict=True):
+        for master, shadow, spare in self._with_spares():
             spare.copy_(master)
             master.copy_(shadow)
             shadow.copy_(spare)
         insides.refresh_weights(self._engine)
 
-    def _spares(self) -> Iterable[Tensor]:
-        """Return memory for the weights while the averages are used."""
-        return map(torch.empty_like, self._masters)
+    def _with_spares(self) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """Return all weights, their averages, and memory for the weights while the averages are used."""
+        return zip(self._masters, self._averages, map(torch.empty_like, self._masters), strict=True)
 
 
 class HostEma(Ema):
@@ -102,13 +106,15 @@ class HostEma(Ema):
 
     The averages have the same bits as on a device that rounds as the host does. The copy is page-locked, and no part of
     a CUDA graph; the optimizer's wait for it is. The host waits for a step's averages before it copies new weights.
+    PyTorch rounds page-locked memory up to a power of two, so the copy is in pieces that have such a size.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._thread, self._running = ThreadPoolExecutor(1), Future[None]()
         self._running.set_result(None)
         super().__init__(engine, spec)
-        self._new = [torch.empty(master.shape, pin_memory=master.is_cuda) for master in self._masters]
+        self._pieces, self._shadow_pieces = map(_pieces_of, (self._masters, self._averages))
+        self._new = [torch.empty(len(piece), pin_memory=piece.is_cuda) for piece in self._pieces]
         self._stream = self._copied = None
         if self._masters[0].is_cuda:
             self._stream = torch.cuda.Stream(engine.device)
@@ -144,18 +150,23 @@ class HostEma(Ema):
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for new, master in zip(self._new, self._masters, strict=True):
-            new.copy_(master, non_blocking=True)
+        for new, piece in zip(self._new, self._pieces, strict=True):
+            new.copy_(piece, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     def _update_copied(self, weight: Tensor) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self._update(self._new, weight)
+        self._update(self._shadow_pieces, self._new, weight)
 
-    def _spares(self) -> Iterable[Tensor]:
-        return self._new
+    def _with_spares(self) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        self._running.result()
+        return zip(self._pieces, self._shadow_pieces, self._new, strict=True)
+
+
+def _pieces_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [piece for tensor in tensors for piece in tensor.detach().view(-1).split(PIECE)]
 
 
 def averages_of(engine: UnetPipelineEngine, spec: EmaSpec) -> Ema:
