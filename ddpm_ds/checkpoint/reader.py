@@ -204,7 +204,7 @@ class Reader:
                     spans = check_headers(self.path, self.manifest, file)
                     self._files[file] = open_tensors(self.path / file)
                 except (OSError, CheckpointError):
-                    self._check(file)  # a wrong checksum is the better error
+                    check_bytes(self.path, file, self.manifest)  # a wrong checksum is the better error
                     raise
                 for span in spans:
                     parts = self._spans.setdefault((span.kind, span.name), {})

@@ -14,6 +14,7 @@ import json
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._bytes, self._buffers = _host_bytes(0), list[_Buffer]()
+        self._bytes, self._buffers = _host_bytes(0), list[Tensor]()
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
@@ -76,22 +77,29 @@ class HostCopy:
         if self._bytes.numel() < self._used:
             self._bytes = _host_bytes(0)  # frees the old memory first
             self._bytes = _host_bytes(self._used)
-        parts, most = list[tuple[Tensor, Tensor]](), min(STAGING_BYTES, self._used)
+        size, under_way = min(STAGING_BYTES, self._used), deque[tuple[Tensor, Tensor, torch.cuda.Event]]()
+
+        def arrive() -> None:
+            target, here, copied = under_way.popleft()
+            copied.synchronize()
+            target.copy_(here)
+
         for raw, dtype, piece in zip(self._bytes[: self._used].split(sizes), dtypes, pieces, strict=True):
-            if piece.is_cuda:
-                elements = most // dtype.itemsize
-                parts += zip(raw.view(dtype).split(elements), piece.detach().split(elements), strict=True)
-            else:  # torch would restart its threads for every piece
+            if not piece.is_cuda:  # torch would restart its threads for every piece
                 raw.view(dtype).numpy()[:] = piece.detach().numpy()
-        if parts and not (self._buffers and self._buffers[0].size >= most):
-            self._buffers = [_Buffer(most), _Buffer(most)]
-        for target, part in parts:
-            if not self._buffers[0].takes(target, part):
+                continue
+            most = size // dtype.itemsize
+            for target, part in zip(raw.view(dtype).split(most), piece.detach().split(most), strict=True):
+                if len(under_way) == 2:
+                    arrive()
+                while len(self._buffers) < 2 or len(self._buffers[0]) < size:
+                    self._buffers = [*self._buffers, _host_bytes(size, page_locked=True)][-2:]
                 self._buffers.reverse()
-                self._buffers[0].empty()
-                self._buffers[0].takes(target, part)
-        for buffer in reversed(self._buffers):
-            buffer.empty()
+                under_way.append((target, self._buffers[0][: target.nbytes].view(dtype), torch.cuda.Event()))
+                under_way[-1][1].copy_(part, non_blocking=True)
+                under_way[-1][2].record(torch.cuda.current_stream(part.device))
+        while under_way:
+            arrive()
 
     def raw(self) -> memoryview:
         """Return the copied bytes."""
@@ -103,31 +111,6 @@ def _host_bytes(count: int, *, page_locked: bool = False) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=page_locked)
     except RuntimeError:
         raise NotSaved(f"the host has no {gib(count)} left for a copy of the values") from None
-
-
-class _Buffer:
-    """Page-locked memory through which values of a device go to other memory of the host."""
-
-    def __init__(self, size: int) -> None:
-        self._memory, self._copied, self.size = _host_bytes(size, page_locked=True), torch.cuda.Event(), size
-        self._inside, self._at = list[tuple[Tensor, Tensor]](), 0
-
-    def takes(self, target: Tensor, values: Tensor) -> bool:
-        """Begin to copy ``values``, which :meth:`empty` takes on to ``target``; False if there is no room."""
-        if (end := self._at + target.nbytes) > self.size:
-            return False
-        here = self._memory[self._at : end].view(target.dtype)
-        here.copy_(values, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(values.device))
-        self._inside.append((target, here))
-        self._at = end
-        return True
-
-    def empty(self) -> None:
-        self._copied.synchronize()
-        for target, here in self._inside:
-            target.copy_(here)
-        self._inside, self._at = [], 0
 
 
 class Writer:

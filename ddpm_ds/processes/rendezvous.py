@@ -16,7 +16,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import ipaddress
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.ground.errors import HostError, LayoutError, PeerLostError, UserError
+from ddpm_ds.processes.hosts import is_loopback
 from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048
@@ -64,8 +64,7 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 def _listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens at an address of ``host``; None if none is this machine's, or the port is taken."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        number = str(address[0]).partition("%")[0]
-        if number != host and ipaddress.ip_address(number).is_loopback and on_several_hosts():
+        if address[0] != host and is_loopback(str(address[0])) and on_several_hosts():
             continue  # elsewhere the host's name means another address
         listener = socket.socket(family, kind, protocol)
         try:

@@ -15,7 +15,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 PIECE = 2**26
-"""Largest number of elements of a page-locked tensor: 256 MiB."""
+"""Largest number of elements that are page-locked together: 256 MiB."""
 
 
 def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
@@ -38,6 +38,8 @@ class Ema:
         self._masters = insides.masters(engine)
         self._places = {master: place for place, master in enumerate(self._masters)}
         self._averages = [self._copy_of(master.detach()) for master in self._masters]
+        self._pieces = self._masters, self._averages
+        """Weights and averages as they are updated and swapped."""
         self._weight = torch.zeros((), device=self._averages[0].device)  # of the new weights
 
     def _copy_of(self, master: Tensor) -> Tensor:
@@ -56,18 +58,19 @@ class Ema:
     def stepping(self) -> Iterator[None]:
         """Surround the optimizer's step, and update the averages after it."""
         yield
-        self._update(self._averages, self._masters, self._weight)
+        self._update(self._pieces[0], self._weight)
 
     def end_step(self) -> None:
         """Run the host's work that a CUDA graph cannot hold."""
 
     @torch.no_grad()
-    def _update(self, averages: list[Tensor], masters: list[Tensor], weight: Tensor) -> None:
+    def _update(self, new: list[Tensor], weight: Tensor) -> None:
+        _, averages = self._pieces
         if len(self._masters) == 1:
-            for average, master in zip(averages, masters, strict=True):
-                average.lerp_(master, weight)
+            for average, one in zip(averages, new, strict=True):
+                average.lerp_(one, weight)
         else:  # foreach takes no tensor as the weight of a lerp
-            differences = torch._foreach_sub(masters, averages)
+            differences = torch._foreach_sub(new, averages)
             torch._foreach_mul_(differences, weight)
             torch._foreach_add_(averages, differences)
 
@@ -86,15 +89,16 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for master, shadow, spare in self._with_spares():
+        _ = self.shadows  # after all steps that were begun
+        for master, shadow, spare in zip(*self._pieces, self._spares(), strict=True):
             spare.copy_(master)
             master.copy_(shadow)
             shadow.copy_(spare)
         insides.refresh_weights(self._engine)
 
-    def _with_spares(self) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        """Return all weights, their averages, and memory for the weights while the averages are used."""
-        return zip(self._masters, self._averages, map(torch.empty_like, self._masters), strict=True)
+    def _spares(self) -> Iterable[Tensor]:
+        """Return memory for the weights while the averages are used."""
+        return map(torch.empty_like, self._masters)
 
 
 class HostEma(Ema):
@@ -106,15 +110,17 @@ class HostEma(Ema):
 
     The averages have the same bits as on a device that rounds as the host does. The copy is page-locked, and no part of
     a CUDA graph; the optimizer's wait for it is. The host waits for a step's averages before it copies new weights.
-    PyTorch rounds page-locked memory up to a power of two, so the copy is in pieces that have such a size.
+    PyTorch rounds page-locked memory up to a power of two, so the copy is in pieces of such a size.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._thread, self._running = ThreadPoolExecutor(1), Future[None]()
         self._running.set_result(None)
         super().__init__(engine, spec)
-        self._pieces, self._shadow_pieces = map(_pieces_of, (self._masters, self._averages))
-        self._new = [torch.empty(len(piece), pin_memory=piece.is_cuda) for piece in self._pieces]
+        cut = [[part for one in every for part in one.detach().view(-1).split(PIECE)] for every in self._pieces]
+        weights, averages = cut
+        self._pieces = weights, averages
+        self._new = [torch.empty(len(part), pin_memory=part.is_cuda) for part in weights]
         self._stream = self._copied = None
         if self._masters[0].is_cuda:
             self._stream = torch.cuda.Stream(engine.device)
@@ -150,23 +156,18 @@ class HostEma(Ema):
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for new, piece in zip(self._new, self._pieces, strict=True):
-            new.copy_(piece, non_blocking=True)
+        for new, part in zip(self._new, self._pieces[0], strict=True):
+            new.copy_(part, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     def _update_copied(self, weight: Tensor) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self._update(self._shadow_pieces, self._new, weight)
+        self._update(self._new, weight)
 
-    def _with_spares(self) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        self._running.result()
-        return zip(self._pieces, self._shadow_pieces, self._new, strict=True)
-
-
-def _pieces_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [piece for tensor in tensors for piece in tensor.detach().view(-1).split(PIECE)]
+    def _spares(self) -> Iterable[Tensor]:
+        return self._new
 
 
 def averages_of(engine: UnetPipelineEngine, spec: EmaSpec) -> Ema:

@@ -148,8 +148,8 @@ def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path, monkeypa
         there = agreed(partial(newest, tmp_path, print), 1, gather)
         assert there is not None and not there.verified
     (tmp_path / checkpoint_name(3) / "rank0.safetensors").write_bytes(b"damaged")
-    for one, words in ((found[1], "can't be read"), (there, "has 7 bytes")):
-        with pytest.raises(CheckpointError, match=words):
+    for one in (found[1], there):
+        with pytest.raises(CheckpointError, match="has 7 bytes"):
             Reader(one.path, one.manifest, verified=one.verified).read("ema", "0.conv.weight")
     answers.clear()
     for rank in range(2):
