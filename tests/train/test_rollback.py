@@ -47,7 +47,7 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
     state = end_of(run_dir).state
     assert (state.images_seen, state.skipped_images, state.rollbacks) == (IMAGES, skipped, 1)
     client, run = mlflow_run(run_dir)
-    assert run.info.status == "FINISHED" and run.data.tags["train/rollbacks"] == "1"
+    assert run.info.status == "FINISHED" and run.data.metrics["train/rollbacks"] == 1
     assert [file.path for file in client.list_artifacts(run.info.run_id, "rollbacks")] == ["rollbacks/1.txt"]
     after = [point for point in points(run_dir) if point["train/seen_images"] > SAVED][-10:]
     assert all(math.isfinite(point["train/loss"]) and point["train/loss"] < 2 for point in after)
