@@ -288,9 +288,8 @@ def resolve(
     if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:  # the scheduler has nothing to do
         values["scheduler"] = REMOVED
     zero = config.zero_optimization
-    for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        elements = _given(getattr(zero, name), BUCKET_ELEMENTS)
-        values[f"zero_optimization.{name}"] = elements if zero.stage else REMOVED
+    elements = _given(zero.reduce_bucket_size, BUCKET_ELEMENTS)
+    values["zero_optimization.reduce_bucket_size"] = elements if zero.stage else REMOVED
     if config.offloads:
         values |= {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}
     asked = "steps_per_print" in config.model_fields_set
@@ -298,6 +297,9 @@ def resolve(
         values["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
     filled = changed(config, values)
     layout = _layout(config, filled, spec, world_size, stages)
+    if config.data_types.grad_accum_dtype == "auto":
+        wide = config.adds_in_fp32(layout.zero_stage, layout.micro_batches)
+        filled = changed(filled, {"data_types.grad_accum_dtype": "fp32" if wide else REMOVED})
     group, turn = spec.bucket_group, layout.micro_batch_images * layout.replicas
     if group is not None and group % turn:
         raise LayoutError(

@@ -87,11 +87,15 @@ class Bf16(Section):
     """Skip a step whose gradients are not finite."""
 
 
+WideSums = Literal["fp32", "auto"] | None
+
+
 class DataTypes(Section):
     """Types other than the model's."""
 
-    grad_accum_dtype: Annotated[Literal["fp32"] | None, only_with(WITH_ZERO, "fp16.enabled or bf16.enabled")] = None
-    """Accumulate gradients of fp16 or bf16 in fp32."""
+    grad_accum_dtype: Annotated[WideSums, only_with(WITH_ZERO, "fp16.enabled or bf16.enabled")] = "auto"
+    """Type in which gradients of fp16 or bf16 are added up; null is their own. "auto" is fp32 where a step has several
+    micro-batches: 64 of them lose 0.9 % of a bf16 sum."""
 
 
 class OffloadOptimizer(Section):
@@ -113,15 +117,7 @@ class Zero(Section):
     ] = 0
     """0 partitions nothing, 1 the optimizer's state, 2 also gradients."""
     reduce_bucket_size: Annotated[Annotated[int, Field(ge=1, le=MOST_BUCKET)] | Auto, ZERO_ONLY] = "auto"
-    """Elements reduced at a time, for which memory is allocated; "auto" is 8388608, DeepSpeed's default 500 million."""
-    allgather_bucket_size: Annotated[Annotated[int, Field(ge=2, le=MOST_BUCKET, multiple_of=2)] | Auto, ZERO_ONLY] = (
-        "auto"
-    )
-    """Elements gathered at a time; "auto" is 8388608."""
-    reduce_scatter: Annotated[bool, ZERO_ONLY] = True
-    """false: all-reduce instead."""
-    use_multi_rank_bucket_allreduce: Annotated[bool, ZERO_ONLY] = True
-    """One reduction for all ranks; ZeRO-1 scatters instead."""
+    """Elements of a chunk, whose gradients are averaged and whose weights are gathered at a time; "auto" is 8388608."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
 
 
@@ -319,10 +315,11 @@ class DsConfig(Section):
         """Whether fp16 is trained by ZeRO alone: DeepSpeed's own Adam without ZeRO flattens all weights into one."""
         return self.precision == "fp16" and not self.is_8bit and not self.optimizer.params.torch_adam
 
-    @property
-    def adds_in_fp32(self) -> bool:
-        """Whether the gradients of micro-batches are added up in fp32, whatever the precision."""
-        return self.data_types.grad_accum_dtype == "fp32"
+    def adds_in_fp32(self, zero_stage: int, micro_batches: int) -> bool:
+        """Return whether so many micro-batches' gradients are added up in fp32, in fp16 or bf16 under ZeRO."""
+        asked = self.data_types.grad_accum_dtype
+        several = micro_batches > 1 and zero_stage > 0 and self.precision != "fp32"
+        return asked == "fp32" or (asked == "auto" and several)
 
 
 _REASONS = {
@@ -338,9 +335,10 @@ _REASONS = {
     "replicas follow from the processes, pipeline.stages and pipeline.tensor, the only parallelism here": (
         "data_parallel_size expert_parallel sequence_parallel_size tensor_parallel"
     ),
-    "it is an old name": "allgather_size bfloat16 cpu_offload cpu_offload_use_pin_memory",
+    "it is an old name": "bfloat16 cpu_offload cpu_offload_use_pin_memory",
     "DeepSpeed refuses it here": "optimizer.params.max_grad_norm",
-    "DeepSpeed turns it off under a pipeline": "overlap_comm",
+    "gradients and weights travel beside the computation, in chunks of reduce_bucket_size": "allgather_bucket_size "
+    "allgather_size overlap_comm reduce_scatter use_multi_rank_bucket_allreduce",
     "DeepSpeed reads it and never uses it": "allgather_partitions disable_allgather grad_partitioned pipe_partitioned",
     "ZeRO-2 refuses it and ZeRO-1 ignores it": "gradient_predivide_factor prescale_gradients",
     "it is not tested under a pipeline": "contiguous_gradients round_robin_gradients",
@@ -368,14 +366,14 @@ REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.
 """Reasons why keys are refused unless they are off, by dotted key, or by name in any block."""
 _ON = (
     "adam_w_mode allgather_partitions bias_correction compute_grad_norm contiguous_gradients grad_partitioned "
-    "ignore_unused_parameters load_from_fp32_weights pipe_partitioned zero_force_ds_cpu_optimizer"
+    "ignore_unused_parameters load_from_fp32_weights pipe_partitioned reduce_scatter "
+    "use_multi_rank_bucket_allreduce zero_force_ds_cpu_optimizer"
 )
 USUAL = {"gradient_predivide_factor": 1, "last_batch_iteration": -1} | dict.fromkeys(_ON.split(), True)
 """DeepSpeed's default of refused keys that are on by default, by name; no other value is accepted."""
 RENAMED: dict[str, tuple[str, object]] = {
     "bfloat16": ("bf16.enabled", True),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", "cpu"),
-    "allgather_size": ("zero_optimization.allgather_bucket_size", None),
     "optimizer.params.max_grad_norm": ("gradient_clipping", None),
 }
 """Replacements of refused keys, with the value to write if the refused key is on; None means the same value."""

@@ -139,7 +139,7 @@ class FlopsProfile(Observer):
         if instruction.name != "ForwardPass" or phase not in self._left:
             execute()
             return
-        modules = self._engine.own_layers(phase)
+        modules = self._engine.module.own_layers(phase)
         seconds, text = profile_layers(modules, execute, self._settings, step=self._step)
         images = self._engine.micro_batch_size
         costs = {

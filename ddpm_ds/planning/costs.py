@@ -86,9 +86,16 @@ def planned_costs(
     sends, replicas = sharing(job.config, layout), layout.replicas
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
+    size = job.config.zero_optimization.reduce_bucket_size
+    chunk = BUCKET_ELEMENTS if size == "auto" else size
 
-    def reduce(rank: int, parameters: int) -> float:
-        return ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
+    def around(rank: int, parameters: int, width: int, beside: float) -> tuple[float, float]:
+        """Return the seconds that a rank waits for elements of this width, besides work, and for the last chunk."""
+        chunks = -(-parameters // chunk)
+        wire = ring_seconds(machine, layout, rank, parameters * width, sends.passes, chunks)
+        if not sends.weight_bytes:  # one after the other, at the end of the step
+            return 0.0, wire
+        return max(wire - beside, 0.0), wire / chunks
 
     costs = []
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
@@ -99,7 +106,6 @@ def planned_costs(
             if layout.checkpoint_interval:
                 backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
             weights = sum(one.backward * weight_share(layer) for one, layer in zip(own, layers, strict=True))
-            reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
             sent, received = (
                 round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
                 for elements in (stage.sent_elements, stage.received_elements)
@@ -107,14 +113,20 @@ def planned_costs(
             if with_sums and layout.tensor.size > 1:
                 down, up = (sum_seconds(job, machine, layout, sums) for sums in sums_of(layers, layout.interval))
                 forward, backward = forward + down, backward + up
-            backward += reduction
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, SPLIT_COST * weights))
-        reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
+            each = layout.zero_stage == 2
+            beside = weights if layout.schedule == "planned" else backward
+            longer = around(rank, stage.parameters, sends.gradient_bytes, beside)[0] if each else 0.0
+            backward += longer
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, longer, SPLIT_COST * weights))
+        beside = 0.0 if layout.zero_stage == 2 else sum(phase.backward_seconds for phase in phases)
+        waited, last = around(rank, parameters, sends.gradient_bytes, beside)
+        reduction = last if layout.zero_stage == 2 else max(waited, last)
         if layout.tensor.size > 1:  # sums of partial gradients, and on GPUs copies of others
             layers = tuple(layer for stage in stages for layer in job.layers[stage.start : stage.stop])
             agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
             reduction += _group_seconds(machine, layout, 1, agreed)
-        gathering = ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
+        first = sum(phase.forward_seconds for phase in phases)  # a later stage has the forwards before it as well
+        gathering = max(around(rank, parameters, sends.weight_bytes, (rank + 1) * first))
         updating = update_seconds(job, machine, layout, owned_share * parameters)
         costs.append(RankCosts(tuple(phases), reduction, updating + gathering))
     return costs
@@ -203,12 +215,14 @@ def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
     return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
 
 
-def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int) -> float:
-    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes) or gather them (one)."""
+def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int, chunks: int = 1) -> float:
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes), or scatter or gather them
+    (one), in so many chunks.
+    """
     count = layout.replicas
     if count == 1 or not size:
         return 0.0
-    latency = passes * math.ceil(math.log2(count)) * machine.latency_seconds
+    latency = chunks * passes * math.ceil(math.log2(count)) * machine.latency_seconds
     return passes * size * (count - 1) / count / ring_bandwidth(machine, layout, rank) + latency
 
 

@@ -87,7 +87,7 @@ def layouts(
     ``offload`` allows Adam's state in host memory.
     """
     batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
-    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
+    needs_zero = job.config.data_types.grad_accum_dtype == "fp32" or job.config.fp16_needs_zero
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
     needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
@@ -227,7 +227,16 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
 def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
-    """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``."""
+    """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``.
+
+    ZeRO-2, which averages the gradients of each micro-batch, is left out where ZeRO-1 fits and there are several.
+    """
+    fitting = set(among)
+    among = [
+        one
+        for one in among
+        if not (one.zero_stage == 2 and one.micro_batches > 1 and replace(one, zero_stage=1) in fitting)
+    ]
 
     def kind(layout: Layout) -> tuple[int, str, int, int]:
         return layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size

@@ -141,7 +141,8 @@ class _State:
         self.ema = 4 * owned
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
             self.ema, self.host = 0, self.ema + 4 * owned
-        summed = 4 if zero and job.config.adds_in_fp32 else stored  # bytes of an element while it is added up
+        wide = job.config.adds_in_fp32(zero, layout.micro_batches)
+        summed = 4 if wide else stored  # bytes of an element while it is added up
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
         if job.config.is_8bit:
@@ -153,25 +154,29 @@ class _State:
         if not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0
-            wide = 4 * parameters if job.precision == "fp16" and not job.config.is_8bit else 0
+            masters = 4 * parameters if job.precision == "fp16" and not job.config.is_8bit else 0
             # a CPU steps one tensor after the other
             intermediates = 0 if job.on_cpu and not job.config.is_8bit else self._intermediates
-            self.update = self.gradients + max(averaged, wide + intermediates)
+            self.update = self.gradients + max(averaged, masters + intermediates)
         else:
-            reduces = zero == 2 and layout.replicas > 1
-            scratch = elements * stored if reduces or summed != stored else 0
+            several = layout.replicas > 1
+            packed = elements * stored if summed != stored and (zero < 2 or not several) else 0
+            copies = 2 + 2 / layout.replicas + (2 if job.on_cpu else 0)  # two chunks, their own parts; gloo receives
+            scratch = packed + round(elements * stored * copies) * several
             self.bucket = elements * stored + scratch
-            # the sum is the fp32 gradient, or the optimizer widens it part by part
-            alias = job.config.is_8bit or (summed == 4 and (owned == parameters or reduces))
-            released = 0 if zero else self.gradients  # BF16_Optimizer's sum stays
-            widening = self.gradients if alias else self.gradients + 4 * owned
-            stepping = self._intermediates + (self.gradients if alias else 4 * owned + released)
-            scattering = elements * summed if zero == 1 and layout.replicas > 1 else 0
+            own = owned * summed if several and zero < 2 else 0  # average of the own part, beside the sum
+            if several and (stored != 4 or layout.offload):
+                self.weights += owned * stored  # that the others gather
+            widened = 0 if summed == 4 or job.config.is_8bit else 4 * owned
+            stays = job.precision == "bf16" and (zero == 0 or (zero == 1 and wide))  # the sum of BF16_Optimizer
+            left = self.gradients if stays and (own or widened) else 0
+            widening = (left if own else 0) + (own or self.gradients) + widened
+            stepping = left + (widened or own or self.gradients) + self._intermediates
             if layout.offload:  # the gradient in 16 bits, in fp32 a bucket at a time, and the stepped weights
                 self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
                 self.optimizer = self.ema = 0
-                widening = stepping = self.gradients + 4 * min(elements, owned)
-            self.update = max(self.gradients + scattering, widening, stepping) + scratch
+                widening = stepping = (own or self.gradients) + 4 * min(elements, owned)
+            self.update = max(self.gradients + own, widening, stepping) + scratch
 
 
 @dataclass(frozen=True)

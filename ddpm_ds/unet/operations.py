@@ -181,6 +181,11 @@ class EmbeddingProjection(Linear):
     """Linear layer on SiLU of the embedding; :func:`project` computes several at once."""
 
 
+def projections_of(module: nn.Module) -> list[EmbeddingProjection]:
+    """Return the projections of the embedding in a module."""
+    return [part for part in module.modules() if isinstance(part, EmbeddingProjection)]
+
+
 def project(projections: Sequence[EmbeddingProjection], emb: Tensor) -> tuple[Tensor, ...]:
     """Return each projection of SiLU of emb (N, E): (N, out) in emb's dtype, by one product for all."""
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]

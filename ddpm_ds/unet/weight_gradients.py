@@ -78,7 +78,7 @@ class WaitingGradients:
             total: Tensor | None = None
             for x, gradient in _joined(waiting):
                 part = layer.weight_gradient(x, gradient)
-                total = part if total is None else total.add_(part)
+                total = part if total is None else total.float().add_(part)
             assert total is not None
             total = total.to(layer.weight.dtype)
             totals = total.split([len(one.weight) for one in together]) if len(together) > 1 else [total]

@@ -26,7 +26,7 @@ GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_")
 SCATTERS = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
-    **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
+    **dict.fromkeys(("broadcast_", "reduce_", "alltoall_base_"), lambda first, second, n: first * (n - 1) / n),
     **dict.fromkeys(GATHERS, lambda _, own, n: own * (n - 1)),
     **dict.fromkeys(SCATTERS, lambda own, _, n: own * (n - 1)),
 }

@@ -211,6 +211,7 @@ def held_out_of(spec: RunSpec, store: DatasetCache) -> Any:
 
 
 def weights(engine: UnetPipelineEngine) -> list[Tensor]:
+    engine.gradients.gather_weights()
     return [parameter.detach().clone() for parameter in engine.module.parameters()]
 
 
@@ -244,7 +245,7 @@ def run_case(look: Look) -> dict[str, Any]:
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
         Previews(spec, engine, WATCHDOG, NO_IMAGES, prompts_of(spec)).draw()
-        halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
+        halved = weights(engine)
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
         for half, full in zip(halved, before, strict=True)
