@@ -46,6 +46,7 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
 from ddpm_ds.ground.files import sync, write_file
+from ddpm_ds.ground.host import machine
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -55,6 +56,7 @@ WRITING, REPLACED, PROBE = ".writing-", ".replaced-", ".probe-"
 _DELETING, _ABANDONED = ".deleting-", "abandoned-"
 _NAME = re.compile(r"images-(\d+)")
 POLL_SECONDS = 0.05
+_START = "checkpoint/start"
 Gather = Callable[[Any], list[Any]]
 """Collective function from this rank's JSON value to the values of all ranks, by rank."""
 
@@ -172,29 +174,42 @@ class NotSaved(Exception):
 
 
 class Completion:
-    """One rank's part in completing checkpoints: all send rank 0 a text, for which it waits ``seconds``.
+    """One rank's part in completing checkpoints: all send rank 0 a text.
 
-    No call blocks inside the key-value store, whose client the watchdog also uses.
+    Rank 0 waits for ``seconds``, and for as long again if files have grown meanwhile.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, seconds: float) -> None:
         self._rank, self._others, self._store, self._seconds = rank, range(1, world_size), store, seconds
         self.attempt = 0
         """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
+        if rank == 0:
+            store.set(_START, secrets.token_hex(4))
+
+    @property
+    def start(self) -> str:
+        """Name of this start of the run, the same on all ranks, which no rank of an earlier start has."""
+        return self._store.get(_START).decode()
 
     def send(self, text: str) -> None:
         self._store.set(self._key("part", self._rank), text)
 
-    def collect(self, own: str) -> list[str]:
-        """Return the texts of all ranks on rank 0, its ``own`` first; raises NotSaved if one is missing."""
+    def collect(self, own: str, scratch: Path) -> list[str]:
+        """Return the texts of all ranks on rank 0, its ``own`` first; raises NotSaved if one is missing.
+
+        All write files into the folder ``scratch``.
+        """
         if not self._others:
             return [own]
         keys, trouble = {rank: self._key("part", rank) for rank in self._others}, self._key("trouble", 0)
-        deadline = time.monotonic() + self._seconds
+        deadline, size = time.monotonic() + self._seconds, _size_of(scratch)
         while not self._store.check([*keys.values()]):
             if self._store.check([trouble]):
                 raise NotSaved(self._store.get(trouble).decode())
             if time.monotonic() > deadline:
+                deadline, before, size = time.monotonic() + self._seconds, size, _size_of(scratch)
+                if size != before:
+                    continue
                 missing = [f"rank {rank}" for rank, key in keys.items() if not self._store.check([key])]
                 listed = ", ".join([*missing[:8], "..."][: len(missing)])
                 raise NotSaved(f"{listed} gave no answer in {self._seconds:g} s")
@@ -213,6 +228,10 @@ class Completion:
         return f"checkpoint/{self.attempt}/{topic}/{rank}"
 
 
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 @dataclass(frozen=True)
 class CompleteCheckpoint:
     """Checkpoint with all files intact."""
@@ -220,6 +239,8 @@ class CompleteCheckpoint:
     path: Path
     manifest: Manifest
     state: State
+    verified: bool = True
+    """Whether this machine has read all files, and compared their checksums."""
 
 
 def newest(
@@ -255,12 +276,13 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
             found = find()
         except CheckpointError as error:
             why, none = str(error), isinstance(error, NoCheckpointError)
-    answer = gather({"path": found and str(found.path), "why": why, "none": none})[0]
+    answer = gather({"path": found and str(found.path), "why": why, "none": none, "machine": machine()})[0]
     if answer["why"]:
         raise (NoCheckpointError if answer["none"] else CheckpointError)(answer["why"])
     if rank and answer["path"]:
         path = Path(answer["path"])
-        found = CompleteCheckpoint(path, read_manifest(path), parse_state(path, read_bytes(path, STATE)))
+        state = parse_state(path, read_bytes(path, STATE))
+        found = CompleteCheckpoint(path, read_manifest(path), state, verified=answer["machine"] == machine())
     return found
 
 

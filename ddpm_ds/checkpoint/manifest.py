@@ -11,23 +11,26 @@ file are a :class:`Span`::
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.files import MOST_RECORD_BYTES, sha256_of
 from ddpm_ds.ground.files import read_bytes as read_file
-from ddpm_ds.ground.files import sha256_of
 from ddpm_ds.ground.formats import open_tensors, parse_json
+from ddpm_ds.ground.host import processors
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.unet.shards import Shard
 
@@ -35,6 +38,8 @@ FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
+MOST_THREADS = 16
+"""Maximum number of files whose checksums are computed at a time."""
 _BLANK = "0" * 64
 
 VALUES = "F32"
@@ -67,6 +72,12 @@ Counted = Annotated[int, Field(ge=-1, lt=2**53)]
 """Step count of DeepSpeed, which begins at -1."""
 Amount = Annotated[float, Field(ge=0.0, le=2.0**53)]
 Shape = Annotated[tuple[Annotated[int, Field(ge=1, le=2**32)], ...], Field(max_length=8)]
+
+
+def _by_field(checksums: dict[str, str]) -> dict[str, str]:
+    from ddpm_ds.data.cache import by_field  # imports numpy
+
+    return by_field(checksums)
 
 
 class _Record(BaseModel):
@@ -115,8 +126,8 @@ class Description(_Record):
     ds_config: dict[str, Any]
     layout: dict[str, Any]
     """Processes, stages, replicas and batch."""
-    data_sha256: dict[str, str]
-    """Checksums of the data-set cache."""
+    data_sha256: Annotated[dict[str, str], AfterValidator(_by_field)]
+    """Checksums of the data-set cache, one for each field."""
     parameters: dict[str, Shape]
     """Shape of every parameter by global name, in the order of the layers."""
     fields: dict[str, Any] | None = None
@@ -166,7 +177,7 @@ class Manifest(Description):
     def dump(self) -> bytes:
         """Return the bytes of ``manifest.json``."""
         values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude={"sha256"})}
-        blank = (json.dumps(values, indent=2) + "\n").encode()
+        blank = readable(MANIFEST, (json.dumps(values, indent=2) + "\n").encode())
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
@@ -187,6 +198,13 @@ def manifest_of(description: Description, state: bytes, parts: Iterable[Part]) -
         kinds=kinds,
         files=dict(sorted(files.items())),
     )
+
+
+def readable(name: str, content: bytes) -> bytes:
+    """Return the content of a file to be written; raises OSError if it would be too large to be read."""
+    if len(content) > MOST_RECORD_BYTES:
+        raise OSError(errno.EFBIG, f"{len(content):,} bytes, and {MOST_RECORD_BYTES:,} can be read", name)
+    return content
 
 
 def unusable(checkpoint: Path, what: str) -> CheckpointError:
@@ -269,9 +287,13 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
         raise unusable(checkpoint, f"it lacks {', '.join(missing)}")
     hidden = not progress or manifest.total_bytes < BAR_BYTES
     what = f"checking {checkpoint.name}"
-    with tqdm(total=manifest.total_bytes, desc=what, unit="B", unit_scale=True, disable=hidden) as bar:
-        for name in manifest.files:
-            check_bytes(checkpoint, name, manifest, bar)
+    threads = min(MOST_THREADS, processors())
+    with (
+        tqdm(total=manifest.total_bytes, desc=what, unit="B", unit_scale=True, disable=hidden) as bar,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        for _ in pool.map(lambda name: check_bytes(checkpoint, name, manifest, bar), manifest.files):
+            pass
 
 
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[NoReturn] | None = None) -> None:

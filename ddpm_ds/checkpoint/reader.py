@@ -19,6 +19,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from ddpm_ds.checkpoint.manifest import (
     parse_state,
     read_bytes,
     read_manifest,
+    readable,
     unusable,
     verify,
 )
@@ -58,6 +60,10 @@ SMALLEST = 2.0**-100
 """Smallest scale that is not taken for 0: products with a table's numbers keep all bits of fp32."""
 STORED: dict[str, torch.dtype] = {**dict(DTYPES.values()), CODES: torch.uint8}
 """PyTorch's data types by their names in safetensors files."""
+
+
+WRITTEN_BYTES = 2**26
+"""Bytes that are written at a time, while a second thread adds them to the checksum."""
 
 
 class Code:
@@ -102,15 +108,15 @@ def decoded(moment: str, first: int, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class Reader:
-    """Open checkpoint. A file's checksum is compared before the first value is read from it.
+    """Open checkpoint. A file's checksum is compared before the first value is read from it, unless all are verified.
 
     All methods raise CheckpointError if a part of the checkpoint is missing, damaged or in another format.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None, *, verified: bool = False) -> None:
         self.path = path
         self.manifest = manifest or read_manifest(path)
-        self._verified: set[str] = set()
+        self._verified = set(self.manifest.files) if verified else set[str]()
         self._files: dict[str, Any] = {}
         self._spans: dict[tuple[str, str], dict[Shard | None, list[tuple[Span, str]]]] = {}
         self._check(STATE)
@@ -198,7 +204,7 @@ class Reader:
                     spans = check_headers(self.path, self.manifest, file)
                     self._files[file] = open_tensors(self.path / file)
                 except (OSError, CheckpointError):
-                    self._check(file)  # a wrong checksum is the better error
+                    check_bytes(self.path, file, self.manifest)  # a wrong checksum is the better error
                     raise
                 for span in spans:
                     parts = self._spans.setdefault((span.kind, span.name), {})
@@ -227,11 +233,15 @@ def write_tensors(path: Path, tensors: Iterable[Header], values: Iterable[memory
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors for readers that map the file
+    readable(f"header of {path.name}", text)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
         for piece in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], values):
-            digest.update(piece)
-            file.write(piece)
+            for first in range(0, len(piece), WRITTEN_BYTES):
+                part = piece[first : first + WRITTEN_BYTES]
+                hashed = hashing.submit(digest.update, part)
+                file.write(part)
+                hashed.result()
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(bytes=8 + len(text) + at, sha256=digest.hexdigest())

@@ -14,6 +14,7 @@ import json
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +34,11 @@ from ddpm_ds.checkpoint.folder import (
     set_aside,
     tidy,
 )
-from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of
+from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of, readable
 from ddpm_ds.checkpoint.reader import Header, write_tensors
+from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.files import replace_file, write_file
+from ddpm_ds.ground.units import gib
 from ddpm_ds.unet.shards import Shard
 
 
@@ -50,34 +53,64 @@ class Fragment(NamedTuple):
     shard: Shard | None = None
 
 
+STAGING_BYTES = 2**28
+"""Largest size of a page-locked buffer, a power of two, to which PyTorch rounds it."""
+
+
 class HostCopy:
-    """Concatenated copy of tensors in fp32 and then of 8-bit codes, in memory that is reused for the next copy."""
+    """Concatenated copy of tensors in fp32 and then of 8-bit codes, in memory that is reused for the next copy::
+
+        CUDA device ─▶ two page-locked buffers, in turn ─▶ copy
+
+    Only the buffers are page-locked, since PyTorch never returns such memory.
+    """
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes, self._buffers = _host_bytes(0), list[Tensor]()
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
-        """Copy all values, to pinned memory if any are on CUDA; return when the tensors may change again."""
-        devices = {piece.device for piece in pieces if piece.is_cuda}
+        """Copy all values; return when the tensors may change again. Raises NotSaved if there is no memory."""
         dtypes = [torch.uint8 if piece.dtype is torch.uint8 else torch.float32 for piece in pieces]
         sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
         self._used = sum(sizes)
         if self._bytes.numel() < self._used:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
-            self._bytes = torch.empty(self._used, dtype=torch.uint8, pin_memory=bool(devices))
+            self._bytes = _host_bytes(0)  # frees the old memory first
+            self._bytes = _host_bytes(self._used)
+        size, under_way = min(STAGING_BYTES, self._used), deque[tuple[Tensor, Tensor, torch.cuda.Event]]()
+
+        def arrive() -> None:
+            target, here, copied = under_way.popleft()
+            copied.synchronize()
+            target.copy_(here)
+
         for raw, dtype, piece in zip(self._bytes[: self._used].split(sizes), dtypes, pieces, strict=True):
-            target = raw.view(dtype)
-            if piece.is_cuda:
-                target.copy_(piece.detach(), non_blocking=True)
-            else:  # torch would restart its threads for every piece
-                target.numpy()[:] = piece.detach().numpy()
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            if not piece.is_cuda:  # torch would restart its threads for every piece
+                raw.view(dtype).numpy()[:] = piece.detach().numpy()
+                continue
+            most = size // dtype.itemsize
+            for target, part in zip(raw.view(dtype).split(most), piece.detach().split(most), strict=True):
+                if len(under_way) == 2:
+                    arrive()
+                while len(self._buffers) < 2 or len(self._buffers[0]) < size:
+                    self._buffers = [*self._buffers, _host_bytes(size, page_locked=True)][-2:]
+                self._buffers.reverse()
+                under_way.append((target, self._buffers[0][: target.nbytes].view(dtype), torch.cuda.Event()))
+                under_way[-1][1].copy_(part, non_blocking=True)
+                under_way[-1][2].record(torch.cuda.current_stream(part.device))
+        while under_way:
+            arrive()
 
     def raw(self) -> memoryview:
         """Return the copied bytes."""
         return self._bytes.numpy()[: self._used].data
+
+
+def _host_bytes(count: int, *, page_locked: bool = False) -> Tensor:
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=page_locked)
+    except RuntimeError:
+        raise NotSaved(f"the host has no {gib(count)} left for a copy of the values") from None
 
 
 class Writer:
@@ -109,6 +142,7 @@ class Writer:
         self.why_not = ""
         """On rank 0: why the last failed checkpoint was not saved, and which one is there instead."""
         self._host = HostCopy()
+        self._fault: NotSaved | None = None  # of the copy
         if rank == 0:
             with contextlib.suppress(OSError):
                 clean(folder)
@@ -130,7 +164,11 @@ class Writer:
         for span, fragment in zip(spans, fragments, strict=True):
             (floats if fragment.scales is None else codes).append((span.key, fragment.values))
             floats += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
-        self._host.take([values for _, values in floats + codes])
+        self._fault = None
+        try:
+            self._host.take([values for _, values in floats + codes])
+        except NotSaved as error:
+            self._fault = error
         tensors: list[Header] = [(key, VALUES, (values.numel(),)) for key, values in floats]
         tensors += [(key, CODES, (values.numel(),)) for key, values in codes]
         text = json.dumps(dict(state), indent=2) + "\n"
@@ -149,12 +187,18 @@ class Writer:
     def _write(self, file: str, tensors: list[Header], spans: list[Span], description: Description, state: str) -> None:
         """Write a checkpoint; runs in the thread."""
         self._saved = False
-        name = checkpoint_name(description.images)
-        scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
+        name, attempt = checkpoint_name(description.images), self._completion.attempt
+        scratch = self._folder / f"{WRITING}{name}"
         try:
+            start = self._completion.start
+            scratch = self._folder / f"{WRITING}{name}.{start}.{attempt}"  # the same for all ranks, in this start alone
+            if self._fault is not None:
+                raise self._fault
+            readable(MANIFEST, description.model_dump_json().encode())  # before anything is written
             for path in self._folder.glob(f"{WRITING}*") if self._rank == 0 else ():
-                # left by ranks that failed late in an earlier attempt
-                if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
+                # left by ranks that failed late in an earlier attempt, or of an earlier start
+                *_, other, number = path.name.split(".")
+                if other != start or int(number) < attempt:
                     shutil.rmtree(path, ignore_errors=True)
             scratch.mkdir(parents=True, exist_ok=True)
             part = ""  # a rank without values writes no file
@@ -164,7 +208,7 @@ class Writer:
             if self._rank:
                 self._completion.send(part)
             else:
-                parts = [Part.model_validate_json(text) for text in self._completion.collect(part) if text]
+                parts = [Part.model_validate_json(text) for text in self._completion.collect(part, scratch) if text]
                 manifest = manifest_of(description, state.encode(), parts)
                 replace_file(scratch / STATE, state.encode())
                 write_file(scratch / MANIFEST, manifest.dump())
@@ -198,7 +242,7 @@ class Writer:
 
 def _reason(error: Exception) -> str:
     """Return the reason for an error, in the file system's words if it caused it."""
-    if isinstance(error, NotSaved):
+    if isinstance(error, NotSaved | UserError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({Path(error.filename).name})" if error.filename else ""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,9 @@ MOST_ROUNDING = 0.01
 MOST_OPEN = 256
 """Maximum image files open at a time: processes are often limited to 1,024 open files."""
 
+_LATER = re.compile(r"(.+)\.([1-9]\d*)\.npy")
+"""Name of a file of a field, but for its first."""
+
 Look = tuple[int, int]
 """Size in bytes, 0 for a folder, and time of the last change in ns. Of a folder of arrays all files count."""
 Indices = npt.NDArray[np.int64]
@@ -75,6 +79,22 @@ Images = npt.NDArray[Any]
 def shard_name(number: int, name: str = IMAGES) -> str:
     """Return the name of the ``number``-th file of a field; the first has no number."""
     return f"{name}.{number}.npy" if number else f"{name}.npy"
+
+
+def by_field(checksums: Mapping[str, str]) -> dict[str, str]:
+    """Return checksums of files with one for each field, under its first file's name, however many files it has.
+
+    The sum of several files is that of their sums, in order. The sums of a field are returned as they are.
+    """
+    files: dict[str, dict[int, str]] = {}
+    for name, checksum in checksums.items():
+        later = _LATER.fullmatch(name)
+        files.setdefault(shard_name(0, later[1]) if later else name, {})[int(later[2]) if later else 0] = checksum
+    ordered = {first: [sums[number] for number in sorted(sums)] for first, sums in files.items()}
+    return {
+        first: sums[0] if len(sums) == 1 else sha256(" ".join(sums).encode()).hexdigest()
+        for first, sums in ordered.items()
+    }
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]

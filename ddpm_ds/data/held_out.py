@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ddpm_ds.data.buckets import shares_of
-from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField, Subset
+from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField, Subset, by_field
 from ddpm_ds.data.prepare import How, Recipe, Recipes, prepared
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
@@ -130,9 +130,9 @@ def _split(cache: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
 
 
 def checksums_of(cache: DatasetCache, other: DatasetCache) -> dict[str, str]:
-    """Return the checksums of a run's images, which its checkpoints keep."""
-    others = {} if other is cache else other.meta.sha256
-    return {**cache.meta.sha256, **{f"{HELD_OUT}{name}": value for name, value in others.items()}}
+    """Return the checksums that a run keeps of its images, one for each field; see :func:`by_field`."""
+    others = {} if other is cache else by_field(other.meta.sha256)
+    return {**by_field(cache.meta.sha256), **{f"{HELD_OUT}{name}": value for name, value in others.items()}}
 
 
 def training_and_held_out(checksums: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

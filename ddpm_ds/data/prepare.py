@@ -219,7 +219,7 @@ def images_of(recipe: Recipe, how: How, learned: Mapping[str, str] | None = None
     if (found := _opened(path, how)) is not None:
         if found.meta.shape != data.stored_shape:
             raise cache.damaged(path, f"{cache.META} says images of {found.meta.shape}, the spec {data.stored_shape}")
-        if how.verify is not False and found.meta.sha256 != learned:
+        if how.verify is not False and cache.by_field(found.meta.sha256) != learned:
             recipe.source.check_unchanged(found.meta.origin, recipe.bucket, path)
         if base is not None and base.path.exists() and (how.encode_on is not None or how.regression is not None):
             now = images_of(base, How(how.progress))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache, Indices, Subset
+from ddpm_ds.data.cache import DatasetCache, Indices, Subset, by_field
 from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
@@ -206,7 +206,7 @@ def held_out_images(
     learned, held_out = training_and_held_out(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
     cache = prepare_held_out(data, group, known) if dataset is None else DatasetCache.open(dataset, progress=True)
-    if cache.meta.sha256 != known:
+    if by_field(cache.meta.sha256) != known:
         kind = "data set" if known is learned else "held-out data set"
         raise DataError(f"{cache.path} is not the {kind} of {trained.origin}; name that one")
     if trained.facts is not None:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache, Subset
+from ddpm_ds.data.cache import DatasetCache, Subset, by_field
 from ddpm_ds.data.held_out import shuffled, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.prepare import How, Recipes, images_of
@@ -67,7 +67,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
         recipe = Recipes(spec.data).all(spec.bucket_group or 1)[0]
         reference = images_of(recipe.base or recipe, How(progress=True), learned)
     if learned is not None:
-        if reference.meta.sha256 != learned:
+        if by_field(reference.meta.sha256) != learned:
             raise DataError(f"{reference.path} is not the data set of {origin}; name that one with --dataset DIR")
         reference = reference.centre(trained.picture_shape[1:])
     if reference.meta.shape != trained.picture_shape:
@@ -221,7 +221,7 @@ def evaluate(
         labels = list(range(classes)) if reference is None else labels_like(reference, count)
     request = setup.request(labels, count=count, **numbers)
     if reference is not None:
-        real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
+        real = {"store": str(reference.path), "images": len(reference), "sha256": by_field(reference.meta.sha256)}
     against = {} if real is None else {"reference": f"{real['store']}, {real['images']:,} images"}
     facts = request.model_dump(mode="json", exclude={"batch_images"})
     facts |= {"labels": None if labels is None else "in the proportions of the reference", "reference": real}
@@ -308,7 +308,7 @@ def evaluate_losses(trained: Trained, held_out: Subset, out: Path | None, batch_
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
     values = loss.values(sums.cpu())
     facts = trained.identity
-    facts["reference"] = {"store": str(cache.path), "images": len(positions), "sha256": cache.meta.sha256}
+    facts["reference"] = {"store": str(cache.path), "images": len(positions), "sha256": by_field(cache.meta.sha256)}
     report(trained, folder, facts, values, values)
     return values
 

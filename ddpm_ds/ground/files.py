@@ -20,11 +20,15 @@ from typing import BinaryIO, Literal, NoReturn
 import psutil
 from tqdm import tqdm
 
+from ddpm_ds.ground.errors import print_to_stderr
+
 CHUNK_BYTES = 2**20
 MOST_CONFIG_BYTES = 2**16
 """Maximum size of a file written by hand: run spec, DeepSpeed JSON, hostfile. Our largest has 2 KiB."""
 MOST_RECORD_BYTES = 2**24
 """Maximum size of a file written by a program: checkpoint manifests and states, configurations, trace summaries."""
+NEVER_FLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
+"""Errors with which file systems refuse to flush a folder."""
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 """Linux's limits on the bytes of a file name and of a path."""
 
@@ -128,12 +132,22 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk, so that it survives a power cut."""
+    """Flush a file, or a folder's entries, to disk, so that it survives a power cut.
+
+    Some file systems, of object stores for example, can't flush folders; the first such folder is named on stderr.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NEVER_FLUSHED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+        _say_once(f"this file system can't flush folders ({error.strerror}): a power cut may undo the last change")
     finally:
         os.close(descriptor)
+
+
+_say_once = functools.cache(print_to_stderr)
 
 
 def sha256_of(path: Path, bar: "tqdm[NoReturn] | None" = None) -> str:

@@ -7,6 +7,7 @@ a character that a shell changes is refused.
 import contextlib
 import getpass
 import hashlib
+import ipaddress
 import os
 import re
 import shlex
@@ -173,16 +174,29 @@ def find_environment() -> dict[str, str]:
     return values
 
 
-def use_interface_towards(address: str) -> None:
-    """Let gloo use the interface that reaches ``address``, unless the environment names one."""
+def is_loopback(number: str) -> bool:
+    """Return whether an address reaches only its own host."""
+    return ipaddress.ip_address(number.partition("%")[0]).is_loopback
+
+
+def use_interface_towards(address: str, *, local: bool = True) -> str:
+    """Let gloo use the interface that reaches ``address``, unless the environment has chosen one.
+
+    Return this host's own address there, "" if there is none. Unless the run is ``local``, a name that means a loopback
+    address, as Debian gives each host for its own name, is passed over: other hosts could not connect.
+    """
     with contextlib.suppress(OSError):  # an unknown name, or no route
-        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # only chooses a route, since a datagram socket sends nothing
-            own = str(probe.getsockname()[0]).partition("%")[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(found.address.partition("%")[0] == own for found in addresses):
-                os.environ.setdefault(GLOO_INTERFACE, name)
+        for family, kind, _, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
+            if not local and target[0] != address and is_loopback(str(target[0])):
+                continue
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # a datagram socket only chooses a route and sends nothing
+                own = str(probe.getsockname()[0]).partition("%")[0]
+            for name, addresses in psutil.net_if_addrs().items():
+                if any(found.address.partition("%")[0] == own for found in addresses):
+                    os.environ.setdefault(GLOO_INTERFACE, name)
+            return own
+    return ""
 
 
 def facts(documents: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:

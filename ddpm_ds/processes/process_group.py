@@ -41,7 +41,8 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     LayoutError if another job has the port, HostError if ranks of two hosts can't connect.
     """
     timeout, rank, world_size = timeout or group_timeout(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    use_interface_towards(os.environ["MASTER_ADDR"])
+    master, local = os.environ["MASTER_ADDR"], not on_several_hosts()
+    address = use_interface_towards(master, local=local)
     # The current device is the right one. NCCL is not bound to it, since a bound group is connected eagerly.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
@@ -51,14 +52,18 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
             if world_size > 1:  # keys that only the run's ranks know
                 start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
                 store = dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
+                store.set(f"address/{rank}", address)
+            if not (address or local):  # here the master's name means loopback: take the way to any other host
+                others = store.multi_get([f"address/{other}" for other in range(world_size)])
+                use_interface_towards(next(filter(None, others), master.encode()).decode())
             backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
             raise port_taken() from None
-        except dist.DistBackendError as error:
-            if not on_several_hosts():
+        except RuntimeError as error:  # gloo raises no other since PyTorch 2.14
+            if local or not (isinstance(error, dist.DistBackendError) or "gloo" in str(error).lower()):
                 raise
             raise HostError(
                 f"rank {rank} (host {host_name()}) can't connect to the ranks of other hosts over interface "

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import ipaddress
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.ground.errors import HostError, LayoutError, PeerLostError, UserError
+from ddpm_ds.processes.hosts import is_loopback
 from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048
@@ -39,6 +39,8 @@ BEAT_SECONDS, SILENCE_SECONDS = 2.0, 60.0
 """Time between beats, and silence after which a rank counts as lost; imports may keep a process busy for long."""
 POLL_SECONDS, MOST_LOOKS = 0.01, 5000
 """Time between looks at the store, and most looks per second by all waiting ranks together."""
+MOST_VALUE_BYTES = 2**23
+"""Maximum size of a value in PyTorch's store."""
 REFUSING_SECONDS = 10.0
 """Time for which a rank that can't take part tries to report it."""
 CHECK = "ddpm-ds doctor --hostfile FILE checks it"
@@ -62,8 +64,7 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 def _listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens at this machine's address of ``host``; None without one, or if the port is taken."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        number = str(address[0]).partition("%")[0]
-        if number != host and ipaddress.ip_address(number).is_loopback and on_several_hosts():
+        if address[0] != host and is_loopback(str(address[0])) and on_several_hosts():
             continue  # elsewhere the host's name means another address
         listener = socket.socket(family, kind, protocol)
         try:
@@ -87,7 +88,15 @@ class SealedStore(dist.Store):
         self._store, self._secret = store, os.environ.get(RUN_SECRET, "").encode()
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, self._sealed(key, value))
+        """Set a value; raises HostError if it is too large for PyTorch's store, which would close the connection."""
+        sealed = self._sealed(key, value)
+        if (size := len(sealed.encode())) > MOST_VALUE_BYTES:
+            raise HostError(f"{key} has {size:,} bytes, and PyTorch's store takes {MOST_VALUE_BYTES:,} at most")
+        self._store.set(key, sealed)
+
+    def clone(self) -> "SealedStore":
+        """Return this store with a connection of its own, which no other thread keeps waiting, or closes."""
+        return SealedStore(self._store.clone())
 
     def get(self, key: str) -> bytes:
         return self._opened(key, self._store.get(key))
@@ -163,7 +172,7 @@ class Rendezvous:
         Raises HostError if another rank can't take part, PeerLostError if one did not join, or is lost.
         """
         try:
-            self.store.set(f"{topic}/{self.rank}", json.dumps({"host": host_name(), "facts": facts}))
+            self.store.set(f"{topic}/{self.rank}", f"{host_name()}\n{json.dumps(facts)}")
             if self.rank == 0:
                 self._collect(topic)
             self._wait([topic], awaited=[0])
@@ -175,12 +184,11 @@ class Rendezvous:
         answer = json.loads(text)
         if "why" in answer:
             raise (PeerLostError if answer["lost"] else HostError)(*answer["why"].splitlines())
-        written = [answer["written"][place] for place in answer["places"]]
-        self.hosts = tuple(one["host"] for one in written)
-        return [one["facts"] for one in written]
+        self.hosts = tuple(answer["hosts"][place] for place, _ in answer["places"])
+        return [answer["written"][place] for _, place in answer["places"]]
 
     def _collect(self, topic: str) -> None:
-        """Write the answer: each different text once, and for each rank the place of its text."""
+        """Write the answer: each host and each different text once, and for each rank their places."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         try:
             self._wait(keys, awaited=range(self.world_size))
@@ -191,8 +199,10 @@ class Rendezvous:
             self.store.set(topic, json.dumps({"why": str(error), "lost": isinstance(error, PeerLostError)}))
             time.sleep(4 * self._poll_seconds)  # the others read the reason before the store ends with this rank
             return
-        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        answer = {"written": list(map(json.loads, places)), "places": [places[text] for text in texts]}
+        pairs = [text.partition("\n")[::2] for text in texts]
+        hosts, written = (list(dict.fromkeys(ones)) for ones in zip(*pairs, strict=True))
+        places = [(hosts.index(host), written.index(text)) for host, text in pairs]
+        answer = {"hosts": hosts, "written": [*map(json.loads, written)], "places": places}
         self.store.set(topic, json.dumps(answer))
 
     def _different_secrets(self, ranks: list[int]) -> HostError:

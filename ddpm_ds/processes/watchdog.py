@@ -206,7 +206,8 @@ class Watchdog:
         self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
         self._now = 0.0
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(rank, len(names), store, lambda: self._now, work)
+        own = None if store is None else store.clone()  # other threads can't keep it waiting, or close it
+        self._heartbeat = Heartbeat(rank, len(names), own, lambda: self._now, work)
         self._judging = threading.Thread(target=self._judge, name="judge", daemon=True)
         if store is not None:
             for key in (*map(KEY.format, range(len(names))), VERDICT) if rank == 0 else ():

@@ -14,6 +14,9 @@ from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
+PIECE = 2**26
+"""Largest number of elements that are page-locked together: 256 MiB."""
+
 
 def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
     """Return the weight of the old average in a step that ends at ``images_seen``.
@@ -35,6 +38,8 @@ class Ema:
         self._masters = insides.masters(engine)
         self._places = {master: place for place, master in enumerate(self._masters)}
         self._averages = [self._copy_of(master.detach()) for master in self._masters]
+        self._pieces = self._masters, self._averages
+        """Weights and averages as they are updated and swapped."""
         self._weight = torch.zeros((), device=self._averages[0].device)  # of the new weights
 
     def _copy_of(self, master: Tensor) -> Tensor:
@@ -53,19 +58,21 @@ class Ema:
     def stepping(self) -> Iterator[None]:
         """Surround the optimizer's step, and update the averages after it."""
         yield
-        self._update(self._masters, self._weight)
+        self._update(self._pieces[0], self._weight)
 
     def end_step(self) -> None:
         """Run the host's work that a CUDA graph cannot hold."""
 
     @torch.no_grad()
-    def _update(self, masters: list[Tensor], weight: Tensor) -> None:
-        if len(masters) == 1:
-            self._averages[0].lerp_(masters[0], weight)
+    def _update(self, new: list[Tensor], weight: Tensor) -> None:
+        _, averages = self._pieces
+        if len(self._masters) == 1:
+            for average, one in zip(averages, new, strict=True):
+                average.lerp_(one, weight)
         else:  # foreach takes no tensor as the weight of a lerp
-            differences = torch._foreach_sub(masters, self._averages)
+            differences = torch._foreach_sub(new, averages)
             torch._foreach_mul_(differences, weight)
-            torch._foreach_add_(self._averages, differences)
+            torch._foreach_add_(averages, differences)
 
     def of(self, master: Tensor) -> Tensor:
         """Return the average of one of the optimizer's tensors."""
@@ -82,7 +89,8 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for master, shadow, spare in zip(self._masters, self.shadows, self._spares(), strict=True):
+        _ = self.shadows  # after all steps that were begun
+        for master, shadow, spare in zip(*self._pieces, self._spares(), strict=True):
             spare.copy_(master)
             master.copy_(shadow)
             shadow.copy_(spare)
@@ -102,13 +110,17 @@ class HostEma(Ema):
 
     The averages have the same bits as on a device that rounds as the host does. The copy is page-locked, and no part of
     a CUDA graph; the optimizer's wait for it is. The host waits for a step's averages before it copies new weights.
+    PyTorch rounds page-locked memory up to a power of two, so the copy is in pieces of such a size.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._thread, self._running = ThreadPoolExecutor(1), Future[None]()
         self._running.set_result(None)
         super().__init__(engine, spec)
-        self._new = [torch.empty(master.shape, pin_memory=master.is_cuda) for master in self._masters]
+        cut = [[part for one in every for part in one.detach().view(-1).split(PIECE)] for every in self._pieces]
+        weights, averages = cut
+        self._pieces = weights, averages
+        self._new = [torch.empty(len(part), pin_memory=part.is_cuda) for part in weights]
         self._stream = self._copied = None
         if self._masters[0].is_cuda:
             self._stream = torch.cuda.Stream(engine.device)
@@ -144,8 +156,8 @@ class HostEma(Ema):
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for new, master in zip(self._new, self._masters, strict=True):
-            new.copy_(master, non_blocking=True)
+        for new, part in zip(self._new, self._pieces[0], strict=True):
+            new.copy_(part, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 

@@ -137,7 +137,7 @@ class Saver:
     def load(self, checkpoint: CompleteCheckpoint) -> None:
         """Resume from a checkpoint of any layout; CheckpointError if it can't be read, or is of another U-Net."""
         engine, state, optimizer = self._engine, checkpoint.state, self._engine.basic_optimizer
-        reader = Reader(checkpoint.path, checkpoint.manifest)
+        reader = Reader(checkpoint.path, checkpoint.manifest, verified=checkpoint.verified)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
         for piece in engine.gradients.owned():
             place = piece.name, piece.shard, piece.first, piece.length

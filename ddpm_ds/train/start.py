@@ -151,21 +151,25 @@ def started(
             for change in changed:
                 log(f"  changed since: {change}")
         elif spec.train.initial_weights is not None:
-            initial = resume.InitialWeights(spec.train.initial_weights, about.parameters, DTYPES[plan.ds.precision][1])
+            file, dtype = spec.train.initial_weights, DTYPES[plan.ds.precision][1]
+            own = slice(int(os.environ["LOCAL_RANK"]), None, int(os.environ["LOCAL_WORLD_SIZE"]))
+            initial = resume.InitialWeights(file, about.parameters, dtype, own)
         if rank == 0 and spec.data.text is not None and spec.samples.every_images is not None:
             prompts = _prompts(spec.data.text, spec.samples, images, claim.run_dir / PROMPTS, device, log)
         rendezvous.agree("ready", {})
         if rank == 0 and (left := resume.remove_abandoned_points(claim.run_dir, checkpoint, about)):
             log(left)
-    with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
-        rendezvous.close()
-        names = []
-        for each in range(dist.get_world_size()):
-            stage, _, part = plan.grid.coordinates(each)
-            names.append(rendezvous.name(each, stage, part if plan.grid.tensor > 1 else None))
-        dead, hang = asked.dead_seconds, asked.hang_seconds
-        work = DeviceWork(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
+    names = []
+    for each in range(rendezvous.world_size):
+        stage, _, part = plan.grid.coordinates(each)
+        names.append(rendezvous.name(each, stage, part if plan.grid.tensor > 1 else None))
+    dead, hang = asked.dead_seconds, asked.hang_seconds
+    work = DeviceWork(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
+    with contextlib.ExitStack() as group:
         with Watchdog(rank, names, rendezvous.store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
+            # watched, since PyTorch waits past any time limit for a rank that can't connect
+            group.enter_context(process_group(group_timeout(hang, dead)))
+            rendezvous.close()
             yield Prepared(device, images, claim, checkpoint, about, changed, initial, prompts), watchdog
         dist.barrier()
 

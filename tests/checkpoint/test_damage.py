@@ -1,6 +1,7 @@
 """A flipped, cut, lengthened or missing file is refused or passed over: no value is ever read wrong."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint import manifest as manifest_module
-from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest
+from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest, verify
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.ground.errors import CheckpointError
+from ddpm_ds.ground.files import sha256_of
 from tests.checkpoint.saving import KINDS, SHAPES, check, newest_good, values_of
+from tests.launching import PATIENCE_SECONDS
 
 FILES = ("manifest.json", "state.json", "rank0.safetensors", "rank1.safetensors")
 
@@ -95,6 +98,18 @@ def test_what_the_checkpoint_does_not_have_and_a_foreign_format_are_named(folder
     words = f"its format is {FORMAT + 1}, this version reads format {FORMAT}; use the ddpm_ds"
     with pytest.raises(CheckpointError, match=words):
         Reader(copy)
+
+
+def test_several_files_are_verified_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(len(FILES) - 1)
+    monkeypatch.setattr(manifest_module, "processors", lambda: 64)
+
+    def sha256(path: Path, bar: object) -> str:
+        together.wait(PATIENCE_SECONDS)
+        return sha256_of(path)
+
+    monkeypatch.setattr(manifest_module, "sha256_of", sha256)
+    verify(folder / "images-000000002", read_manifest(folder / "images-000000002"), progress=False)
 
 
 def test_a_big_checkpoint_shows_a_bar_while_it_is_verified(

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpm_ds.checkpoint import folder
 from ddpm_ds.checkpoint.folder import agreed, check_shared, checkpoint_name, clean, names, newest, to_delete
+from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
 from tests.checkpoint.saving import check, newest_good, save
 
@@ -131,7 +133,7 @@ def test_hosts_that_see_other_folders_are_named_on_all_ranks(folders: str, words
     assert not [*(tmp_path / "here").iterdir(), *(tmp_path / "there").iterdir()]
 
 
-def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path) -> None:
+def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 3)
     answers: list[Any] = []
 
@@ -140,8 +142,15 @@ def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path) -> None:
         return answers[:1]
 
     found = [agreed(partial(newest, tmp_path, print), rank, gather) for rank in range(2)]
-    assert found[0] == found[1] is not None
+    assert found[0] == found[1] is not None and found[1].verified, "rank 0 has read the files on this machine"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(folder, "machine", lambda: "another")
+        there = agreed(partial(newest, tmp_path, print), 1, gather)
+        assert there is not None and not there.verified
     (tmp_path / checkpoint_name(3) / "rank0.safetensors").write_bytes(b"damaged")
+    for one in (found[1], there):
+        with pytest.raises(CheckpointError, match="has 7 bytes"):
+            Reader(one.path, one.manifest, verified=one.verified).read("ema", "0.conv.weight")
     answers.clear()
     for rank in range(2):
         with pytest.raises(NoCheckpointError, match="none of the 1 checkpoints"):

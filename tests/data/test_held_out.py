@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.data.cache import CacheMeta, DatasetCache
+from ddpm_ds.data.cache import CacheMeta, DatasetCache, by_field, shard_name
 from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, training_and_held_out
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.prepare import How, Recipes, prepare
@@ -145,6 +145,19 @@ def test_checksums_of_both_are_kept_and_training_and_held_out(folders_spec: Spec
         prepare_all(folders_spec(), How())
     again = prepare_all(folders_spec(), How(), learned=checksums_of(store, other))
     assert [each.path for each in again] == [store.path, other.path], "a checkpoint's images are those of its start"
+
+
+def test_a_run_keeps_one_checksum_of_a_field_however_many_files_it_has() -> None:
+    alone = {"images.npy": "a" * 64, "text/encoders": "b" * 64, "labels.npy": "c" * 64, "bucket/8x8/images.npy": "d"}
+    assert by_field(alone) == alone
+    more = {shard_name(number, name): f"{name}{number}" for name in ("images", "pixels/images") for number in range(12)}
+    kept = by_field(alone | more)
+    assert [*kept] == [*alone, "pixels/images.npy"] and by_field(kept) == kept, "a sum of sums is of what it was"
+    assert kept == by_field(dict(reversed((alone | more).items())))
+    for changed in (shard_name(2), shard_name(11)):
+        assert by_field(alone | more | {changed: "0"})["images.npy"] != kept["images.npy"]
+    assert by_field(more)["images.npy"] != by_field({**more, shard_name(1): "images2", shard_name(2): "images1"})
+    assert pixels_learned(kept) == by_field(pixels_learned(alone | more)), "before or after a name's beginning is cut"
 
 
 def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ PROGRAMS = ("unshare", "nsenter", "ip", "bridge", "mount", "hostname", "sshd", "
 END_SECONDS = 10.0
 BOOT = Path(__file__).with_name("boot.sh")
 NETWORK = "10.77.0"
+"""Network of the hosts, if a test names no other."""
 SWITCH = "[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; echo ready; read -r line"
 TRAVELS = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """What DeepSpeed's launcher sets on every host (``Hosts.environment_file``)."""
@@ -98,7 +99,7 @@ class Host(Namespace):
     """One of the hosts: its ``name`` is worker-1 or worker-2, its ``port`` the switch's end of its link."""
 
     def __init__(self, hosts: "Hosts", index: int) -> None:
-        self.name, self.address, self.port = f"worker-{index}", f"{NETWORK}.{index}", f"port{index}"
+        self.name, self.address, self.port = f"worker-{index}", f"{hosts.network}.{index}", f"port{index}"
         self.folder = hosts.folder / self.name
         self.home = self.folder / "home"
         self._hosts, self._programs = hosts, list[subprocess.Popen[str]]()
@@ -166,7 +167,9 @@ class Host(Namespace):
         root = re.compile(r"^(root(?::[^:]*){4}):.*$", re.MULTILINE)
         (etc / "passwd").write_text(root.sub(rf"\1:{self.home}:/bin/bash", Path("/etc/passwd").read_text()))
         (etc / "shadow").write_text("root:*:20000:0:99999:7:::\n")
-        names = [f"{NETWORK}.{index} worker-{index}\n" for index in (1, 2)]
+        names = [f"{self._hosts.network}.{index} worker-{index}\n" for index in (1, 2)]
+        if self._hosts.debian:
+            names = [f"127.0.1.1 {self.name}\n" if name.endswith(f"{self.name}\n") else name for name in names]
         (etc / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
         (etc / "sshd_config").write_text(SSHD_CONFIG.format(folder=self.folder, key=self._hosts.key))
         make_key(etc / "host_key")
@@ -176,11 +179,13 @@ class Hosts(list[Host]):
     """Two hosts and a switch between them; ``with`` makes them, and then ends all that runs in them.
 
     ``folder`` is for keys, settings and logs; the hosts see it, the repository and ``visible`` although their /tmp is
-    their own. Clients use ``ssh_config``, with the key that both hosts accept.
+    their own. Clients use ``ssh_config``, with the key that both hosts accept. As on ``debian``, a host's own name may
+    be an address of loopback.
     """
 
-    def __init__(self, folder: Path, visible: Path) -> None:
+    def __init__(self, folder: Path, visible: Path, network: str = NETWORK, *, debian: bool = False) -> None:
         super().__init__()
+        self.network, self.debian = network, debian
         self.folder, self.visible = folder, (folder, REPOSITORY, Path(sys.prefix), visible)
         self.key, self.ssh_config = folder / "key", folder / "ssh_config"
         self.environment_file = folder / "deepspeed_env"

@@ -1,11 +1,14 @@
 """The hostfile and ``.deepspeed_env``, read as DeepSpeed does, with errors that say what to do."""
 
+import os
 import socket
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from deepspeed.launcher.multinode_runner import PDSHRunner
 from deepspeed.launcher.runner import fetch_hostfile
@@ -117,3 +120,48 @@ def test_files_are_found_where_deepspeed_looks(tmp_path: Path, monkeypatch: pyte
     elsewhere.write_text("A=elsewhere\n")
     monkeypatch.setenv("DS_ENV_FILE", str(elsewhere))
     assert find_environment() == {"A": "elsewhere"}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "local", "wanted"),
+    [
+        (["127.0.1.1"], True, "lo"),
+        (["127.0.1.1"], False, None),
+        (["127.0.1.1", "192.168.7.1"], False, "eth0"),
+        (["192.168.7.1"], True, "eth0"),
+        ([], False, None),
+    ],
+)
+def test_gloo_does_not_listen_on_loopback_because_debian_calls_a_host_so(
+    addresses: list[str], local: bool, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(name: str, port: int, type: int) -> list[Any]:
+        if not addresses:
+            raise OSError("unknown name")
+        return [(socket.AF_INET, type, 0, "", (address, port)) for address in addresses]
+
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, target: tuple[str, int]) -> None:
+            self.own = target
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.own
+
+    own = {
+        "lo": [Namespace(address="127.0.0.1"), Namespace(address="127.0.1.1")],
+        "eth0": [Namespace(address="192.168.7.1")],
+    }
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: own)
+    monkeypatch.delenv(hosts.GLOO_INTERFACE, raising=False)
+    found = hosts.use_interface_towards("worker-1", local=local)
+    assert os.environ.get(hosts.GLOO_INTERFACE) == wanted and bool(found) == bool(wanted)
+    monkeypatch.delenv(hosts.GLOO_INTERFACE, raising=False)
+    assert hosts.use_interface_towards("127.0.1.1", local=False) or addresses != ["127.0.1.1"], "a number is meant"
+    monkeypatch.delenv(hosts.GLOO_INTERFACE, raising=False)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
-from ddpm_ds.ground.errors import DsConfigError, LayoutError
+from ddpm_ds.ground.errors import DsConfigError, HostError, LayoutError
 from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.processes import process_group as process_group_module
 from ddpm_ds.processes.process_group import decided_by_rank_0, group_timeout, process_group
@@ -59,6 +59,28 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
         with pytest.raises(LayoutError, match=r"port \d+ is taken"), process_group():
             pass
+
+
+@pytest.mark.parametrize(
+    ("several", "error", "raised"),
+    [
+        (True, "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting", HostError),
+        (True, "[enforce fail at gloo/transport/tcp/device.cc] connection refused", HostError),
+        (True, "CUDA error: an illegal memory access was encountered", RuntimeError),
+        (False, "Gloo connectFullMesh failed", RuntimeError),
+    ],
+)
+def test_ranks_that_can_not_connect_are_one_line_whatever_pytorch_raises(
+    several: bool, error: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(process_group_module, "on_several_hosts", lambda: several)
+    with pytest.raises(raised) as found, process_group():
+        pass
+    assert type(found.value) is raised and error in str(found.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,18 +2,22 @@
 
 import contextlib
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch.distributed as dist
 
+from ddpm_ds.data.cache import DatasetCache, shard_name
+from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.ground.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
@@ -83,6 +87,28 @@ def test_a_strangers_words_are_nobodys(stores: tuple[SealedStore, SealedStore, d
     assert rank_0.get("moved") == b"", "a seal is of one key"
 
 
+def test_a_value_that_the_store_would_not_take_is_refused_and_the_connection_lives(
+    stores: tuple[SealedStore, SealedStore, dist.Store],
+) -> None:
+    rank_0, rank_1, _ = stores
+    largest = "x" * (rendezvous.MOST_VALUE_BYTES - len(rank_0._sealed("key", "")))
+    rank_0.set("key", largest)
+    with pytest.raises(HostError, match=r"^key has 8,388,609 bytes, and PyTorch's store takes 8,388,608 at most$"):
+        rank_0.set("key", f"{largest}x")
+    assert len(rank_1.get("key")) == len(largest) and len(rank_0.get("key")) == len(largest)
+
+
+def test_a_connection_that_breaks_is_not_that_of_a_clone(stores: tuple[SealedStore, SealedStore, dist.Store]) -> None:
+    """The watchdog beats through a clone: a writer of checkpoints may break or occupy the store's own connection."""
+    rank_0, rank_1, _ = stores
+    beating = rank_1.clone()
+    with pytest.raises(dist.DistError):
+        rank_1._store.set("key", "x" * (rendezvous.MOST_VALUE_BYTES + 1))
+        rank_1.get("key")
+    beating.set("alive/1", "42")
+    assert rank_0.get("alive/1") == beating.get("alive/1") == b"42"
+
+
 Part = Callable[[Rendezvous], object]
 _environment = threading.Lock()
 _names = threading.local()
@@ -118,6 +144,46 @@ def test_all_ranks_receive_the_facts_and_the_host_of_each() -> None:
         assert facts == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert hosts == ("worker-1", "worker-1", "worker-2")
         assert name == "rank 2 (stage 1, host worker-2)"
+
+
+@pytest.mark.parametrize("files", [95_000, 190_000])
+def test_images_in_many_files_start_with_few_bytes(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums of 24 or 48 TB would be 8 or 17 MB from each host, and the store takes 8 MiB at once."""
+    sent = list[int]()
+    send = SealedStore.set
+
+    def counted(store: SealedStore, key: str, value: str) -> None:
+        if key.startswith("images"):
+            sent.append(len(value))
+        send(store, key, value)
+
+    def starts(together: Rendezvous) -> object:
+        sums = {shard_name(number): f"{number + (lost and together.rank == 2):064x}" for number in range(files)}
+        cache = cast(DatasetCache, SimpleNamespace(meta=SimpleNamespace(sha256=sums)))
+        start._check(together, "prepared ", together.agree("images", checksums_of(cache, cache)), "copy them")
+        return together.hosts
+
+    monkeypatch.setattr(SealedStore, "set", counted)
+    lost = False
+    assert meet(starts, starts, starts) == [("worker-1", "worker-1", "worker-2")] * 3 and sum(sent) < 1000
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    lost = True
+    words = r"^host worker-2 \(rank 2\) differs from .* prepared images.npy is \w{12}, not \w{12}; copy them$"
+    assert all(isinstance(error, HostError) and re.match(words, str(error)) for error in meet(starts, starts, starts))
+
+
+def test_equal_facts_of_many_hosts_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 128 hosts of 8 ranks a spec of 10 kB would be 1.3 MB for each rank, 1.3 GB from rank 0."""
+    answers, send = list[str](), SealedStore.set
+
+    def seen(store: SealedStore, key: str, value: str) -> None:
+        answers.extend([value] if key == "start" else [])
+        send(store, key, value)
+
+    monkeypatch.setattr(SealedStore, "set", seen)
+    meet(*[lambda together: together.agree("start", {"spec": "long"})] * 3)
+    (answer,) = answers
+    assert answer.count("long") == answer.count("worker-1") == answer.count("worker-2") == 1
 
 
 def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:

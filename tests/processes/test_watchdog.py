@@ -261,6 +261,11 @@ def test_the_values_of_a_beat_grow_with_the_ranks_and_not_with_their_square() ->
     assert [peer.beats for peer in beats[0].peers.values()] == [2] + [1] * (size - 1)
 
 
+def test_the_heart_beats_through_a_connection_of_its_own(watch: Watched) -> None:
+    one = watch(0, 2, dead_seconds=60)
+    assert one._heartbeat._store is not one.store, "the writer of checkpoints may break or occupy that one"
+
+
 def test_a_single_rank_watches_nobody_and_ends_when_it_hangs(watch: Watched, events: Events) -> None:
     alone = watch(0, 1, dead_seconds=0)
     with pytest.raises(RuntimeError, match="of its own"), alone.blamed():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.train import ema as ema_module
 from ddpm_ds.train.ema import Ema, HostEma, averages_of
 
 STEPS, BATCH = 5, 16
@@ -40,8 +41,12 @@ def trained(engine: Any, ema: Ema) -> list[Tensor]:
     return [average.clone() for average in ema.shadows]
 
 
+@pytest.mark.parametrize("piece", [64, 2**26])
 @pytest.mark.parametrize("sizes", [(1000,), (100, 7, 300)])
-def test_a_slow_host_has_the_bits_of_the_device(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_has_the_bits_of_the_device(
+    sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ema_module, "PIECE", piece)
     spec = EmaSpec(halflife_images=40, rampup_fraction=0.5, on_host=True)
     update = HostEma._update_copied
 
@@ -58,9 +63,11 @@ def test_a_slow_host_has_the_bits_of_the_device(sizes: tuple[int, ...], monkeypa
     assert all(map(torch.equal, wanted, found)) and not torch.equal(wanted[0], insides.masters(here)[0])
 
 
-def test_weights_and_averages_are_as_before_once_the_averages_were_used() -> None:
+def test_weights_and_averages_are_as_before_once_the_averages_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema_module, "PIECE", 32)
     engine = engine_of(50, 20)
     ema = averages_of(engine, EmaSpec(on_host=True))
+    assert [len(new) for new in ema._new] == [32, 18, 20], "PyTorch page-locks powers of two"  # type: ignore[attr-defined]
     averages = trained(engine, ema)
     weights = [master.clone() for master in insides.masters(engine)]
     with ema.applied():

@@ -42,3 +42,22 @@ def test_weights_of_another_u_net_are_refused_before_anything_is_started(tmp_pat
         InitialWeights(path, {"0.weight": (2,)})
     with pytest.raises(SpecError, match=r"it also has 0\.weight"):
         InitialWeights(path, {})
+
+
+def test_processes_of_a_host_check_each_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight that read 10 GB each would be 80 GB for a host, from a network perhaps."""
+    path, values = tmp_path / "weights.safetensors", {f"{layer}.weight": torch.ones(3) for layer in range(8)}
+    values["5.weight"][1] = float("inf")
+    save_file(values, path)
+    shapes, read, seen = dict.fromkeys(values, (3,)), InitialWeights.read, list[str]()
+
+    def counted(self: InitialWeights, name: str, first: int = 0, length: int | None = None) -> torch.Tensor:
+        seen.append(name)
+        return read(self, name, first, length)
+
+    monkeypatch.setattr(InitialWeights, "read", counted)
+    for rank in range(2):
+        InitialWeights(path, shapes, checked=slice(rank, None, 3))
+    with pytest.raises(SpecError, match=r"5\.weight has values that are not finite in float32"):
+        InitialWeights(path, shapes, checked=slice(2, None, 3))
+    assert sorted(seen) == sorted(values)
