@@ -117,8 +117,9 @@ def test_one_host_has_no_word_of_hosts() -> None:
 
 
 def test_the_bytes_between_hosts_are_printed_with_the_alternative() -> None:
-    """ZeRO-2 would average the gradients of 701,345 weights in each of 8 micro-batches: 8 x 2 x 1/2 bytes each over 2
-    edges, and 2 x 1/2 to gather them."""
+    """ZeRO-2 would send gradients of 701,345 weights to their owners after each of 8 micro-batches, and the new weights
+    back: 8 + 1 times 2 x 1/2 bytes each over 2 edges.
+    """
     two = plan(TWO_BY_TWO)
     gradients = 701_345 * (8 + 1) * 2 * 0.5 * 2
     line = hosts_of(two)
