@@ -4,11 +4,12 @@ The Python interface for scripts; ``docs/python.md`` has examples::
 
     load_spec     read a run spec
     plan          predict the fastest ways to lay a run out on some devices
+    train         train in child processes, as ddpm-ds train does
     open_run      read a run's folder: spec, metrics, checkpoints, verdict
     load_trained  load weights into a plain U-Net
     sample        draw images from them
-    SamplerSpec   how images are drawn
-    UserError     what bad input raises
+    SamplerSpec   settings of a sampler
+    UserError     raised for bad input
 
 A name is imported when it is first used, so ``import ddpm_ds`` brings no torch.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ddpm_ds.ground.version import __version__ as __version__
 
-__all__ = ["SamplerSpec", "UserError", "load_spec", "load_trained", "open_run", "plan", "sample"]
+__all__ = ["SamplerSpec", "UserError", "load_spec", "load_trained", "open_run", "plan", "sample", "train"]
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec_file import load_spec
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ddpm_ds.ground.errors import UserError
     from ddpm_ds.planning.run_plan import plan
     from ddpm_ds.tracking.runs import open_run
+    from ddpm_ds.train import train
 else:  # hidden from type checkers: seeing __getattr__, they would accept every name
 
     def __getattr__(name: str) -> object:
@@ -47,6 +49,7 @@ _MODULES = {
     "open_run": "tracking.runs",
     "plan": "planning.run_plan",
     "sample": "evaluate.sampling",
+    "train": "train",
 }
 
 

@@ -1,4 +1,4 @@
-"""Compare ways of training one U-Net; started by DeepSpeed's launcher in every process.
+"""Time ways of training one U-Net beside each other; DeepSpeed's launcher starts this in every process.
 
 deepspeed --num_gpus 2 launch/bench.py --deepspeed_config ds_configs/zero1_fp32.json -p 2
 """

@@ -49,7 +49,7 @@ exit codes: 0 nothing failed, 1 something failed, 2 bad input and nothing was st
 
 @dataclass(frozen=True)
 class Finding:
-    """Line of the report's table; the result ``measured`` means that the numbers have no limit."""
+    """Row of the report; its result is ``measured`` if the numbers have no limit."""
 
     name: str
     measured: str
@@ -60,7 +60,7 @@ class Finding:
 
 
 class CommandFailed(Exception):
-    """Wrong exit code of a command, or its kill, and the end of its log."""
+    """A command has failed or was killed; the text has the end of its log."""
 
 
 def settings(**values: object) -> list[str]:
@@ -76,8 +76,9 @@ class Machine:
     device: Literal["cpu", "cuda"]
 
     def run(self, name: str, *words: str | Path, seconds: float, good: Sequence[int] = (0,)) -> list[str]:
-        """Run a Python program, whose output goes to ``name``.log, and return its lines; CommandFailed if its exit code
-        is not among ``good``, or it ran for ``seconds``.
+        """Run a Python program and return the lines of its output, which ``name``.log keeps.
+
+        CommandFailed if its exit code is not among ``good``, or it was not done after ``seconds``.
         """
         command, log = [sys.executable, *map(str, words)], self.work / f"{name}.log"
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
@@ -108,7 +109,7 @@ def gpu_tests(machine: Machine, folder: Path = TESTS) -> Iterator[Finding]:
 
 
 def main_job(machine: Machine) -> Iterator[Finding]:
-    """Run the README's first command to its loss: on CPUs 0.080 to 0.083, and 0.14 to 0.16 after a twentieth of it."""
+    """Run README's first command: its loss on CPUs is 0.080 to 0.083, and after a twentieth of it 0.14 to 0.16."""
     images, limit = (128_000, 0.09) if machine.device == "cuda" else (6_400, 0.2)
     for precision in ("fp16", "bf16") if machine.device == "cuda" else ("fp16",):
         folder = machine.work / f"main-{precision}"
@@ -123,7 +124,7 @@ def main_job(machine: Machine) -> Iterator[Finding]:
 
 
 def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequence[str]) -> Iterator[Finding]:
-    """Time rows of ``launch/bench.py``, whose losses must be the same, beside the planner's predictions for ours."""
+    """Time rows of ``launch/bench.py``, which checks that losses are equal, and predict ours."""
     from ddpm_ds.ground.device import described
     from ddpm_ds.planning.run_plan import lay_out, predictor_here, read_run
 
@@ -150,7 +151,7 @@ def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequen
 
 
 def unets(machine: Machine) -> Iterator[Finding]:
-    """Time CIFAR-10's U-Net under the engine and under plain loops, on digits of its images' size and colours."""
+    """Time CIFAR-10's U-Net under the engine and in plain loops, on digits enlarged to 32x32x3."""
     options, rows = settings(data__source="digits", unet__dropout=0), "plain,1f1b"
     if machine.device == "cuda":
         options += settings(train__batch_images=128)
@@ -161,7 +162,7 @@ def unets(machine: Machine) -> Iterator[Finding]:
 
 
 def sdxl(machine: Machine) -> Iterator[Finding]:
-    """Time the engine with the layers of SDXL's U-Net, on pictures with short captions."""
+    """Time the engine with SDXL's layers, on pictures with short captions."""
     shapes = machine.work / "shapes"
     options: dict[str, object] = {"data__path": shapes / "pictures", "data__text__encoders": shapes / "encoders"}
     options |= {"data__held_out_images": 0, "train__batch_images": 2}
@@ -179,7 +180,7 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (gpu_tests, main_jo
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """Yield the rows of all checks; one that crashes is a row too."""
+    """Yield the rows of all checks; a check that crashes gives a row too."""
     for check in CHECKS:
         try:
             yield from check(machine)
@@ -190,7 +191,7 @@ def findings(machine: Machine) -> Iterator[Finding]:
 
 
 def facts(machine: Machine) -> dict[str, str]:
-    """Return the facts that the numbers depend on: devices, versions, date."""
+    """Return date, devices and versions, by name."""
     import torch
 
     found = {"date": datetime.now().astimezone().isoformat(timespec="minutes")}

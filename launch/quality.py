@@ -1,10 +1,10 @@
-"""Train the digits as DDPM and as EDM, and DDPM in several layouts, with several seeds each, and compare the samples.
+"""Compare samples of digits from DDPM, from EDM, and from DDPM in several layouts, with several seeds each.
 
     python launch/quality.py --out quality
 
-It prints a table. All runs have the same U-Net and see the same images; each is scored on samples of its averaged
-weights, which a classifier of real digits reads. As many run at a time as there are cores for. Finished runs and scores
-are kept: the same command continues after an interruption, also with more rows or seeds.
+All runs have the same U-Net and see the same images. A classifier of real digits scores samples of their averaged
+weights. As many runs share the machine as its cores allow. Finished runs and scores are kept: the same command
+continues after an interruption, also with more rows or seeds.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class DigitsClassifier:
         return np.asarray(self._model.predict_proba(_grey(images)))
 
     def scores(self, images: Pixels) -> dict[str, float]:
-        """Return how near uint8 images (N, C, H, W) are to the real digits: the Fréchet distance of the regression's
-        inputs, the share of images with a class more probable than not, and the balance of the classes.
+        """Score uint8 images (N, C, H, W): Fréchet distance of the regression's inputs to those of real digits, share
+        of images with a class more probable than not, and balance of the classes.
         """
         probabilities = self.probabilities(images)
         shares = np.bincount(probabilities.argmax(1), minlength=probabilities.shape[1]) / len(images)
@@ -79,13 +79,13 @@ class DigitsClassifier:
 
 @functools.cache
 def classifier() -> DigitsClassifier:
-    """Return the classifier of the digits that all rows learn."""
+    """Return the classifier, trained on the digits that all rows learn."""
     real = prepare(load_spec(LAUNCH / "specs" / "digits.yaml").data)
     return DigitsClassifier(real.images[:], real.labels)
 
 
 def balance(shares: Array) -> float:
-    """Return the entropy of the shares of classes, as a part of the entropy of equal shares."""
+    """Return the entropy of the classes' shares, divided by that of equal shares."""
     return float(0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
 
 
@@ -123,7 +123,7 @@ def command(name: str, run_dir: Path, images: int, seed: int) -> list[str]:
 
 
 def ddpm_ds(log: Path, words: Sequence[str]) -> None:
-    """Run a command of ``ddpm-ds`` on one core for each process; its output goes to the end of a log."""
+    """Run a command of ``ddpm-ds``, each process on one core, and append its output to a log."""
     with log.open("a") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
         command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
@@ -133,7 +133,7 @@ def ddpm_ds(log: Path, words: Sequence[str]) -> None:
 
 
 def result(name: str, seed: int, options: argparse.Namespace) -> Run:
-    """Train a row with a seed, score its samples, and return the result; finished parts are not done again."""
+    """Train a row with a seed and score its samples, unless that is done, and return the result."""
     images, count = options.images, options.count
     folder = options.out / f"{name.replace(' ', '-')}-{seed}-{images}"
     file = folder.with_name(f"{folder.name}-{count}.json")
@@ -152,8 +152,9 @@ def result(name: str, seed: int, options: argparse.Namespace) -> Run:
 
 
 def table(results: Mapping[str, Sequence[Run]]) -> str:
-    """Return a line for each row: mean over its runs, least to most, and for layouts of the first row the largest
-    relative difference between their training losses and its losses with the same seeds.
+    """Return a line for each row: mean over its runs, and least to most.
+
+    Layouts of the first row also have the largest relative difference between their training losses and its own.
     """
     lines: list[tuple[str, ...]] = [("", "seeds", *SCORES, "loss differs by")]
     for name, runs in results.items():

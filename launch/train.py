@@ -1,4 +1,4 @@
-"""Train a diffusion U-Net; started by DeepSpeed's launcher, once per process.
+"""Train a diffusion U-Net; DeepSpeed's launcher starts this in every process.
 
 deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
 deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json -p 2

@@ -1,4 +1,4 @@
-"""A command as a person sees it: typed in a terminal of 80 columns."""
+"""A command as a person sees it, typed in a terminal."""
 
 import os
 import pty
@@ -14,18 +14,15 @@ from tests.forking import ONE_THREAD, REPOSITORY
 from tests.launching import PATIENCE_SECONDS
 
 PROGRAM = [sys.executable, "-m", "ddpm_ds.cli.main"]
-"""What ``ddpm-ds`` starts, of this repository and no other that is installed."""
+"""Words that start ``ddpm-ds`` of this repository."""
 
 
 class Terminal:
-    """A command in a terminal of 80 columns, of which it knows nothing else.
+    """A command in a terminal. ``folder`` is its working folder and its home."""
 
-    ``folder`` is its working folder and its home, and it finds the programs of this Python first.
-    """
-
-    def __init__(self, words: Sequence[str], folder: Path) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, *, columns: int = 80) -> None:
         ours, its = pty.openpty()
-        termios.tcsetwinsize(its, (24, 80))
+        termios.tcsetwinsize(its, (24, columns))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, **ONE_THREAD, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)}
         self.process = subprocess.Popen(
@@ -39,17 +36,17 @@ class Terminal:
         while not until(self.text) and time.monotonic() < deadline:
             try:
                 self.text += os.read(self._terminal, 2**16).decode(errors="replace")
-            except OSError:  # nobody has the terminal open any more
+            except OSError:  # the command has closed the terminal
                 return
 
     def ended(self) -> int:
-        """The exit code; leaves the lines that were on the screen in ``lines``."""
+        """Return the exit code; ``lines`` then has the lines on the screen."""
         self.read(lambda text: False)
         os.close(self._terminal)
-        self.lines = [line.rsplit("\r", 1)[-1] for line in self.text.replace("\r\n", "\n").split("\n")]
+        self.lines = [re.split("\r(?:\x1b\\[K)?", line)[-1] for line in self.text.replace("\r\n", "\n").split("\n")]
         return self.process.wait(PATIENCE_SECONDS)
 
     def assert_clean(self) -> None:
-        """Fail where a person would have seen what is not for them: a traceback, a dated line of DeepSpeed's."""
+        """Fail if the screen has shown a traceback or a dated log line of DeepSpeed."""
         assert "Traceback" not in self.text and "KeyboardInterrupt" not in self.text, self.text
         assert re.search(r"^\[20\d\d-", self.text, re.MULTILINE) is None, self.text

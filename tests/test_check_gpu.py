@@ -1,4 +1,4 @@
-"""The program that proves a GPU: what it reports of checks that pass, fail, crash and hang, and what a CPU can run."""
+"""``launch/check_gpu.py``: its report of checks that pass, fail, crash and hang, and a whole run on a CPU."""
 
 import importlib
 import re

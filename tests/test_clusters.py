@@ -1,4 +1,4 @@
-"""The files of launch/clusters: variables make the ranks of one run, grace periods save it, platforms can read them."""
+"""Files of launch/clusters: their variables start one run, their grace periods save it, platforms can read them."""
 
 import json
 import os
@@ -47,7 +47,7 @@ MASTERS = {"jobset": MASTER, "trainjob": MASTER, "skypilot": "10.0.0.7"}
 
 
 def typed(platform: str, variables: dict[str, str], home: Path) -> list[str]:
-    """The words after ``ddpm-ds`` on a node: Kubernetes puts variables into a command, SkyPilot runs a shell script."""
+    """Return the words after ``ddpm-ds``: Kubernetes puts variables into a command, SkyPilot runs a shell script."""
     if platform == "skypilot":
         script = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
         place_program(home / "ddpm_ds" / "bin", "ddpm-ds", script)
@@ -132,7 +132,7 @@ def test_grace_periods_and_exit_codes_are_ours() -> None:
 
 @pytest.mark.parametrize(("name", "given"), [("JobsetV1alpha2JobSet", JOBSET), ("TrainerV1alpha1TrainJob", TRAINJOB)])
 def test_kubernetes_files_have_the_keys_and_types_of_their_api(name: str, given: dict[str, Any]) -> None:
-    """The API's models drop unknown keys, so all keys have to come back."""
+    """The API's models drop unknown keys, so all keys must come back."""
     from kubeflow_trainer_api import models
 
     def comes_back(given: Any, read: Any) -> None:

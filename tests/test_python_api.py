@@ -55,6 +55,7 @@ def test_the_example_of_the_page_runs(
     for name in ("launch", "ds_configs"):
         shutil.copytree(REPOSITORY / name, work / name)
     monkeypatch.chdir(work)
+    monkeypatch.setattr("ddpm_ds.train.TRAIN", ("-c", ""))  # tests/train/test_python.py trains
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
@@ -165,13 +166,14 @@ def refuses(run_dir: Path, trained: Trained) -> Callable[[str, str, Any], str]:
         "open_run": {"run": run_dir},
         "plan": {"spec": tiny_spec(), "ds_config": REPOSITORY / "ds_configs" / "zero0_fp32.json", "processes": 1},
         "sample": {"trained": trained, "count": 1, "sampler": FAST_SAMPLER},
+        "train": {"spec": "digits", "ds_config": "zero0_fp32", "run_dir": run_dir.with_name("new")},
     }
 
     def refuse(name: str, argument: str, value: Any) -> str:
         with pytest.raises(UserError) as raised:
             FUNCTIONS[name](**{**usual.get(name, {}), argument: value})
         said = str(raised.value)
-        assert said.isprintable() and len(said) < LONGEST_LINE + 10
+        assert all(line.isprintable() and len(line) < LONGEST_LINE + 10 for line in said.split("\n"))
         return said
 
     return refuse
@@ -201,7 +203,7 @@ def test_what_an_argument_does_not_take_is_one_line_that_names_it(
         ("plan", "spec", tiny_spec().model_copy(update={"name": 5}), "plan: spec.name = 5: input should be"),
         ("plan", "overrides", "ds.zero_optimization.stage=1", "are not allowed as a Sequence value"),
         ("plan", "times", 5, "plan: times = 5: input should be callable"),
-        ("load_trained", "device", "meta", "device = meta is none of cpu, cuda and a numbered one such as cuda:0"),
+        ("load_trained", "device", "meta", "device = meta is unknown; use cpu, cuda or a numbered one such as cuda:0"),
         ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
         ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
         ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),
@@ -229,7 +231,7 @@ def test_a_plan_leaves_the_environment_unchanged_for_later_processes(
     found = plan(tiny_spec(), json_path, ["ds.zero_optimization.stage=2"], processes=2, device_kind="l4", top=2)
     assert len(found.best) == 2 and found.ds_config(1)["zero_optimization"]["stage"] in (0, 1, 2)
     assert dict(os.environ) == before
-    with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b200 or"):
+    with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b300 or"):
         plan(tiny_spec(), json_path, processes=2, device_kind="z80")
     for number in (2, -1, "first"):
         with pytest.raises(LayoutError, match="is no layout of the plan; use one from 0 to 1"):

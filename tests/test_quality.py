@@ -1,4 +1,4 @@
-"""launch/quality.py: which runs it starts, how many at a time, what its classifier and its tables say of them."""
+"""``launch/quality.py``: its runs, how many share the machine, its classifier and its table."""
 
 from collections.abc import Sequence
 from pathlib import Path

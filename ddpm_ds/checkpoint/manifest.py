@@ -26,7 +26,6 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from ddpm_ds.data.cache import by_field
 from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, sha256_of
 from ddpm_ds.ground.files import read_bytes as read_file
@@ -71,6 +70,12 @@ Counted = Annotated[int, Field(ge=-1, lt=2**53)]
 """Step count of DeepSpeed, which begins at -1."""
 Amount = Annotated[float, Field(ge=0.0, le=2.0**53)]
 Shape = Annotated[tuple[Annotated[int, Field(ge=1, le=2**32)], ...], Field(max_length=8)]
+
+
+def _by_field(checksums: dict[str, str]) -> dict[str, str]:
+    from ddpm_ds.data.cache import by_field  # imports numpy
+
+    return by_field(checksums)
 
 
 class _Record(BaseModel):
@@ -119,7 +124,7 @@ class Description(_Record):
     ds_config: dict[str, Any]
     layout: dict[str, Any]
     """Processes, stages, replicas and batch."""
-    data_sha256: Annotated[dict[str, str], AfterValidator(by_field)]
+    data_sha256: Annotated[dict[str, str], AfterValidator(_by_field)]
     """Checksums of the data-set cache, one for each field."""
     parameters: dict[str, Shape]
     """Shape of every parameter by global name, in the order of the layers."""

@@ -1,4 +1,4 @@
-"""``ddpm-ds doctor``: whether hosts can train together, before they do."""
+"""``ddpm-ds doctor``: check that hosts can train together."""
 
 import os
 import shutil
@@ -25,28 +25,24 @@ CHECKPOINT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Hosts:
+class DoctorOptions(SpecOptions):
     hostfile: Path | None = option(
-        f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)", "FILE"
+        f"DeepSpeed's: a line HOST slots=N for each host (default {DEFAULT_HOSTFILE}, else this machine alone)", "FILE"
     )
-
-
-@dataclass(frozen=True)
-class DoctorOptions(SpecOptions, Hosts):
     deepspeed_config: Path | None = option("compare this file as well", "JSON", names=("--deepspeed_config",))
     run_dir: Path = option(f"where runs will go (default {OUTPUT_ROOT})", "DIR", default=OUTPUT_ROOT)
-    master_port: int = option("of the all-reduce (default %(default)s)", "PORT", port, default=DEFAULT_PORT)
+    master_port: int = option("port of the all-reduce (default %(default)s)", "PORT", port, default=DEFAULT_PORT)
     no_network: bool = flag("skip the all-reduce")
-    timeout_seconds: int = option("time after which a host is given up (60)", "S", positive, default=60)
+    timeout_seconds: int = option("seconds to wait for a host (default 60)", "S", positive, default=60)
 
 
 @Verb
 def doctor(options: DoctorOptions) -> int:
     """Check that hosts can train together.
 
-    Asks every host of a hostfile over ssh, as DeepSpeed's pdsh launcher would start training there, and shows what
-    differs, devices and disks; then makes one all-reduce. Nothing is changed on any host. Without a hostfile it checks
-    this machine alone. The exit code is 2 if there is something to fix, marked by !, or bad input.
+    Asks every host of a hostfile over ssh, in the environment of DeepSpeed's pdsh launcher, and shows what differs,
+    devices and disks; then makes one all-reduce. It changes nothing on any host. Without a hostfile it checks this
+    machine alone. The exit code is 2 if a ! marks something to fix, or for bad input.
 
       ddpm-ds doctor --hostfile hostfile --deepspeed_config ds_configs/zero2_fp16.json
     """
@@ -57,7 +53,7 @@ def doctor(options: DoctorOptions) -> int:
     local = len(slots) == 1 and this_host(slots) is not None
     for program in () if local else ("ssh", "pdsh"):
         if shutil.which(program) is None:
-            raise SpecError(f"{program}, by which other hosts are started, is not on this machine; install it")
+            raise SpecError(f"{program}, which starts other hosts, is not on this machine; install it")
     spec, config = load_spec(files.spec, spec_overrides(files.overrides)), files.deepspeed_config
     if config is not None:
         read_ds_config(config, files.overrides)
@@ -78,9 +74,9 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the environment that DeepSpeed's pdsh launcher gives to the processes on every host, without secrets.
+    """Return the environment that DeepSpeed's pdsh launcher gives to processes on every host, without secrets.
 
-    The variables of ``file`` override those that DeepSpeed takes along; the working folder is first in ``PYTHONPATH``.
+    Variables of ``file`` override those that DeepSpeed exports; the working folder is first in ``PYTHONPATH``.
     """
     taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
     python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
@@ -89,7 +85,7 @@ def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: st
 
 
 def report(table: Mapping[str, Mapping[str, Cell]]) -> tuple[str, bool]:
-    """Return a table with a row for each host, a line for each fault, and the verdict; and whether all is good."""
+    """Return a table of hosts with a line for each fault and the verdict, and whether all is good."""
     columns, faults = dict.fromkeys(name for row in table.values() for name in row), dict[str, list[str]]()
     rows = [["", *(f"  {name}" for name in columns)]]
     for host, row in table.items():

@@ -1,7 +1,6 @@
 """``ddpm-ds fit``: find the largest micro-batch that fits this machine's devices."""
 
 import json
-import os
 import shlex
 import tempfile
 from dataclasses import asdict, dataclass
@@ -18,17 +17,17 @@ from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.options import batch, flag, memory_size, option, positive, process_count
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.units import gib
-from ddpm_ds.planning.run_plan import choose, lay_out, read_run
+from ddpm_ds.planning.run_plan import choose, lay_out, machine_here, read_run
 from ddpm_ds.processes.ranks import set_environment
 
 USABLE = 0.9
-"""Maximum share of a host's available memory that its processes may take together by default."""
+"""Largest share of a host's available memory that its processes take together by default."""
 ONE_IMAGE = [
     f"{JSON_PREFIX}train_micro_batch_size_per_gpu=1",
     f"{JSON_PREFIX}gradient_accumulation_steps=auto",
     "train.accumulation=auto",
 ]
-"""Overrides with which every layout is possible that is possible at all."""
+"""Overrides that make every layout possible: micro-batches of one image."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class FitOptions(ConfigOption, SpecOptions):
     processes: int | None = option("default: one for each GPU, else 1", "N", process_count)
     pipeline_stages: int | None = option("as for training", "STAGES", process_count, names=("-p", "--pipeline-stages"))
     accumulation: int | None = option("keep M micro-batches a step, and let the batch grow", "M", batch)
-    memory_budget: int | None = option("of a process, such as 4GiB (default all of its device)", "SIZE", memory_size)
+    memory_budget: int | None = option("bytes of a process, such as 4GiB (default its device's)", "SIZE", memory_size)
     steps: int = option("timed steps of a trial (default 3)", "N", positive, default=3)
     device: Device = option("default: CUDA if any", default="auto")
     out: Path | None = option("write the DeepSpeed JSON to train with", "FILE")
@@ -48,36 +47,35 @@ class FitOptions(ConfigOption, SpecOptions):
 def fit(options: FitOptions) -> None:
     """Find the largest micro-batch that fits the devices.
 
-    Tries: trains for a few steps with the micro-batch that the planner expects to be the largest, then with larger or
-    smaller ones until the limit is known. The batch stays train.batch_images, so only micro-batches are tried that
-    divide a replica's share of it; with --accumulation their number stays the same and the batch grows. The exit code
-    is 2 if not even the smallest micro-batch fits; other errors have that of the trial.
+    A micro-batch is the images that go through a stage at one time. This trains a few steps with the one that the
+    planner expects to be the largest, then with larger or smaller ones until the limit is known. The batch stays
+    train.batch_images, so micro-batches must divide a replica's share; with --accumulation the batch grows instead. The
+    exit code is 2 if not even the smallest micro-batch fits; other errors have the trial's.
 
       ddpm-ds fit --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_fp16.json --out fit.json
     """
     found = take_files(options, DEFAULT_SPEC)
     check_outputs(overwrite=options.overwrite, out=options.out, json=options.json)
     set_environment()
-    given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
     import torch
 
-    devices = torch.cuda.device_count() if given != "cpu" else 0  # counting takes no memory of a device
-    device = "cuda" if devices or given == "cuda" else "cpu"
-    os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed
-    count, config = options.processes or devices or 1, found.deepspeed_config
-    checked = check_ds_config(read_ds_config(config, found.overrides), config)
-    stages = options.pipeline_stages
+    from ddpm_ds.ground.device import choose_device
+
+    device, config = choose_device(options.device).type, found.deepspeed_config  # takes no memory of a device
+    count = options.processes or (torch.cuda.device_count() if device == "cuda" else 1)
+    checked, stages = check_ds_config(read_ds_config(config, found.overrides), config), options.pipeline_stages
+    machine = machine_here(checked.precision, count)
     asked = [*found.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
     files, hosts = read_run(found.spec, asked, config), ("0",) * count
     layout = lay_out(files, hosts, count, stages, choose(files, hosts, count, stages, device)).ds.layout
     share, budget_bytes = options.accumulation, _budget(options.memory_budget, count, device)
     sizes = layout.stages, layout.replicas, count
-    task = Task(found.spec, found.overrides, config, *sizes, share, device, budget_bytes, options.steps)
+    task = Task(found.spec, found.overrides, config, *sizes, share, machine, budget_bytes, options.steps)
     spec = task.draft(task.sizes()[0]).spec
     from ddpm_ds.data.held_out import prepare_all
     from ddpm_ds.data.prepare import How
 
-    prepare_all(spec.data, How(progress=True), group=spec.bucket_group or 1)  # before any trial, whose memory it is not
+    prepare_all(spec.data, How(progress=True), group=spec.bucket_group or 1)  # here, so that no trial counts its memory
     budget = "the device's memory" if task.budget_bytes is None else f"{gib(task.budget_bytes)} a process"
     print(f"{spec.name} on {device}, {layout.processes_words()}, {budget}; micro-batches x images:", flush=True)
     with tempfile.TemporaryDirectory(prefix="ddpm-ds-fit-") as folder:
@@ -107,7 +105,7 @@ def fit(options: FitOptions) -> None:
 
 
 def _budget(budget: int | None, processes: int, device: str) -> int | None:
-    """Return the bytes that each of so many processes may hold; None if a GPU sets the limit."""
+    """Return the bytes that each process may take; None if a GPU sets the limit."""
     if device != "cpu":
         return budget
     most = int(USABLE * psutil.virtual_memory().available / processes)

@@ -1,4 +1,4 @@
-"""Verbs that start the ranks of runs and stay with them: ``train``, and ``run``, which starts any training script."""
+"""Verbs that start ranks and supervise them: ``train``, and ``run``, which starts any training script."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.options import OneLineParser, Verb, add_options, log_line, read, without
-from ddpm_ds.cli.plan import describe_plan
+from ddpm_ds.cli.plan import describe_plan, wrapped
 from ddpm_ds.cli.train import TrainOptions, checked
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError
@@ -36,11 +36,11 @@ class LaunchOptions:
     processes: int | None = option(
         "processes on this machine (default: one for each GPU, or one)", "N", process_count, either="where"
     )
-    hostfile: Path | None = option("hosts and their processes, as DeepSpeed reads them", "FILE", either="where")
-    nodes: int = option("hosts on each of which this is typed (default 1)", "N", process_count, default=1)
-    node_rank: int = option("this one's place among them, from 0 (default 0)", "K", natural, default=0)
-    master_addr: str | None = option("name or address of the first of them", "HOST")
-    port: int | None = option("where ranks meet (default: a free one; with a hostfile 29500)", "PORT", port)
+    hostfile: Path | None = option("hosts and their processes, in DeepSpeed's format", "FILE", either="where")
+    nodes: int = option("hosts, on each of which you type this command (default 1)", "N", process_count, default=1)
+    node_rank: int = option("number of this host, from 0 (default 0)", "K", natural, default=0)
+    master_addr: str | None = option("name or address of host 0", "HOST")
+    port: int | None = option("port at which ranks meet (default: a free one; with a hostfile 29500)", "PORT", port)
     restarts: RestartOptions = RestartOptions()
 
 
@@ -52,14 +52,14 @@ class StartOptions(TrainOptions, LaunchOptions):
 @dataclass(frozen=True)
 class ScriptOptions(LaunchOptions):
     program: tuple[str, ...] = option(
-        "training script, its options", "SCRIPT ...", names=("program",), nargs=REMAINDER, default=()
+        "training script and its options", "SCRIPT ...", names=("program",), nargs=REMAINDER, default=()
     )
     arguments: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
 def _place(options: LaunchOptions, device: str) -> Place:
-    """Return where the ranks are started: by default one for each GPU of this host, or one on its CPU."""
+    """Return where to start ranks: by default one for each GPU of this host, or one on its CPU."""
     count = options.processes
     if count is None and options.hostfile is None:
         asked = os.environ.get("DS_ACCELERATOR", device) if device == "auto" else device
@@ -76,9 +76,9 @@ def _place(options: LaunchOptions, device: str) -> Place:
 def train(options: StartOptions) -> int:
     """Train a U-Net on this machine or on several.
 
-    Checks everything, starts the processes, stays with them, and says at the end what was saved and how to go on.
-    Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once. The run spec (YAML)
-    says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
+    Checks everything, starts the processes, and prints at the end what was saved and how to go on. Ctrl-C or SIGTERM
+    saves after the step; a second one ends at once. The run spec (YAML) says what is trained, the DeepSpeed JSON how.
+    Processes are stages (parts of the U-Net) x replicas (copies that see other images): -p sets the stages.
 
       ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
           handwritten digits on this machine, fp16 and ZeRO-2
@@ -118,7 +118,7 @@ def train(options: StartOptions) -> int:
     words = [f"{place.processes} x python", *program]
     if place.hostfile is not None:
         words = ["deepspeed", *place.deepspeed(program)]
-    print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
+    print(wrapped(f"starting     {words[0]} {shlex.join(words[1:])}"), flush=True)
     log = functools.partial(log_line, "train")
     ended = supervise([*program, "--described"], place, **vars(options.restarts), log=log)
     if ended.code > 128:  # a second signal has ended the process that sends to MLflow too
@@ -136,7 +136,7 @@ def train(options: StartOptions) -> int:
 
 
 def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return the last line: what a run has saved, and the command that continues it unless it would fail again."""
+    """Return the last line: how much is saved, and the command that continues unless it would fail again."""
     latest = run_folder.checkpoints_of(run_dir) / LATEST
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if ended.code == 0:
@@ -149,7 +149,7 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
         from ddpm_ds.ground.device import host_memory  # imports torch
 
         return (
-            f"{what}; a process was killed, probably for memory, of which this machine has {gib(host_memory())}: "
+            f"{what}; a process was killed, probably because this machine's {gib(host_memory())} of memory were full: "
             "use a smaller U-Net, or a micro-batch that ddpm-ds fit finds"
         )
     if ended.code in (1, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS):
@@ -161,11 +161,11 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
 def run(options: ScriptOptions) -> int:
     """Start a training script, with restarts, orderly stops and clear exit codes.
 
-    It runs on the processes of this machine, or by DeepSpeed's launcher on those of a hostfile. SIGTERM, SIGINT,
-    SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends them at once. If ranks are
-    lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which must be given. For
-    several hosts, start it on one host of the hostfile, preferably the first; each start reads the hostfile again. For
-    other launchers and their options type deepspeed, torchrun or srun.
+    Starts it on this machine, or by DeepSpeed's launcher on the hosts of a hostfile. SIGTERM, SIGINT, SIGUSR1 and
+    SIGHUP make the ranks finish their step, save and stop; a second signal ends them at once. If ranks are lost, the
+    run starts again and resumes from the newest checkpoint of its --run-dir, which must be given. With a hostfile, type
+    this on one of its hosts, preferably the first; each start reads the file again. For other launchers and their
+    options type deepspeed, torchrun or srun.
 
       ddpm-ds run --max-restarts 3 --processes 4 launch/train.py -p 2 \\
           --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
@@ -182,7 +182,7 @@ def run(options: ScriptOptions) -> int:
         others = [word for word in without(options.arguments, RestartOptions) if word != "--"]
         instead = shlex.join(["deepspeed", *others])
         raise SpecError(
-            f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
+            f"run has no option {unknown[0]}; write the script's options after its name, or type: {instead}"
         )
     options = read(ScriptOptions, given)
     place, log = _place(options, "auto"), functools.partial(log_line, "run")

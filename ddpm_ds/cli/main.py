@@ -1,7 +1,4 @@
-"""Command ``ddpm-ds``: training and everything around it.
-
-Verbs are imported when signals are handled.
-"""
+"""Command ``ddpm-ds``. It imports its verbs only after it handles signals."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ddpm_ds.ground.errors import EXIT_PREEMPTED, SpecError, UserError
+from ddpm_ds.ground.errors import COMMAND_ERROR, EXIT_PREEMPTED, SpecError, UserError
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, handle, leave_on
 
@@ -60,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; a user's mistake gives one line on stderr and exit code 2.
 
-    Without ``arguments`` this is the whole process, and Ctrl-C ends it with 130 without a word, at any time. Before
-    ``train`` and ``run`` have begun to supervise, signals end it with 75, since there is nothing to save.
+    Without ``arguments`` this is the whole process, which Ctrl-C ends silently, at any time, with 130. Signals end
+    ``train`` and ``run`` with 75 until they supervise ranks, since nothing has to be saved.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     training = given[:1] in (["train"], ["run"])
@@ -78,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown and not hasattr(options.verb.options, "unknown"):
             raise SpecError(f"unrecognized arguments: {' '.join(unknown)}; ddpm-ds {given[0]} --help explains")
         options.arguments, options.unknown = given[1:], unknown
-        if arguments is None and not training:  # a verb keeps what it has done
+        if arguments is None and not training:  # a verb can keep its finished work
             handle([signal.SIGINT], signal.default_int_handler)
         return options.verb.start(options)
     except UserError as error:
-        print(textwrap.indent(str(error), "ddpm-ds: error: "), file=sys.stderr)
+        print(textwrap.indent(str(error), COMMAND_ERROR), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

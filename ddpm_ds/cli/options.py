@@ -1,4 +1,4 @@
-"""Options of a verb as a frozen dataclass, from which its parser is made; groups of options that verbs share."""
+"""Options of a verb as a frozen dataclass, from which its parser is made; options that several verbs have."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC
 
 Options = TypeVar("Options")
 Verbs: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
-"""Verbs of a parser, to which one may be added."""
+"""Subparsers of ``ddpm-ds``."""
 Device = Literal["auto", "cpu", "cuda"]
 OVERWRITE = "replace files that exist"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Parser that raises a SpecError where argparse would exit, as its subparsers do; descriptions stay as written."""
+    """Parser that raises SpecError where argparse would exit; it prints descriptions as they are written."""
 
     def __init__(self, **options: Any) -> None:
         written = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -33,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise SpecError(f"{message}; {self.prog} --help explains")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and "--" in arg_strings:  # of --option=--; argparse removes it and fails without
+        if action.option_strings and "--" in arg_strings:  # from --option=--; argparse would crash
             raise argparse.ArgumentError(action, "-- is no value")
         try:
             return super()._get_values(action, arg_strings)
@@ -42,9 +42,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Verb:
-    """Decorator of a function of ``options`` as a verb of ``ddpm-ds``; it returns an exit code, None for 0.
+    """Decorator that makes a function of ``options`` a verb of ``ddpm-ds``, with its docstring as help.
 
-    The verb has the function's name, and its docstring as help.
+    The function returns an exit code; None is 0.
     """
 
     def __init__(self, run: Callable[[Any], int | None]) -> None:
@@ -60,12 +60,12 @@ class Verb:
         return parser
 
     def start(self, given: argparse.Namespace) -> int:
-        """Run the verb with the options that a parser was given, and return the exit code."""
+        """Run the verb with parsed options and return the exit code."""
         return self.run(read(self.options, given)) or 0
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add an option for each field that :func:`option` made, also of dataclasses inside."""
+    """Add an option for each field that :func:`option` made, also those of nested dataclasses."""
     hints, exclusive = get_type_hints(options), dict[str, Any]()
     for field in fields(options):
         hint = hints[field.name]
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def _of_type(hint: object) -> dict[str, Any]:
-    """Return arguments of ``add_argument`` that follow from a field's type."""
+    """Return the arguments of ``add_argument`` that a field's type decides."""
     if get_origin(hint) is UnionType:
         hint = next(each for each in get_args(hint) if each is not NoneType)
     if get_origin(hint) is Literal:
@@ -99,7 +99,7 @@ def _of_type(hint: object) -> dict[str, Any]:
 
 
 def read(options: type[Options], given: argparse.Namespace) -> Options:
-    """Return the options that a parser was given; others have the defaults of their fields."""
+    """Return the parsed options; a missing one has its field's default."""
     values = dict[str, Any]()
     for name, hint in get_type_hints(options).items():
         if isinstance(hint, type) and is_dataclass(hint):
@@ -110,7 +110,7 @@ def read(options: type[Options], given: argparse.Namespace) -> Options:
 
 
 def log_line(verb: str, line: str) -> None:
-    """Print a line of a verb that stays with what it has started, also when the terminal has been closed."""
+    """Print a line to stderr; that the terminal has been closed is no error."""
     with contextlib.suppress(OSError):
         print_to_stderr(f"ddpm-ds {verb}: {line}")
 
@@ -124,7 +124,7 @@ def without(words: Sequence[str], options: type[Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """Options of every program and verb that takes a run spec; :func:`take_files` finds one that is not given."""
+    """Options of a program that reads a run spec; :func:`take_files` finds the spec if none is given."""
 
     spec: Path | None = option(f"run spec, see launch/specs (default: the run's own, {SPEC} of this folder)", "YAML")
     overrides: tuple[str, ...] = option(
@@ -138,7 +138,7 @@ class SpecOptions:
 
 @dataclass(frozen=True)
 class ConfigOption:
-    """Option of every program and verb that takes a DeepSpeed JSON; :func:`take_files` finds one that is not given."""
+    """Option of a program that reads a DeepSpeed JSON; :func:`take_files` finds the JSON if none is given."""
 
     deepspeed_config: Path | None = option(
         f"DeepSpeed JSON, see ds_configs (default: the run's own, {DS_CONFIG} of this folder)",
@@ -149,7 +149,7 @@ class ConfigOption:
 
 @dataclass(frozen=True)
 class Files:
-    """Spec and JSON of a run, given or found, and changes of their values."""
+    """Spec and JSON of a run, and the values that ``--set`` changes in them."""
 
     spec: Path
     overrides: tuple[str, ...]
@@ -157,11 +157,10 @@ class Files:
 
 
 def take_files(options: SpecOptions, usual: Path | None = None, *, needed: bool = True, quiet: bool = False) -> Files:
-    """Find the spec and the JSON that are not given: those of the run in ``--run-dir``, unless it begins
-    anew, else those of the current folder, else the ``usual`` spec. A line names the files.
+    """Return the spec and the JSON, and print a line with those that were not given but found.
 
-    Raises:
-        SpecError: there is no JSON, and it is ``needed``.
+    They are looked for in the run's folder, unless the run begins anew, and in the current folder; then the ``usual``
+    spec is taken. SpecError if there is no JSON and it is ``needed``.
     """
     run_dir = getattr(options, "run_dir", None)
     folders = [Path()] if run_dir is None or getattr(options, "resume", "") == "never" else [run_dir, Path()]

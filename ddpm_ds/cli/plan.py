@@ -1,13 +1,14 @@
-"""``ddpm-ds plan``: the fastest layouts on given devices, and why; and the plan of a run in words and tables."""
+"""``ddpm-ds plan``, which prints the fastest layouts and why; and the plan that every run prints first."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
 from ddpm_ds.ground.options import flag, link_speed, memory_size, option, positive, process_count, teraflops
 from ddpm_ds.ground.outputs import check_outputs, writing
 from ddpm_ds.ground.secret import public_address
-from ddpm_ds.ground.units import GIB, counted, gib, table
+from ddpm_ds.ground.units import GIB, aligned, counted, gib, rounded, table
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
-from ddpm_ds.planning.inputs import KINDS, Machine, Workload
+from ddpm_ds.planning.inputs import KINDS, NEARLY, TIGHT, Machine, Workload
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
@@ -41,19 +42,24 @@ if TYPE_CHECKING:
 
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
+WIDTH, NAMED, MOST_RANKS, MOST_STAGES = 100, 13, 10, 16
+"""Characters of a line and of the name that begins it; maximum ranks and stages in the tables of memory and stages."""
+LEAST = ("GB on wires", "images/s", "replicas")
+LEAST_OF_STAGES = ("forward GFLOP/image", "last")
+"""Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
 MOST_WHOLE = 3
-"""Maximum layers named in a line that stay whole for the same reason."""
+"""Maximum names of whole layers that a line gives for one reason."""
 
 
 @dataclass(frozen=True)
 class PlanOptions(ConfigOption, SpecOptions):
     processes: int = option("processes to train with", "N", process_count, required=True)
-    nodes: int = option("hosts that share them (default 1)", "N", process_count, default=1)
+    nodes: int = option("hosts that share the processes (default 1)", "N", process_count, default=1)
     device_kind: str | None = option("default: this machine's GPU, else cpu", choices=tuple(KINDS))
     device_memory: int | None = option("memory of one device, such as 80GiB", "SIZE", memory_size)
     tflops: float | None = option("TFLOP/s that a device reaches in convolutions", "X", teraflops)
-    bandwidth: float | None = option("between devices of a node, such as 300GB/s", "Y", link_speed)
-    inter_node: float | None = option("to another node, such as 200Gbit/s", "Z", link_speed)
+    bandwidth: float | None = option("speed between devices of a node, such as 300GB/s", "Y", link_speed)
+    inter_node: float | None = option("speed to another node, such as 200Gbit/s", "Z", link_speed)
     measure: bool = flag("time the layers on this machine; times are cached")
     top: int = option("layouts to print (default 10)", "N", positive, default=10)
     out: Path | None = option("write the DeepSpeed JSON of the first one", "FILE")
@@ -65,8 +71,8 @@ class PlanOptions(ConfigOption, SpecOptions):
 def plan(options: PlanOptions) -> None:
     """Predict the fastest layout on given devices.
 
-    Predicts memory, step time, bubble and traffic of every layout of a run, and prints the fastest that fit. Nothing is
-    trained; step times come from a simulator that executes the programs of the engine (docs/planner.md).
+    Predicts each layout's memory, step time, bubble and traffic, and prints the fastest that fit. Nothing is trained: a
+    simulator executes the engine's programs (docs/planner.md).
 
       ddpm-ds plan --spec cifar10 --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
           time each layer on this machine instead of computing its cost
@@ -76,10 +82,12 @@ def plan(options: PlanOptions) -> None:
     """
     files = take_files(options)
     check_outputs(overwrite=options.overwrite, out=options.out, timeline=options.timeline)
-    spec = load_spec(files.spec, spec_overrides(files.overrides))
+    spec = load_spec(files.spec, spec_overrides(files.overrides), reads_data=False)
     if options.measure and options.tflops:
-        raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
+        raise LayoutError("--tflops has no effect on layers that --measure times; leave one of them out")
     set_environment()
+    on = options.device_kind or "devices like this machine's"
+    print(f"planning {spec.name} for {counted(options.processes, 'process')} on {on}", file=sys.stderr, flush=True)
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
         found = run_plan.plan(
             spec,
@@ -99,7 +107,8 @@ def plan(options: PlanOptions) -> None:
     parameters = sum(layer.parameters for layer in job.layers)
     timed = "timed on this machine" if options.measure else "computed, not timed (--measure times them)"
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
-    print(f"devices  {devices.words()}\nlayers   {timed}\n\n{report(found)}")
+    line = textwrap.fill(f"devices  {devices.words()}", WIDTH, subsequent_indent=" " * 9)
+    print(f"{line}\nlayers   {timed}\n\n{report(found)}")
     if options.out is not None:
         with writing(options.out, overwrite=options.overwrite) as file:
             file.write(f"{json.dumps(found.ds_config(), indent=2)}\n".encode())
@@ -113,19 +122,19 @@ def plan(options: PlanOptions) -> None:
 
 def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     if (first := found.best[0].layout).stages == 1:
-        print(f"{path}: not drawn, as 1 has one stage, which waits for no other")
+        print(f"{path}: not drawn, since layout 1 has one stage, which waits for no other")
         return
     from ddpm_ds.observe.timeline import draw_step
 
     step = found.predictor.simulate(first, keep_events=True)
-    title = f"{name}: {first.words()}\n{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
+    title = f"{name}: {first.words()}\n{rounded(1e3 * step.step_seconds, 4)} ms, bubble {step.bubble:.1%}"
     with writing(path, overwrite=overwrite) as file:
         draw_step(step.events, step.step_seconds, list(map(str, range(len(step.events)))), title, file)
     print(f"{path}: the step of 1")
 
 
 def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:
-    """Return the times of layers on this machine; ``bar`` counts those that are timed."""
+    """Return the times of layers on this machine; ``bar`` counts the timed ones."""
     import torch
 
     from ddpm_ds.ground.device import choose_device
@@ -156,28 +165,30 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
 
 
 def report(found: Plan) -> str:
-    """Return everything that ``ddpm-ds plan`` prints of its result."""
+    """Return the tables and sentences that ``ddpm-ds plan`` prints."""
     machine = found.predictor.machine
-    fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
-    layouts, memory = _layout_table(found.best, several_nodes=machine.nodes > 1), _memory_table(found.best[0].memory)
-    return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), 112, break_on_hyphens=False)])
+    layouts, memory = _layout_table(found.best, machine), _memory_table(found.best[0].memory)
+    few = f"; the {MOST_RANKS} fullest ranks" if len(found.best[0].memory) > MOST_RANKS else ""
+    fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f}{few})"
+    return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), WIDTH, break_on_hyphens=False)])
 
 
 def why(found: Plan) -> str:
-    """Return sentences: why the first layout is fastest, what crosses nodes, what more memory would do."""
+    """Return sentences on why the first layout is the fastest, on traffic between nodes, and on more memory."""
     machine, (first, *others) = found.predictor.machine, found.best
+    beaten = any(other.step_seconds < first.step_seconds for other in others)
+    is_first = f"needs least memory within {NEARLY:.0%} of the fastest of" if beaten else "is the fastest of"
     sentences = [
-        f"1 is the fastest of {counted(found.fitting, 'layout')} that fit; {found.misfits:,} don't. Its devices spend "
+        f"1 {is_first} {counted(found.fitting, 'layout')} that fit; {found.misfits:,} don't. Its devices spend "
         f"{first.pass_seconds / first.step_seconds:.0%} of the step in forwards and backwards, "
         f"{first.update_seconds / first.step_seconds:.0%} on gradients and weights and wait for {first.bubble:.0%}."
     ]
     pipeline = (first.layout.stages, first.layout.schedule)
     differing = [other for other in others if (other.layout.stages, other.layout.schedule) != pipeline]
     for other in (differing or others)[:1]:
-        sentences.append(
-            f"{found.best.index(other) + 1} ({other.layout.words()}) takes "
-            f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
-        )
+        longer, more = other.step_seconds / first.step_seconds - 1, other.peak.total - first.peak.total
+        by = f"longer: {_difference(first, other)}" if longer >= 0 else f"less, and needs {gib(more)} more"
+        sentences.append(f"{found.best.index(other) + 1} ({other.layout.words()}) takes {abs(longer):.1%} {by}.")
     if found.in_groups is not None:
         sentences.append(_of_groups(first, found.in_groups, machine.link_bandwidth))
     sentences += found.lacking
@@ -206,7 +217,7 @@ def _of_groups(first: Prediction, best: Prediction, link_bandwidth: float) -> st
 
 
 def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
-    """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
+    """Return a sentence on bytes between nodes, and on these with the layout's ``other`` axis across nodes."""
     wires = first.traffic
     sizes = {kind: getattr(wires, kind) for kind in ("activations", "gradients", "weights", "sums")}
     named = " and ".join(f"{size / 1e9:.3f} GB of {kind}" for kind, size in sizes.items() if size) or "nothing"
@@ -232,52 +243,60 @@ def _difference(first: Prediction, other: Prediction) -> str:
         (other.pass_seconds - first.pass_seconds, f"forwards and backwards take {{}} more on a device ({cause})"),
         (other.update_seconds - first.update_seconds, "gradients and weights take {} more"),
     )
-    return words.format(f"{1e3 * seconds:,.3g} ms")
+    return words.format(f"{rounded(1e3 * seconds)} ms")
 
 
-def _layout_table(best: Sequence[Prediction], *, several_nodes: bool) -> list[str]:
-    rows, grouped = list[dict[str, str]](), any(one.layout.tensor.size > 1 for one in best)
-    for number, prediction in enumerate(best, start=1):
-        layout, wires = prediction.layout, prediction.traffic
-        rate, tensor = (
-            layout.batch_images / prediction.step_seconds,
-            (str(layout.tensor.size), layout.tensor.levels_words()),
-        )
-        rows.append(
-            {
-                "": str(number),
-                "stages": str(layout.stages),
-                "tensor": ", ".join(filter(None, tensor)) if grouped else "",
-                "replicas": str(layout.replicas),
-                "schedule": layout.schedule if layout.stages > 1 else "-",
-                "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
-                "recompute": f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
-                "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
-                "step ms": f"{1e3 * prediction.step_seconds:,.5g}",
-                "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-                "bubble": f"{prediction.bubble:.1%}",
-                "GiB/device": f"{prediction.peak.total / GIB:.2f}",
-                "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
-                "across nodes": layout.axis_over_nodes if several_nodes else "",
-                "GB between": f"{wires.between_hosts / 1e9:.3f}" if several_nodes else "",
-                "from one": f"{wires.busiest / 1e9:.3f}" if several_nodes else "",
-            }
-        )
-    return table(rows)
+def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
+    rows = list[dict[str, str]]()
+    grouped, recomputing = (any(one.layout.tensor.size > 1 for one in best), any(one.layout.interval for one in best))
+    for place, prediction in enumerate(best, start=1):
+        layout, wires, size = prediction.layout, prediction.traffic, prediction.peak.total
+        rate, again = layout.batch_images / prediction.step_seconds, f"every {layout.checkpoint_interval}"
+        tensor = (str(layout.tensor.size), layout.tensor.levels_words())
+        row = {
+            "": str(place),
+            "stages": str(layout.stages),
+            "tensor": ", ".join(filter(None, tensor)) if grouped else "",
+            "replicas": str(layout.replicas),
+            "schedule": layout.schedule if layout.stages > 1 else "-",
+            "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
+            "recompute": (again if layout.interval else "-") if recomputing else "",
+            "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
+            "step ms": rounded(1e3 * prediction.step_seconds, 4),
+            "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            "bubble": f"{prediction.bubble:.1%}",
+            "GiB/device": f"{'! ' * (size > (1 - TIGHT) * machine.usable_bytes)}{size / GIB:.2f}",
+            "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
+            "across nodes": layout.axis_over_nodes if machine.nodes > 1 else "",
+        }
+        rows.append(row)
+    lines = _no_wider(rows, LEAST)
+    if any("!" in row["GiB/device"] for row in rows):
+        lines.append(f"! leaves less than {TIGHT:.0%} of the {gib(machine.usable_bytes)} that tensors may take")
+    return lines
+
+
+def _no_wider(rows: Sequence[Mapping[str, str]], least: Sequence[str], left: Sequence[str] = ()) -> list[str]:
+    """Return the lines of a table, without the first ``least`` columns that make it wider than a line."""
+    for count in range(len(least) + 1):
+        lines = table([{name: cell for name, cell in row.items() if name not in least[:count]} for row in rows], left)
+        if max(map(len, lines)) <= WIDTH:
+            break
+    return lines
 
 
 def _memory_table(ranks: Sequence[Memory]) -> list[str]:
-    unused = {name for name in ("host", "encoders") if not any(getattr(memory, name) for memory in ranks)}
-    rows = []
-    for rank, memory in enumerate(ranks):
-        sizes = {**memory.parts, "total": memory.total, "(host)": memory.host}
-        shown = {name: "" if name.strip("()") in unused else f"{size / 2**20:,.1f}" for name, size in sizes.items()}
-        rows.append({"rank": str(rank), **shown})
-    return table(rows)
+    """Return the table of the fullest ranks' memory, without parts that no rank has."""
+    fullest = sorted(sorted(range(len(ranks)), key=lambda rank: -ranks[rank].total)[:MOST_RANKS])
+    sizes = [ranks[rank].parts | {"total": ranks[rank].total, "(host)": ranks[rank].host} for rank in fullest]
+    used = [name for name in sizes[0] if any(size[name] for size in sizes)]
+    names = ["NCCL" if name == "communicators" else name for name in used]
+    cells = [[f"{own[name] / 2**20:,.1f}" for name in used] for own in sizes]
+    return aligned([["rank", *names], *([str(rank), *own] for rank, own in zip(fullest, cells, strict=True))])
 
 
-def stage_table(plan: RunDraft) -> str:
-    """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
+def stage_table(plan: RunDraft, *, printed: bool = False) -> str:
+    """Return the table of stages: layers, parameters, forward flops, bytes sent in a step."""
     grid, layout, rows = plan.grid, plan.ds.layout, list[dict[str, str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
@@ -292,24 +311,34 @@ def stage_table(plan: RunDraft) -> str:
                 "parameters": f"{stage.parameters:,}",
                 "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
                 "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
-                "sent MB/step": f"{sent / 1e6:.2f}",
+                "sent MB/step": f"{sent / 1e6:.2f}" if sent else "",
                 "host": several,
             }
         )
-    return "\n".join(table(rows, left=("first", "last", "host")))
+    left = ("first", "last", "host")
+    if not printed:
+        return "\n".join(table(rows, left))
+    lines, half = _no_wider(rows, LEAST_OF_STAGES, left), MOST_STAGES // 2
+    return "\n".join(lines if len(rows) <= MOST_STAGES else [*lines[: half + 1], "...", *lines[-half:]])
 
 
 def decided_since(planned: RunDraft, decided: RunDraft) -> str:
-    """Return new decisions of a run's start in words and a table; empty if there are none."""
+    """Return lines on decisions that a run's start has added to the plan; empty if there are none."""
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
-    lines = [lines(*new) for lines in (hosts_line, hosts_warning) if lines(*new) != lines(*known)]
+    found = [line(*new) for line in (hosts_line, hosts_warning) if line(*new) != line(*known)]
+    lines = [*map(wrapped, filter(None, found))]
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
-        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
-    return "\n".join(filter(None, lines))
+        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided, printed=True)}")
+    return "\n".join(lines)
+
+
+def wrapped(line: str) -> str:
+    """Return a line that begins with a name, wrapped beside it."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * NAMED, break_long_words=False, break_on_hyphens=False)
 
 
 def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
-    """Return a line on the bytes that cross hosts in a step, for both axes across hosts; None for one host."""
+    """Return a line on the bytes between hosts in a step, for both axes across hosts; None for one host."""
     if not grid.hosts:
         return "hosts        of different sizes: placement and traffic are known once the ranks have met"
     if not grid.several_hosts:
@@ -319,7 +348,7 @@ def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
     kinds = {name: getattr(wires, name) for name in ("activations", "gradients", "weights")}
     named = [f"{_megabytes(size)} of {name}" for name, size in kinds.items() if size]
-    if not named:  # of one tensor group, hosts_warning says what it sends
+    if not named:  # a single tensor group, on which hosts_warning has a line
         return None
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
     most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
@@ -343,7 +372,7 @@ def hosts_warning(grid: Grid, exchange: Exchange) -> str | None:
 
 
 def _tensor_line(layers: Sequence[Layer], layout: Layout, sent: float) -> str | None:
-    """Return a line on the layers that tensor groups split, whole layers, and the cost of sums; None without groups."""
+    """Return a line on tensor groups: layers that are split or whole, and the cost of sums; None without groups."""
     if layout.tensor.size == 1:
         return None
     whole: dict[str, list[str]] = {}
@@ -362,7 +391,7 @@ def _tensor_line(layers: Sequence[Layer], layout: Layout, sent: float) -> str | 
 
 
 def _messages_line(plan: RunDraft) -> str | None:
-    """Return a line on the bytes between stages, beside those of a relay; None for one stage."""
+    """Return a line on the bytes between stages, and those of a relay; None for one stage."""
     layout = plan.ds.layout
     if layout.stages == 1:
         return None
@@ -375,7 +404,7 @@ def _messages_line(plan: RunDraft) -> str | None:
 
 
 def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.4g} MB"
+    return f"{rounded(size / 1e6, 4)} MB"
 
 
 def describe_plan(plan: RunDraft, run_dir: Path) -> str:
@@ -416,15 +445,13 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         _regular("samples", drawn, samples.every_images, evaluations),
         _regular("validation", f"{losses} at {levels} noise levels", spec.evaluation.every_images, forwards or unknown),
         f"outputs      {run_dir}; MLflow in {tracker}",
-        "",
-        stage_table(plan),
     ]
-    return "\n".join(line for line in lines if line is not None)
+    return "\n".join([*map(wrapped, filter(None, lines)), "", stage_table(plan, printed=True)])
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:
-    """Return a line about a regular task, and the compute of its ``forwards`` relative to training, if known."""
+    """Return a line on a regular task, with the cost of its ``forwards`` relative to training, if known."""
     if not every_images or forwards == 0:
-        return f"{name:<13}off"
+        return f"{name:<{NAMED}}off"
     share = "" if forwards is None else f" ({forwards / (PASSES_PER_STEP * every_images):.1%} of the computing)"
-    return f"{name:<13}{what}, every {every_images:,} images{share}"
+    return f"{name:<{NAMED}}{what}, every {every_images:,} images{share}"

@@ -1,6 +1,6 @@
-"""Start of the programs that a launcher starts on every rank; ``python -m ddpm_ds.cli.rank`` trains.
+"""Start of a rank's program; ``python -m ddpm_ds.cli.rank`` trains.
 
-Imports nothing slow: a signal may come while the program is imported.
+It handles signals before it imports anything slow.
 """
 
 import signal
@@ -14,8 +14,8 @@ from ddpm_ds.processes.signals import EXIT_INTERRUPTED, STOP_SIGNALS, handle, le
 def start(program: str, *, stoppable: bool = False) -> int:
     """Import the module ``program``, run its ``main`` as a rank and return the exit code.
 
-    While it is imported, stop signals end this process without a word: with 75 if it is ``stoppable``, as training
-    is, and otherwise Ctrl-C with 130, also later.
+    During the import, stop signals end a ``stoppable`` program silently with 75. Ctrl-C ends others with 130, also
+    later.
     """
     leave_on(STOP_SIGNALS, EXIT_PREEMPTED) if stoppable else leave_on([signal.SIGINT], EXIT_INTERRUPTED)
     main = import_module(program).main

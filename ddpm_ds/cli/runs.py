@@ -1,4 +1,4 @@
-"""Verbs for recorded runs, without a GPU: ``compare``, ``note``, ``diagnose``, ``send`` and ``checkpoint``."""
+"""Verbs for recorded runs, none of which needs a GPU: ``compare``, ``note``, ``diagnose``, ``send``, ``checkpoint``."""
 
 import math
 import os
@@ -46,15 +46,15 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class NoteOptions(RunOptions):
-    text: str | None = option("what was learned; may have several lines", names=("text",), nargs="?")
+    text: str | None = option("text to add; may have several lines", names=("text",), nargs="?")
 
 
 @Verb
 def compare(options: CompareOptions) -> None:
     """Compare settings and results of runs.
 
-    Prints a table: settings that differ, losses, speed and flops of each stage, with ratios to the first run. The
-    folder of a sweep means its trials.
+    Prints a table of settings that differ, losses, speed and flops of each stage, with ratios to the first run. The
+    folder of a sweep stands for its trials.
 
       ddpm-ds compare runs/digits-* --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
     """
@@ -66,13 +66,13 @@ def compare(options: CompareOptions) -> None:
 def note(options: NoteOptions) -> None:
     """Write down what was learned from a run.
 
-    Adds to the run's note, which MLflow shows as its description, with the date; or prints it, if no text is given.
+    Adds a dated text to the run's note, which MLflow shows as the description. Without a text it prints the note.
 
       ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
     """
     text = None if options.text is None else options.text.strip()
     if text == "":
-        raise ExperimentError(f"the text for the note of {options.run_dir} is empty; write what was learned")
+        raise ExperimentError(f"the text for the note of {options.run_dir} is empty; write some words")
     run = find_run(options.run_dir)
     if text is None:
         print(run.note or f"{options.run_dir} has no note yet; write one: ddpm-ds note RUN_DIR TEXT")
@@ -83,11 +83,11 @@ def note(options: NoteOptions) -> None:
 
 @Verb
 def diagnose(options: RunOptions) -> None:
-    """Show where a run's time went and what to change next.
+    """Show a run's verdict: where its time went and what to change next.
 
-    Shows where the devices' time went, what took most of it, and the one change to try next, with its predicted saving;
-    keeps that in verdict.txt and in MLflow. A run does the same at its end. docs/diagnose.md explains it. The run must
-    have traced some steps: 20 to 22, unless --trace-steps names others.
+    Prints where the devices' time went, what took most of it, and the one change to try next, with its predicted
+    saving. Keeps this in verdict.txt and in MLflow, as every run does at its end (docs/diagnose.md). The run must have
+    traced some steps: 20 to 22, unless --trace-steps named others.
     """
     folder = open_run(options.run_dir).folder
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
@@ -109,10 +109,10 @@ def diagnose(options: RunOptions) -> None:
 
 @Verb
 def send(options: RunOptions) -> int:
-    """Send what MLflow has not got of a run.
+    """Send MLflow the events of a run that it lacks.
 
-    Sends also what it lacks of the run's evaluations, exports and samples, since it was down. Sending again changes
-    nothing. The exit code is 1 if something still could not be sent.
+    A tracking server that was down also gets the run's evaluations, exports and samples. Sending twice changes nothing.
+    The exit code is 1 if something still could not be sent.
     """
     from ddpm_ds.tracking.sender import send_later
 
@@ -120,13 +120,8 @@ def send(options: RunOptions) -> int:
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
-    path: Path = option("folder of a checkpoint or of a run", "CHECKPOINT|RUN_DIR", names=("path",))
-
-
-@dataclass(frozen=True)
 class CheckpointOptions:
-    path: Path = option("folder of a checkpoint, or of a run: its newest", "CHECKPOINT|RUN_DIR", names=("path",))
+    path: Path = option("folder of a checkpoint or of a run", "CHECKPOINT|RUN_DIR", names=("path",))
 
 
 @dataclass(frozen=True)
@@ -154,8 +149,8 @@ def list_(options: RunOptions) -> None:
 
 
 @Verb
-def verify_(options: VerifyOptions) -> None:
-    """Read every byte of a checkpoint, or of all of a run, and compare checksums; exit code 2 if any is damaged."""
+def verify_(options: CheckpointOptions) -> None:
+    """Read every byte of a checkpoint, or of a run's, and compare checksums; exit code 2 if one is damaged."""
     alone = (options.path / MANIFEST).exists() or not checkpoints_of(options.path).exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
     damaged = dict[Path, CheckpointError]()
@@ -175,7 +170,7 @@ def verify_(options: VerifyOptions) -> None:
 
 @Verb
 def describe(options: CheckpointOptions) -> None:
-    """Show when, how and from what a checkpoint was made."""
+    """Show when, how and from what a checkpoint, or a run's newest, was made."""
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     manifest = read_manifest(checkpoint)
     elements = sum(math.prod(shape) for shape in manifest.parameters.values())
@@ -193,13 +188,13 @@ def describe(options: CheckpointOptions) -> None:
 
 @Verb
 def consolidate(options: ConsolidateOptions) -> None:
-    """Write the whole weights into one safetensors file, one tensor at a time."""
+    """Write a checkpoint's weights, or those of a run's newest, into one safetensors file."""
     import torch
 
     from ddpm_ds.checkpoint import reader
 
     check_output(options.out, overwrite=options.overwrite)
-    torch.set_num_threads(1)  # the disk limits the speed; on a busy host, more threads only wait for each other
+    torch.set_num_threads(1)  # the disk limits the speed; more threads would wait for each other
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     reader.consolidate(checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
     print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
@@ -215,7 +210,7 @@ def _of_run(run_dir: Path) -> list[Path]:
 def add_checkpoint(verbs: Verbs) -> None:
     """Add the verb ``checkpoint`` and its own verbs."""
     about = "list, verify, describe or consolidate checkpoints"
-    more = "Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a checkpoint."
+    more = "Checkpoints are folders in RUN_DIR/checkpoints. No verb needs a GPU or changes a checkpoint."
     parser = verbs.add_parser("checkpoint", help=about, description=more)
     inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for each in (list_, verify_, describe, consolidate):

@@ -1,4 +1,4 @@
-"""``ddpm-ds sample``: draw images from trained weights; and options that ``evaluate`` and ``export`` share."""
+"""``ddpm-ds sample``, which draws images from trained weights; and options that ``evaluate`` and ``export`` share."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from ddpm_ds.ground.options import batch, flag, image_number, number, option, po
 from ddpm_ds.ground.outputs import check_output
 from ddpm_ds.ground.units import MOST_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
-from ddpm_ds.schema.choices import SAMPLERS, samplers_with
+from ddpm_ds.schema.choices import SAMPLERS
 from ddpm_ds.schema.layout import Precision
+from ddpm_ds.schema.types import MOST_SIDE
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
     from ddpm_ds.evaluate.trained import Trained
 
 FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
-"""Formats by the suffix of --out."""
+"""Format for each suffix of --out."""
 WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
 FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance_between")
-"""Fields of the sampler that have an option of the same name and with one value."""
-
+"""Fields of the sampler with an option of the same name and a single value."""
 
 T = TypeVar("T")
 
 
 def different(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a parser of different values separated by commas, each parsed by ``kind``."""
+    """Return a parser of values between commas, each parsed by ``kind`` and no two equal."""
 
     def read(text: str) -> tuple[T, ...]:
         values = tuple(map(kind, text.split(",")))
@@ -75,11 +75,11 @@ def _choices(field: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """Folder of the weights, and which of them on which device."""
+    """Weights to draw with, and their device."""
 
-    path: Path = option("a checkpoint, a run's newest one, or an export, also on the hub", WEIGHTS, names=("path",))
+    path: Path = option("a checkpoint, a run (its newest), or an export, also on the hub", WEIGHTS, names=("path",))
     weights: Literal["ema", "raw"] = option("averaged or as trained (default ema)", default="ema")
-    autoencoder: Path | None = option("data.autoencoder of the run, if it has moved", "DIR")
+    autoencoder: Path | None = option("folder of the run's data.autoencoder, if it has moved", "DIR")
     device: Device = option("device that draws (default: CUDA if any)", default="auto")
 
 
@@ -95,7 +95,7 @@ class SamplerOptions:
     eta: float | None = option("noise that ddim adds: 0 none, 1 as much as ddpm", "X", float)
     spacing: str | None = option("which timesteps are visited", choices=_choices("spacing"))
     variance: str | None = option("variance of ddpm's steps", choices=_choices("variance"))
-    clip: str | None = option("how predicted clean images are kept in range", choices=_choices("clip"))
+    clip: str | None = option("how predicted clean images are brought into range", choices=_choices("clip"))
     guidance: tuple[float, ...] = option("1 is none; without --guide 0 leaves out the class", "W", _weights, default=())
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
@@ -120,10 +120,17 @@ class TextOptions:
     prompts: Path | None = option(
         "a prompt in each line, or the captions of held-out images", "FILE|held-out", either="prompts"
     )
-    negative: str | None = option("what --guidance leads away from (default: no text)", "TEXT")
+    negative: str | None = option("text that --guidance leads away from (default: no text)", "TEXT")
 
 
 CONDITIONS = "conditions", "for runs that were trained with data.condition"
+
+
+def size_in_pixels(text: str) -> tuple[int, int]:
+    what, (height, _, width) = "a size in pixels such as 64 or, height first, 96x64", text.partition("x")
+    return whole(height, 1, MOST_SIDE, what), whole(width or height, 1, MOST_SIDE, what)
+
+
 _members = partial(whole, lowest=1, highest=MOST_MEMBERS, what=f"a number from 1 to {MOST_MEMBERS:,}")
 _steps_ahead = partial(whole, lowest=1, highest=10_000, what="a number from 1 to 10,000")
 
@@ -135,9 +142,12 @@ class SampleOptions:
     out: Path | None = option(
         "file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default a folder of the run)", "PATH"
     )
+    size: tuple[int, int] | None = option(
+        "another size in pixels than the run's, height first", "N|HxW", size_in_pixels
+    )
     labels: str | None = option("classes that images take in turn (default all)", "all|none|3|0,1,2")
     conditions: Path | None = option(
-        "inputs to draw images for: a file or folder, or the run's held-out images", "PATH|held-out", group=CONDITIONS
+        "inputs to draw images for: a file, a folder, or the run's held-out images", "PATH|held-out", group=CONDITIONS
     )
     members: int | None = option(
         f"images of each input (default {USUAL_MEMBERS}; a regression draws one)", "K", _members, group=CONDITIONS
@@ -152,8 +162,10 @@ class SampleOptions:
     drawing: DrawingOptions = DrawingOptions()
 
 
-def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load the weights, and the guide if there is one, and make the samplers that the options ask for."""
+def load(
+    options: DrawingOptions, size: tuple[int, int] | None = None
+) -> tuple[Trained, list[SamplerSpec], Trained | None]:
+    """Load weights and guide, which may be None, for images of a ``size``, and make the samplers that are asked for."""
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import DTYPES, choose_device
@@ -165,16 +177,18 @@ def load(options: DrawingOptions) -> tuple[Trained, list[SamplerSpec], Trained |
     guide = None if asked.guide is None else load_weights(asked.guide)
     if guide is not None:
         check_guide(guide, trained, samplers)
+    if size is not None:
+        trained = trained.resized(size)
     return trained, samplers, guide
 
 
 def samplers_from(
     options: SamplerOptions, sampler: SamplerSpec, diffusion: DiffusionSpec, **checks: Any
 ) -> list[SamplerSpec]:
-    """Return the run's sampler, changed by the options, for each kind with each guidance.
+    """Return the run's sampler as the options change it, for each kind with each guidance.
 
-    A kind other than the run's starts from its own number of steps and without added noise. ``checks`` are further
-    arguments of :func:`ddpm_ds.diffusion.spec.check_sampler`. SpecError names an option that is not supported.
+    A kind other than the run's has its own default steps and adds no noise. ``checks`` are further arguments of
+    :func:`ddpm_ds.diffusion.spec.check_sampler`. SpecError names an option that does not fit.
     """
     from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
 
@@ -192,7 +206,7 @@ def samplers_from(
             message = fault["msg"][:1].lower() + fault["msg"][1:]
             raise SpecError(f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {message}") from None
         if options.variance is not None and "variance" not in SAMPLERS[kind].options:
-            by = samplers_with("variance")
+            by = " or ".join(name for name, one in SAMPLERS.items() if "variance" in one.options)
             raise SpecError(f"--variance is an option of {by}, not of {kind}; leave it out or use --sampler {by}")
         try:
             check_sampler(changed, diffusion, guide=options.guide is not None, **checks)
@@ -205,7 +219,7 @@ def samplers_from(
 
 
 def _labels(options: SampleOptions, trained: Trained) -> tuple[int, ...] | None:
-    """Return the labels of --labels, which images take in turn; None for images without labels."""
+    """Return the labels that images take in turn; None for images without labels."""
     from ddpm_ds.evaluate.sampling import check_label
 
     text, classes, sampling = options.labels, trained.unet_spec.classes, options.drawing.sampling
@@ -220,20 +234,20 @@ def _labels(options: SampleOptions, trained: Trained) -> tuple[int, ...] | None:
         return tuple(range(classes))
     words = text.split(",")
     if not all(word.isdecimal() and len(word) <= MOST_DIGITS for word in words):
-        raise SpecError(f"--labels {text} is none of all, none, a class such as 3, or classes such as 0,1,2")
+        raise SpecError(f"--labels {text} should be all, none, a class such as 3, or classes such as 0,1,2")
     labels = tuple(int(word) for word in words)
     check_label(max(labels), classes)
     return labels
 
 
 def _inputs(options: SampleOptions, trained: Trained) -> Inputs | None:
-    """Open what --conditions names; None for a run without a condition of each image."""
+    """Open the inputs of --conditions; None for a run without conditions."""
     from ddpm_ds.evaluate.inputs import Inputs, check_ahead, check_unconditioned
 
     if options.conditions is None:
         for name, value in (("members", options.members), ("steps-ahead", options.steps_ahead)):
             if value not in (None, 1):
-                raise SpecError(f"--{name} {value} is of --conditions, which is missing")
+                raise SpecError(f"--{name} {value} needs --conditions; give it or leave --{name} out")
         check_unconditioned(trained)
         return None
     if options.steps_ahead > 1:
@@ -242,13 +256,13 @@ def _inputs(options: SampleOptions, trained: Trained) -> Inputs | None:
 
 
 def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
-    """Return the prompts of --prompt or --prompts; None without."""
+    """Return the prompts of --prompt or --prompts; None without both."""
     from ddpm_ds.evaluate.inputs import HELD_OUT, held_out_captions
 
     if options.prompts is None:
         return options.prompt
     if str(options.prompts) == HELD_OUT and not options.prompts.exists():
-        return [HELD_OUT] if trained.unet_spec.text is None else held_out_captions(trained)  # the former are refused
+        return [HELD_OUT] if trained.unet_spec.text is None else held_out_captions(trained)  # refused without text
     try:
         lines = read_bytes(options.prompts, MOST_PROMPTS_BYTES).decode().splitlines()
     except OSError as error:
@@ -263,13 +277,14 @@ def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
 def _channel(options: SampleOptions, trained: Trained) -> int:
     channels, channel = trained.channels if trained.are_fields else (), options.channel
     if channel is not None and channel not in channels:
-        raise SpecError(f"--channel {channel} is none of {', '.join(channels) or 'those of fields'}; leave it out")
+        known = f"is none of {', '.join(channels)}" if channels else "needs a run of fields"
+        raise SpecError(f"--channel {channel} {known}; leave it out")
     return 0 if channel is None else channels.index(channel)
 
 
 def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
-    """Return the path of the output, which can be written, and its format."""
-    from ddpm_ds.evaluate.outputs import check_new_folder, check_recordable
+    """Return the path of the output and its format; raises an error if it can't be written."""
+    from ddpm_ds.evaluate.outputs import check_new, check_recordable
 
     out, ahead = options.out, options.steps_ahead
     if out is None:
@@ -278,8 +293,7 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     elif (suffix := out.suffix.lower()) in FORMATS:
         kind = FORMATS[suffix]
     else:
-        formats = "none for a folder, .npz, .npy or .zarr"
-        raise SpecError(f"--out {out}: the suffix {out.suffix} is of no format; use {formats}")
+        raise SpecError(f"--out {out}: unknown suffix {out.suffix}; use .npz, .npy or .zarr, or none for a folder")
     if kind != "folder" and trained.are_fields == (kind == "npz"):
         what, use = ("fields", ".npy, .zarr") if trained.are_fields else ("pictures", ".npz")
         raise SpecError(f"--out {out} can't hold {what}, which {options.drawing.path} draws; use {use} or a folder")
@@ -292,7 +306,7 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     if options.mlflow:
         check_recordable(trained)
     if kind in ("folder", "zarr"):
-        check_new_folder(out)
+        check_new(out)
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
     return out, kind
@@ -302,8 +316,8 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
 def sample(options: SampleOptions) -> int:
     """Draw images from a checkpoint or an export.
 
-    Image number I of a seed is the same picture whatever --count, --first, and --batch-images are. Interrupted, it
-    keeps the finished batches, and the same command continues from there (docs/sampling.md).
+    Image number I of a seed is the same picture for any --count, --first and --batch-images. If interrupted, finished
+    batches are kept, and the same command continues from there (docs/sampling.md).
 
       ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes
       ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
@@ -317,7 +331,7 @@ def sample(options: SampleOptions) -> int:
 
     if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
         raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
-    trained, (sampler,), guide = load(options.drawing)
+    trained, (sampler,), guide = load(options.drawing, options.size)
     inputs, labels, texts = _inputs(options, trained), _labels(options, trained), texts_of(options.text, trained)
     setup = Setup(trained, sampler, guide, inputs).with_prompts(texts, options.text.negative)
     request = request_for(

@@ -1,4 +1,4 @@
-"""``ddpm-ds sweep``: train a spec with all combinations of some values, one run after another, and compare the runs."""
+"""``ddpm-ds sweep``: train a spec with all combinations of some values, and compare the runs."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ from ddpm_ds.tracking.tracker import RunStart, Tracker
 
 COMPARISON = "comparison.txt"
 OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note", "resume", "dry_run", "steps"]
-"""Options of ``ddpm-ds train`` that each trial gets from the sweep."""
+"""Options of ``ddpm-ds train`` that the sweep sets for each trial."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class SweepOptions(ConfigOption, SpecOptions):
 def sweep(options: SweepOptions) -> int:
     """Train one spec with different values, and compare the runs.
 
-    Trains with all combinations of the values, one run after another. All trials are checked before the first one
-    starts. The runs are children of one run in MLflow. The same command continues where it was stopped: what is done is
-    skipped, what failed is tried again. The exit code is that of the first trial that failed, or 75 if it was stopped.
+    Trains with all combinations of the values, one run after another, which are children of one run in MLflow. All
+    trials are checked before the first one starts. The same command continues a sweep: it skips trials that are done
+    and repeats those that failed. The exit code is that of the first trial that failed, or 75 after a stop.
 
       ddpm-ds sweep --spec launch/specs/digits.yaml --deepspeed_config ds_configs/zero2_fp16.json \\
           --vary ds.fp16.enabled=false,true --vary processes=1,2 --note "is half precision worth it on this machine?"
@@ -68,7 +68,7 @@ def sweep(options: SweepOptions) -> int:
     default, asked = parse(config_option), parse([*config_option, *given])
     for name in OWN:
         if getattr(asked, name) != getattr(default, name):
-            raise ExperimentError(f"{name} after --: each trial gets its own; leave it out, or give it before the --")
+            raise ExperimentError(f"{name} after --: the sweep sets it; leave it out or write it before --")
     spec = load_spec(files.spec, spec_overrides(files.overrides))
     config = read_ds_config(files.deepspeed_config, files.overrides)
     content = json.dumps([spec.model_dump(mode="json"), config, options.vary, options.processes, given], sort_keys=True)
@@ -97,7 +97,7 @@ _log = partial(log_line, "sweep")
 
 
 def _train(folder: Path, trials: list[Trial], options: SweepOptions, given: list[str]) -> int:
-    """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
+    """Run the trials that are not done, compare all, and return the exit code."""
     failed, stopped = dict[str, int](), 0
     with run_folder.disk_errors_reported(folder), run_folder.claim_folder(folder), received_signals() as received:
         # before identity(): a run that has one keeps its note

@@ -1,4 +1,4 @@
-"""Training program of a rank, which ``ddpm_ds.cli.rank`` or ``launch/train.py`` starts."""
+"""A rank's training program, which ``ddpm_ds.cli.rank`` or ``launch/train.py`` starts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from ddpm_ds.ground.options import HIDDEN, flag, option, process_count
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import Machine
-from ddpm_ds.planning.run_plan import RunDraft
+from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
-from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.tracker import start_child
 from ddpm_ds.train.asked import Asked
-from ddpm_ds.unet.layers import Layer
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +53,7 @@ exit codes (docs/exit_codes.md)
 
 @dataclass(frozen=True)
 class RankOptions(SpecOptions, ConfigOption):
-    """Options of every program that a launcher starts; they say what, how and where to train."""
+    """Options of every program that a launcher starts."""
 
     pipeline_stages: int | None = option(
         "instead of the JSON's pipeline.stages", "STAGES", process_count, names=("-p", "--pipeline-stages")
@@ -80,10 +78,9 @@ def parse(arguments: Sequence[str] | None) -> TrainOptions:
 
 
 def checked(options: TrainOptions, world_size: int, hosts: Sequence[str]) -> tuple[RunDraft, Path]:
-    """Check the options before anything starts; return the run's draft and folder. ``hosts`` has each rank's host.
+    """Check options and files before anything starts, and return the run's draft and folder.
 
-    Raises:
-        UserError: an option or a file is wrong.
+    ``hosts`` has the host of each rank. UserError if an option or a file is wrong.
     """
     found = take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
     files = run_plan.read_run(found.spec, found.overrides, found.deepspeed_config)
@@ -101,13 +98,10 @@ def checked(options: TrainOptions, world_size: int, hosts: Sequence[str]) -> tup
 
 
 def _rehearsed(spec: RunSpec) -> RunSpec:
-    """Return the spec of a rehearsal: as much memory and time for a step, and little time for all else."""
-    changes = {
-        "sampler": {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS},
-        "evaluation": {"every_images": None},
-    }
-    sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
-    return spec.model_copy(update=sections)
+    """Return the spec of a rehearsal: its steps are those of the run, and everything else takes little time."""
+    few = {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS}
+    none, sampler = {"every_images": None}, spec.sampler.model_copy(update=few)
+    return spec.model_copy(update={"sampler": sampler, "evaluation": spec.evaluation.model_copy(update=none)})
 
 
 def _has_saved(folder: Path) -> bool:
@@ -115,11 +109,11 @@ def _has_saved(folder: Path) -> bool:
 
 
 def _check_resume(resume: str, run_dir: Path) -> None:
-    """Raise CheckpointError if ``resume`` is neither a word nor a checkpoint nor the folder of a run that has any."""
+    """Raise CheckpointError unless ``resume`` is a word, a checkpoint, or the folder of a run that has one."""
     path = Path(resume)
     if resume in ("auto", "never") or _has_saved(path) or os.path.isfile(path / MANIFEST):
         return
-    if path.absolute().parent == run_folder.checkpoints_of(run_dir.absolute()):  # a kill in a save may have moved it
+    if path.absolute().parent == run_folder.checkpoints_of(run_dir.absolute()):  # a killed save may have moved it
         return
     beside = filter(_has_saved, (run_dir.parent / path, run_folder.OUTPUT_ROOT / path))
     path_needed = f"write a path, such as {run_folder.OUTPUT_ROOT / 'NAME'}"
@@ -132,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as screen:  # closes the progress line before an error is printed
             _train(arguments, screen)
-    except errors.PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
+    except errors.PeerLostError as error:  # an orderly exit would wait for lost ranks
         print_to_stderr(f"{errors.ERROR}{error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, errors.BadNumbersError, errors.Preempted) as error:
@@ -172,7 +166,7 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
                 screen.callback(sender.wait)
                 screen.callback(sender.kill)
         with for_good(), activity(line, "starting PyTorch and DeepSpeed"):
-            # These import torch, after everything cheap is checked.
+            # These import torch, so everything cheap is checked first.
             from ddpm_ds.ground.device import choose_device
             from ddpm_ds.pipeline import import_deepspeed
 
@@ -206,20 +200,20 @@ def _train_with_others(
     with started(plan, images, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
         with watchdog.blamed(), watchdog.pause(), activity(line, "planning the pipeline"):
             plan = run_plan.with_decisions(plan, device)
-        if line is not None and (decisions := decided_since(draft, plan)):
-            print(decisions, flush=True)
-        files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine, {})}
+            seen = prepared.checkpoint.manifest.images if prepared.checkpoint else 0
+            ahead = ""
+            with errors.faults_logged("forecast", print):
+                ahead = "" if asked.steps else run_plan.forecast(plan, device, seen)
+        if line is not None and (news := "\n".join(filter(None, (decided_since(draft, plan), ahead)))):
+            print(news, flush=True)
+        files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine)}
         with run_training(plan, prepared, watchdog, asked, line, files, sender) as ended:
             if ended is not None:
-                _conclude(ended, plan.layers, plan.ds.precision, prepared.claim.run_dir)
+                _conclude(ended, plan, prepared.claim.run_dir)
 
 
 def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, machine: Machine) -> str | None:
-    """Return a warning if a run may not fit this host's memory.
-
-    Raises:
-        LayoutError: it does not fit; the message has a change with which it does.
-    """
+    """Return a warning if a run may not fit this host's memory; LayoutError, with a change that helps, if it can't."""
     hosts = draft.grid.hosts
 
     def again(changes: Sequence[str], stages: int) -> RunDraft:
@@ -232,10 +226,10 @@ def check_run_memory(overrides: Sequence[str], draft: RunDraft, run_dir: Path, m
     return run_plan.check_memory(draft, machine, int(os.environ["RANK"]), again, new=new)
 
 
-def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_dir: Path) -> None:
-    """Say where the time of a run that is over and saved went, and how it ended. Every rank calls this.
+def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
+    """Print the verdict and summary of a saved run. Every rank calls this.
 
-    A fault of a report is one line, and changes nothing for the run.
+    A fault of a report is logged as one line and changes nothing for the run.
     """
     from ddpm_ds.observe.device_speed import startup_times
     from ddpm_ds.observe.observer import Pauses, read_pauses
@@ -249,9 +243,13 @@ def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_d
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with errors.faults_logged("verdict", recorder.log):
         if os.environ["RANK"] == "0":
-            found = verdict.conclude(run_dir, startup_times(layers, engine.device, precision))
+            found = verdict.conclude(run_dir, startup_times(plan.layers, engine.device, plan.ds.precision))
             recorder.artifact(run_dir / run_folder.VERDICT)
             recorder.tags(verdict.tags(found))
+    with errors.faults_logged("description in MLflow", recorder.log):
+        layout = plan.ds.layout if on_several_hosts() else replace(plan.ds.layout, across_hosts="auto")
+        words = f"{layout.words()}, {plan.ds.precision} on {engine.device.type}"
+        recorder.result(words, ended.loss, "" if found is None else verdict.text(found, run_dir))
     link = recorder.finish("FINISHED")
     if link is None:
         return
@@ -275,7 +273,7 @@ def _conclude(ended: Ended, layers: Sequence[Layer], precision: Precision, run_d
 
 @contextlib.contextmanager
 def _reported_to_other_hosts() -> Iterator[None]:
-    """Report a UserError of this rank to the ranks of other hosts, which may not have the same error."""
+    """Report a UserError of this rank to ranks on other hosts, which may not have the same error."""
     try:
         yield
     except UserError as error:

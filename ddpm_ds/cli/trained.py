@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import shlex
 import shutil
@@ -28,12 +29,10 @@ if TYPE_CHECKING:
 
 MANY = 10_000
 OF_PICTURES = ("inception_weights", "clip_model", "prompt", "prompts", "negative")
-"""Options of ``evaluate`` that runs with conditions don't take."""
+"""Options of ``evaluate`` that runs with conditions don't have."""
 OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
-"""Options of ``evaluate`` that say which images are drawn and how they are scored."""
+"""Options of ``evaluate`` on drawn images and their scores."""
 DRAWN_AT_ONCE = 16
-
-
 _metrics = different(partial(one_of, words=METRICS))
 
 
@@ -48,7 +47,7 @@ class EvaluateOptions:
     dataset: Path | None = option("folder of the prepared real images, for an export or if it has moved", "DIR")
     inception_weights: Path | None = option("torch-fidelity's weights, instead of a download", "FILE")
     out: Path | None = option("folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)", "DIR")
-    clip_model: Path | None = option("CLIP model that scores how well images fit their prompts", "DIR|OWNER/NAME")
+    clip_model: Path | None = option("CLIP model, which scores how well images fit their prompts", "DIR|OWNER/NAME")
     text: TextOptions = TextOptions()
     drawing: DrawingOptions = DrawingOptions()
 
@@ -58,14 +57,14 @@ def evaluate(options: EvaluateOptions) -> None:
     """Score a checkpoint or an export against the real images.
 
     Draws images and compares them with those of the prepared data set: FID, KID, precision and recall of Inception
-    features (extra [fid] and a download), and a Fréchet distance of raw pixels. Of a U-Net with text, --clip-model says
-    how well they fit their prompts. Of a run with conditions, ensembles are drawn for the held-out images: error of the
-    mean, CRPS and spread over skill, by channel, and spectra. --metrics loss measures the held-out loss by noise level,
-    with the numbers of training, and draws nothing.
+    features (extra [fid] and a download), and a Fréchet distance of raw pixels. For a U-Net with text, --clip-model
+    scores how well images fit their prompts. For a run with conditions, it draws ensembles for the held-out images:
+    error of the mean, CRPS and spread over skill by channel, and spectra. --metrics loss measures the held-out loss by
+    noise level, as training does, and draws nothing.
 
-    Lists of samplers and guidances are evaluated one by one. The numbers go to one table, to a folder
-    RUN_DIR/evaluations/NAME for each, and into MLflow as children of the run (docs/evaluation.md). Interrupted, it
-    keeps what is drawn; the same command, or one with other --metrics, draws no image again.
+    Lists of samplers and guidances are evaluated one by one. The numbers go to one table, to folders
+    RUN_DIR/evaluations/NAME, and into MLflow as children of the run (docs/evaluation.md). If interrupted, drawn images
+    are kept; the same command, also with other --metrics, draws none of them again.
 
       ddpm-ds evaluate runs/digits --count 2000 --metrics pixel --sampler ddim,dpm_solver --steps 100
       ddpm-ds evaluate runs/cifar10 --weights raw --metrics loss
@@ -86,7 +85,7 @@ def evaluate(options: EvaluateOptions) -> None:
         options = replace(options, metrics=tuple(name for name in options.metrics if name != "loss"))
     draws = options.metrics != ()
     if not draws:
-        _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
+        _refuse(options, OF_DRAWN, " is an option for drawn images, and --metrics loss draws none")
     trained, samplers, guide = load(drawing)
     check_recordable(trained)
     if measures:
@@ -104,7 +103,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _refuse(options: EvaluateOptions, names: Sequence[str], why: str) -> None:
-    """Raise SpecError, which tells ``why``, if one of the options is given."""
+    """Raise SpecError with the words ``why`` if one of the options is given."""
     for name in names:
         if (value := getattr(options if hasattr(options, name) else options.text, name)) is not None:
             given = ",".join(value) if isinstance(value, tuple) else value
@@ -137,7 +136,7 @@ def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
-    why = f" is of images without conditions, and {trained.origin} has some, whose scores are all computed"
+    why = f" is an option for runs without conditions, and {trained.origin} has some"
     _refuse(options, ("metrics", *OF_PICTURES), why)
     given, drawing = options.conditions, options.drawing
     inputs = Inputs.held_out(trained, options.dataset) if given is None else Inputs.open(given, trained)
@@ -155,35 +154,44 @@ def _label(text: str) -> str:
     return text
 
 
+class InsteadOfPlace(argparse.Action):
+    """Option in the place of the positional argument ``place``, which is then not required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        next(each for each in parser._actions if each.dest == "place").required = False
+        setattr(namespace, self.dest, value)
+
+
 @dataclass(frozen=True)
 class ExportOptions(WeightsOptions):
-    out: Path = option("folder to write; must be empty or not exist", "DIR", names=("out",))
+    place: Path | None = option("folder to write, empty or new; or a new .safetensors", "OUT", names=("place",))
+    out: Path | None = option("OUT, written as an option", "OUT", action=InsteadOfPlace)
     dtype: Literal["fp32", "fp16"] = option("data type of the file (default fp32)", default="fp32")
     label: str | None = option("fold this label into the weights of a class-conditional U-Net", "none|K", _label)
     samples: int = option("images in samples.png (default %(default)s; 0 draws none)", "N", _samples, default=64)
-    single_file: bool = flag("write one .safetensors with the original names, of a U-Net that reads text")
+    single_file: bool = flag("write one .safetensors with the original names into the folder, and its card")
 
 
 @dataclass(frozen=True)
 class ImportOptions(SpecOptions):
     path: Path = option(
-        "a pipeline's or U-Net's folder, a .safetensors, or a name on the hub", "PATH|OWNER/NAME", names=("path",)
+        "folder of a pipeline or U-Net, a .safetensors, or a name on the hub", "PATH|OWNER/NAME", names=("path",)
     )
     spec: Path = option("spec of the run: data, length, batch", "BASE", required=True)
     out: Path = option("folder to write; must be empty or not exist", "OUT", required=True)
-    last_label: Literal["none", "class"] = option("last of num_class_embeds (default none: no label)", default="none")
+    last_label: Literal["none", "class"] = option("the last class embedding (default none: no label)", default="none")
 
 
 @Verb
 def export(options: ExportOptions) -> None:
     """Write trained weights as a pipeline of diffusers.
 
-    Writes a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of samples.
-    diffusers is not needed. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
-    docs/export.md says how to use the folder.
+    Writes a folder for diffusers' DDPMPipeline, with a model card and a grid of samples, or of a U-Net with text a
+    single file; diffusers is not needed. An export of a run is recorded in MLflow as the run's child. docs/export.md
+    says how to use it.
 
       ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
-      ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
+      ddpm-ds export runs/sdxl --out sdxl.safetensors --dtype fp16
           one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
       ddpm-ds export runs/faces hub/faces --label none
           a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
@@ -194,44 +202,50 @@ def export(options: ExportOptions) -> None:
     from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
     from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
-    from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
+    from ddpm_ds.evaluate.outputs import check_recordable, new_output, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import choose_device
     from ddpm_ds.tracking.pictures import write_png
 
-    device = choose_device(options.device)
-    with new_folder(options.out) as folder:
+    device, out = choose_device(options.device), options.out or options.place
+    assert out is not None, "the parser asks for one"
+    if options.out and options.place:
+        raise SpecError(f"--out {options.out}: OUT is {options.place} already; leave one of them out")
+    is_file = out.suffix.lower() == ".safetensors"
+    with new_output(out, file=is_file) as written:
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
-        single = f"{options.out.name}.safetensors" if options.single_file else None
-        write = write_single_file if single else write_pipeline
-        held = write(trained, folder / (single or ""), options.dtype)
+        single = None if is_file or not options.single_file else f"{out.name}.safetensors"
+        write = write_single_file if is_file or single else write_pipeline
+        held = write(trained, written / (single or ""), options.dtype)
         alone = not trained.is_conditioned and trained.unet_spec.text is None
         last = None if alone else last_picture(trained)
-        picture = "samples.png" if options.samples and (alone or last) else None
+        picture = "samples.png" if options.samples and (alone or last) and not is_file else None
         if picture and last:
-            shutil.copyfile(last, folder / picture)
+            shutil.copyfile(last, written / picture)
         elif picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
-            write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
+            write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), written / picture)
         card = model_card(trained, precision=options.dtype, label=options.label, picture=picture, single_file=single)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-    size = sum(file.stat().st_size for file in options.out.rglob("*"))
+        if not is_file:
+            (written / "README.md").write_text(card, encoding="utf-8")
+    size = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
-    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{held}")
+    print(f"{out}: {what}, {size / 1e6:,.1f} MB\n{held}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights}
-    record_child(trained, "export", params, artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"))
+    files = [out] if is_file else sorted(out.iterdir())
+    record_child(trained, "export", params, artifacts=dict.fromkeys(files, "export"))
 
 
 def _row(label: str | None, classes: int | None) -> int | None:
-    """Return the row of the label embedding that --label asks for; None without --label."""
+    """Return the row of the label embedding that --label names; None without --label."""
     from ddpm_ds.evaluate.sampling import check_label
 
     if label is None:
@@ -246,9 +260,9 @@ def _row(label: str | None, classes: int | None) -> int | None:
 def import_(options: ImportOptions) -> None:
     """Take a model of diffusers as the start of a run.
 
-    Takes a U-Net of diffusers, or a single file of SD 1, SD 2 or SDXL: writes OUT/weights.safetensors, and
-    OUT/spec.yaml, which is BASE with the model's U-Net and noise schedule, its text encoders if its folder has some,
-    and train.initial_weights. What our U-Net can't express is refused by name.
+    Reads a U-Net of diffusers, or a single file of SD 1, SD 2 or SDXL. Writes OUT/weights.safetensors and
+    OUT/spec.yaml: BASE with the model's U-Net, noise schedule and text encoders, and train.initial_weights. A model
+    that our U-Net can't express is refused with the reason.
 
       ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
       ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec captions.yaml --out imported

@@ -26,7 +26,7 @@ WARMUP_STEPS = "scheduler.params.warmup_num_steps"
 
 
 class _Faults:
-    """Faults of a DeepSpeed JSON and the keys that they are about, raised together by :meth:`check`."""
+    """Faults of a DeepSpeed JSON with their keys, which :meth:`check` raises together."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class _Faults:
         self._keys: set[str] = set()
 
     def add(self, key: str, fault: str, *others: str) -> None:
-        """Add a key's fault, unless it may follow from another: of that key, one inside it, or ``others``."""
+        """Add a key's fault, unless it may follow from a fault of that key, a key inside it, or ``others``."""
         if any(f"{name}.".startswith(f"{wrong}.") for name in (key, *others) for wrong in self._keys):
             return
         if any(wrong.startswith(f"{key}.") for wrong in self._keys):
@@ -45,7 +45,7 @@ class _Faults:
             self.check()
 
     def also_about(self, key: str) -> None:
-        """Regard a key as wrong that another one may have been meant to be."""
+        """Regard a key as wrong, since a misspelt one may mean it."""
         self._keys.add(key)
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class _Faults:
 
 
 def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> DsConfig:
-    """Return a DeepSpeed JSON with its keys checked, beside the spec too; raises DsConfigError of all faults."""
+    """Check a DeepSpeed JSON, also against the spec if it is given; raises DsConfigError with all faults."""
     faults = _Faults(path)
     checked = _readable(config, faults)
     _check_together(checked, faults)
@@ -84,7 +84,7 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
 
 
 def tensor_split(config: DsConfig) -> TensorSplit:
-    """Return which layers a config splits; nothing if that is left to the planner, and all levels if these are."""
+    """Return the layers that a config splits: none if the planner chooses groups, all levels if it chooses levels."""
     tensor = config.pipeline.tensor
     if tensor.size == "auto" or tensor.size == 1:
         return TensorSplit()
@@ -97,7 +97,7 @@ def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
 
 
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
-    """Return the model of the keys that have no fault of their own."""
+    """Return the model of the keys that are right, and add the faults of the others."""
     values = effective(config)
     while True:
         try:
@@ -119,7 +119,7 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
 
 
 def _check_together(config: DsConfig, faults: _Faults) -> None:
-    """Find keys that contradict each other; each alone is right."""
+    """Add the faults of keys that contradict each other."""
     zero, params = config.zero_optimization, config.optimizer.params
     for key, fault, others in unused(config):
         faults.add(key, fault, *others)
@@ -148,7 +148,7 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
 
 
 def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, tuple[object, str]]:
-    """Return the values that the spec decides, each with the spec's key, by dotted key; images become steps."""
+    """Return the values that the spec decides and the spec's keys, by dotted key; images become steps."""
     train, optimizer = spec.train, spec.optimizer
     values: dict[str, tuple[object, str]] = {
         "train_batch_size": (train.batch_images, "train.batch_images"),
@@ -168,15 +168,14 @@ def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, tuple[object,
 
 @dataclass(frozen=True)
 class ResolvedDsConfig:
-    """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
+    """DeepSpeed JSON, checked and resolved for a spec and a number of processes: the engine's configuration.
 
     A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.run_plan.make_plan`),
     kernels when the engine is built.
     """
 
     layout: Layout
-    config: DsConfig
-    """The JSON with all values that the spec decides; the keys of the layout are :attr:`layout`'s."""
+    config: DsConfig  # the JSON with all values that the spec decides; the keys of the layout are :attr:`layout`'s
 
     @property
     def precision(self) -> Precision:
@@ -195,12 +194,6 @@ class ResolvedDsConfig:
         if not self.config.is_8bit:
             return {}
         return {name: getattr(self.config.optimizer.params, name) for name in ("lr", "betas", "eps", "weight_decay")}
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether an order of passes is computed: for a planned schedule, or several micro-batches of one stage."""
-        layout = self.layout
-        return layout.schedule == "planned" or (layout.stages == 1 and layout.in_flight not in ("auto", 1))
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
@@ -243,8 +236,7 @@ class ResolvedDsConfig:
         return self.with_keys(dict.fromkeys(reports, REMOVED))
 
 
-DS_CONFIGS = presets("ds_configs")
-"""Folder of the DeepSpeed JSONs that come with this package."""
+DS_CONFIGS = presets("ds_configs")  # folder of the DeepSpeed JSONs that come with this package
 
 
 def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -296,9 +288,8 @@ def resolve(
     if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:  # the scheduler has nothing to do
         values["scheduler"] = REMOVED
     zero = config.zero_optimization
-    for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        elements = _given(getattr(zero, name), BUCKET_ELEMENTS)
-        values[f"zero_optimization.{name}"] = elements if zero.stage else REMOVED
+    elements = _given(zero.reduce_bucket_size, BUCKET_ELEMENTS)
+    values["zero_optimization.reduce_bucket_size"] = elements if zero.stage else REMOVED
     if config.offloads:
         values |= {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}
     asked = "steps_per_print" in config.model_fields_set
@@ -306,6 +297,9 @@ def resolve(
         values["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
     filled = changed(config, values)
     layout = _layout(config, filled, spec, world_size, stages)
+    if config.data_types.grad_accum_dtype == "auto":
+        wide = config.adds_in_fp32(layout.zero_stage, layout.micro_batches)
+        filled = changed(filled, {"data_types.grad_accum_dtype": "fp32" if wide else REMOVED})
     group, turn = spec.bucket_group, layout.micro_batch_images * layout.replicas
     if group is not None and group % turn:
         raise LayoutError(
@@ -340,14 +334,14 @@ def leaves_tensor_open(config: DsConfig) -> bool:
 
 
 def leaves_layout_open(config: DsConfig, world_size: int, stages: int | None) -> bool:
-    """Return whether the planner chooses something of a run with ``stages``, if these are given beside the JSON."""
+    """Return whether the planner chooses stages or tensor groups; ``stages`` are those of ``-p``, if given."""
     if world_size == 1:
         return False
     return leaves_tensor_open(config) or (stages is None and leaves_stages_open(config, world_size))
 
 
 def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
-    """Return the layout of a JSON into which the spec's values have been written, from the ``original``."""
+    """Return the layout of a JSON that has the spec's values; messages are about the ``original``."""
     pipeline, tensor = config.pipeline, tensor_split(config)
     if world_size % tensor.size:
         raise LayoutError(
@@ -402,7 +396,7 @@ def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int
 
 
 def _nearest_batch(config: DsConfig, spec: RunSpec, replicas: int) -> int:
-    """Return the batch that replicas share in the given micro-batches, at least the spec's if possible."""
+    """Return the smallest batch that replicas share in the given micro-batches, not below the spec's if possible."""
     micro = _given(config.train_micro_batch_size_per_gpu, 0)
     count = _given(config.gradient_accumulation_steps, 0)
     unit = replicas * (micro or 1) * (count or 1)
@@ -411,7 +405,7 @@ def _nearest_batch(config: DsConfig, spec: RunSpec, replicas: int) -> int:
 
 
 def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> int:
-    """Return the number of stages for so many tensor ``groups`` of ``ranks``; groups of one are processes."""
+    """Return the number of stages for a number of tensor ``groups``, each of a number of ``ranks``."""
     partition = pipeline.partition
     per_rank = {"auto": (1, 2), "1f1b": (1,)}.get(pipeline.schedule, (2,))
     if asked is not None:
@@ -449,5 +443,5 @@ def _micro_batches(config: DsConfig, share: int, stages: int) -> tuple[int, int]
 
 
 def _given(value: T | Literal["auto"] | None, otherwise: T) -> T:
-    """Return a value, or another one if it is open."""
+    """Return a value, or ``otherwise`` if it is left open."""
     return otherwise if value is None or value == "auto" else value

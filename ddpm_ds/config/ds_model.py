@@ -1,7 +1,7 @@
-"""Every key of the DeepSpeed JSON that has an effect, or no effect, in a pipelined U-Net run, as pydantic models.
+"""Every key of the DeepSpeed JSON that a pipelined U-Net run accepts, as pydantic models.
 
-A key that DeepSpeed 0.19 reads and that would break a pipeline, or would be ignored where it promises something, is not
-here, and so is refused. ``docs/ds_configs.md`` prints these models.
+Keys of DeepSpeed 0.19 that would break a pipeline, or be ignored in silence, are not here, and so are refused.
+``docs/ds_configs.md`` prints these models.
 """
 
 import json
@@ -27,18 +27,16 @@ from ddpm_ds.schema.section import (
 from ddpm_ds.schema.types import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
-"""A value that follows from the spec, the processes or the device, as if the key were left out."""
+"""Value of a key that follows from the spec, the processes or the device, as if the key were left out."""
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 Steps = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
-MOST_BUCKET = 2**31
-"""Maximum elements of a bucket: 8 GiB of fp32."""
+MOST_BUCKET = 2**31  # maximum elements of a bucket: 8 GiB of fp32
 CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
 
-EIGHT_BIT: Literal["AdamW8bit"] = "AdamW8bit"
-"""Type of the optimizer whose moments take 8 bits."""
+EIGHT_BIT: Literal["AdamW8bit"] = "AdamW8bit"  # type of the optimizer whose moments take 8 bits
 _SPELLINGS = {name.lower(): name for name in ("AdamW", "Adam", EIGHT_BIT)}
 """Published spellings of the optimizers, which DeepSpeed reads in any case of letters."""
 
@@ -51,14 +49,13 @@ def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
 
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
 WITH_ZERO = "zero_optimization.stage=1|2"
-ZERO_ONLY = only_with(WITH_ZERO)
-"""Mark of a field that DeepSpeed ignores without ZeRO (stage 0)."""
+ZERO_ONLY = only_with(WITH_ZERO)  # mark of a field that DeepSpeed ignores without ZeRO (stage 0)
 PYTORCHS = only_with("torch_adam or optimizer.type=AdamW8bit")
 PLANNED = only_with("schedule=planned|auto or stages=1")  # which is recorded as 1F1B
 
 
 def _why(reason: str) -> Any:
-    """Return the annotation of a field whose other values are refused for this reason."""
+    """Return the annotation of a field with the reason why other values are refused."""
     return Field(json_schema_extra={"reason": reason})
 
 
@@ -90,11 +87,15 @@ class Bf16(Section):
     """Skip a step whose gradients are not finite."""
 
 
+WideSums = Literal["fp32", "auto"] | None
+
+
 class DataTypes(Section):
     """Types other than the model's."""
 
-    grad_accum_dtype: Annotated[Literal["fp32"] | None, only_with(WITH_ZERO, "fp16.enabled or bf16.enabled")] = None
-    """Accumulate gradients of fp16 or bf16 in fp32."""
+    grad_accum_dtype: Annotated[WideSums, only_with(WITH_ZERO, "fp16.enabled or bf16.enabled")] = "auto"
+    """Type in which gradients of fp16 or bf16 are added up; null is their own. "auto" is fp32 where a step has several
+    micro-batches: 64 of them lose 0.9 % of a bf16 sum."""
 
 
 class OffloadOptimizer(Section):
@@ -116,15 +117,7 @@ class Zero(Section):
     ] = 0
     """0 partitions nothing, 1 the optimizer's state, 2 also gradients."""
     reduce_bucket_size: Annotated[Annotated[int, Field(ge=1, le=MOST_BUCKET)] | Auto, ZERO_ONLY] = "auto"
-    """Elements reduced at a time, for which memory is allocated; "auto" is 8388608, DeepSpeed's default 500 million."""
-    allgather_bucket_size: Annotated[Annotated[int, Field(ge=2, le=MOST_BUCKET, multiple_of=2)] | Auto, ZERO_ONLY] = (
-        "auto"
-    )
-    """Elements gathered at a time; "auto" is 8388608."""
-    reduce_scatter: Annotated[bool, ZERO_ONLY] = True
-    """false: all-reduce instead."""
-    use_multi_rank_bucket_allreduce: Annotated[bool, ZERO_ONLY] = True
-    """One reduction for all ranks; ZeRO-1 scatters instead."""
+    """Elements of a chunk, whose gradients are averaged and whose weights are gathered at a time; "auto" is 8388608."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
 
 
@@ -322,10 +315,11 @@ class DsConfig(Section):
         """Whether fp16 is trained by ZeRO alone: DeepSpeed's own Adam without ZeRO flattens all weights into one."""
         return self.precision == "fp16" and not self.is_8bit and not self.optimizer.params.torch_adam
 
-    @property
-    def adds_in_fp32(self) -> bool:
-        """Whether the gradients of micro-batches are added up in fp32, whatever the precision."""
-        return self.data_types.grad_accum_dtype == "fp32"
+    def adds_in_fp32(self, zero_stage: int, micro_batches: int) -> bool:
+        """Return whether so many micro-batches' gradients are added up in fp32, in fp16 or bf16 under ZeRO."""
+        asked = self.data_types.grad_accum_dtype
+        several = micro_batches > 1 and zero_stage > 0 and self.precision != "fp32"
+        return asked == "fp32" or (asked == "auto" and several)
 
 
 _REASONS = {
@@ -341,9 +335,10 @@ _REASONS = {
     "replicas follow from the processes, pipeline.stages and pipeline.tensor, the only parallelism here": (
         "data_parallel_size expert_parallel sequence_parallel_size tensor_parallel"
     ),
-    "it is an old name": "allgather_size bfloat16 cpu_offload cpu_offload_use_pin_memory",
+    "it is an old name": "bfloat16 cpu_offload cpu_offload_use_pin_memory",
     "DeepSpeed refuses it here": "optimizer.params.max_grad_norm",
-    "DeepSpeed turns it off under a pipeline": "overlap_comm",
+    "gradients and weights travel beside the computation, in chunks of reduce_bucket_size": "allgather_bucket_size "
+    "allgather_size overlap_comm reduce_scatter use_multi_rank_bucket_allreduce",
     "DeepSpeed reads it and never uses it": "allgather_partitions disable_allgather grad_partitioned pipe_partitioned",
     "ZeRO-2 refuses it and ZeRO-1 ignores it": "gradient_predivide_factor prescale_gradients",
     "it is not tested under a pipeline": "contiguous_gradients round_robin_gradients",
@@ -368,20 +363,20 @@ _REASONS = {
     "DeepSpeed logs it in hooks that this engine replaces": "memory_breakdown",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Reasons why keys that people write are refused unless they are off, by dotted key, or by name in any block."""
+"""Reasons why keys are refused unless they are off, by dotted key, or by name in any block."""
 _ON = (
     "adam_w_mode allgather_partitions bias_correction compute_grad_norm contiguous_gradients grad_partitioned "
-    "ignore_unused_parameters load_from_fp32_weights pipe_partitioned zero_force_ds_cpu_optimizer"
+    "ignore_unused_parameters load_from_fp32_weights pipe_partitioned reduce_scatter "
+    "use_multi_rank_bucket_allreduce zero_force_ds_cpu_optimizer"
 )
 USUAL = {"gradient_predivide_factor": 1, "last_batch_iteration": -1} | dict.fromkeys(_ON.split(), True)
-"""The only value of refused keys that are not off, DeepSpeed's default, by name."""
+"""DeepSpeed's default of refused keys that are on by default, by name; no other value is accepted."""
 RENAMED: dict[str, tuple[str, object]] = {
     "bfloat16": ("bf16.enabled", True),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", "cpu"),
-    "allgather_size": ("zero_optimization.allgather_bucket_size", None),
     "optimizer.params.max_grad_norm": ("gradient_clipping", None),
 }
-"""Refused keys for which there is another, and its value if the refused one is on; None means the same value."""
+"""Replacements of refused keys, with the value to write if the refused key is on; None means the same value."""
 _SYNONYMS = {
     "optimizer.params.lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
@@ -399,7 +394,7 @@ SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.spli
 
 
 def effective(values: Mapping[str, object], within: str = "") -> dict[str, Any]:
-    """Return a JSON, or the block ``within`` it, without refused keys that change nothing."""
+    """Return a JSON, or its block ``within``, without refused keys that change nothing."""
     kept = {}
     for name, value in values.items():
         key = within + name
@@ -410,7 +405,7 @@ def effective(values: Mapping[str, object], within: str = "") -> dict[str, Any]:
 
 
 def _changes_nothing(name: str, value: object) -> bool:
-    """Return whether a refused key is off, or a block of such keys, or as DeepSpeed would have it."""
+    """Return whether a refused key is off, has DeepSpeed's default, or is a block of such keys."""
     if isinstance(value, dict) and not {"enabled", "device"} & {*value}:
         return all(_changes_nothing(inner, inside) for inner, inside in value.items())
     return value == USUAL[name] if name in USUAL else is_off(value)
@@ -426,7 +421,7 @@ def given_at(values: Mapping[str, object], key: str) -> object:
 
 
 def changed(config: DsConfig, values: Mapping[str, object]) -> DsConfig:
-    """Return a JSON with other values at dotted keys; a value of :data:`REMOVED` takes the key away."""
+    """Return a JSON with other values at dotted keys; the value :data:`REMOVED` removes a key."""
     given = config.given
     for key, value in values.items():
         *blocks, name = key.split(".")
@@ -441,7 +436,7 @@ def changed(config: DsConfig, values: Mapping[str, object]) -> DsConfig:
 
 
 def nested(key: str, value: object) -> str:
-    """Return a dotted key and its value as they are written at the top of a JSON."""
+    """Return the text of a dotted key and its value at the top of a JSON."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return json.dumps(value)[1:-1]

@@ -20,8 +20,7 @@ from ddpm_ds.schema.section import Section, needs, only_with, unused
 from ddpm_ds.schema.types import MOST_LEARNING_RATE, Batch, Factor, FilePath, Fraction, Images, Small, Title
 from ddpm_ds.unet.spec import UnetSpec, check_cross_attention, check_levels, check_widths
 
-MOST_PICTURE_PIXELS = 2**26
-"""Maximum pixels of a picture of samples drawn during training."""
+MOST_PICTURE_PIXELS = 2**26  # maximum pixels of a picture of samples drawn during training
 
 
 class OptimizerSpec(Section):
@@ -158,7 +157,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        """Check fields against each other; a check ends at its first fault, since others may follow from it."""
+        """Check fields against each other; each check ends at its first fault, since others may follow from it."""
         data, unet, train, optimizer, samples = self.data, self.unet, self.train, self.optimizer, self.samples
         weights = self.diffusion.channel_weights
         count, prompts = samples.count, len(samples.prompts)

@@ -17,6 +17,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import MOST_FAULTS, SpecError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES, expanded, read_text
 from ddpm_ds.ground.formats import DEEPEST, check_digits
+from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import Format, shown
 from ddpm_ds.schema.types import GivenPath
 
@@ -29,7 +30,7 @@ def presets(folder: str) -> Path:
 
 
 def preset(path: Path | str, folder: Path) -> Path:
-    """Return a path that a user gave, or the preset in ``folder`` that it means if there is no such file.
+    """Return a path that a user gave or, if there is no such file, the preset in ``folder`` that it means.
 
     ``digits``, ``digits.yaml`` and ``launch/specs/digits.yaml`` mean the preset, wherever the program is started.
     Raises SpecError if the package was installed without its presets.
@@ -42,21 +43,19 @@ def preset(path: Path | str, folder: Path) -> Path:
     return next((found for found in folder.glob("*.*") if given.name in (found.name, found.stem)), given)
 
 
-JSON_PREFIX = "ds."
-"""Prefix of overrides that change the DeepSpeed JSON instead of the spec."""
-MOST_NODES = 10_000
-"""Maximum number of values in a YAML text."""
+JSON_PREFIX = "ds."  # prefix of overrides that change the DeepSpeed JSON instead of the spec
+MOST_NODES = 10_000  # maximum number of values in a YAML text
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML within limits, to which a duplicate key is an error, 1e-4 a number and a date text."""
+    """Loader of YAML within limits. A duplicate key is an error, 1e-4 a number, and a date text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth, self._nodes = 0, 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read a node within limits; no tag, since a value's form is its type, and no alias, which may repeat much."""
+        """Read a node within limits, and refuse tags and aliases: an alias may repeat much."""
         event = self.peek_event()
         if self._depth == DEEPEST:
             raise _fault(f"lists or blocks are more than {DEEPEST} levels deep", event)
@@ -73,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        """Return a node's value; raises MarkedYAMLError for a number of too many digits, or none."""
+        """Return a node's value; raises MarkedYAMLError for a number with too many digits or no digit."""
         try:
             if node.tag in _NUMBERS:
                 check_digits(node.value)
@@ -125,7 +124,6 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def _fault(problem: str, at: Any) -> yaml.MarkedYAMLError:
-    """Return the error for a node or event."""
     return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
 
 
@@ -144,9 +142,12 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
-def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = ()) -> RunSpec:
-    """Read a YAML run spec and apply ``section.key=value`` overrides; ``unasked`` ones count last, and no message names
-    them. Raises SpecError, a line for each fault; whether values fit each other is checked once each of them is right.
+def load_spec(
+    path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = (), *, reads_data: bool = True
+) -> RunSpec:
+    """Read a YAML run spec and apply ``section.key=value`` overrides. ``unasked`` ones apply last, and no message names
+    them. Without ``reads_data`` the data need no path. Raises SpecError with a line for each fault; whether values fit
+    each other is checked once each of them is right.
     """
     path = preset(path, SPECS)
     try:
@@ -168,6 +169,9 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[
             faults += error.args
     for item in unasked:
         _override(values, item)
+    data = values.get("data")
+    if not reads_data and isinstance(data, dict) and not (data.get("path") or data.get("name")):
+        data["path"] = getattr(SOURCES.get(str(data.get("source"))), "path", None)
     try:
         spec = SPEC.read(values)
     except ValidationError as error:
@@ -182,7 +186,7 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[
 
 
 _parsed = functools.lru_cache(maxsize=64)(functools.partial(yaml.load, Loader=_Loader))
-"""Value of a text; a sweep reads one spec for each of its runs."""
+"""Parser of a text with a cache, since a sweep reads one spec for each of its runs."""
 
 
 def parse_yaml(text: str, origin: str) -> Any:
@@ -222,9 +226,6 @@ def _override(values: dict[str, Any], item: str) -> str:
     return key
 
 
-SPEC = Format(RunSpec, SYNONYMS)
-"""The run spec as a kind of file."""
-SPECS = presets("launch/specs")
-"""Folder of the run specs that come with this package."""
-DEFAULT_SPEC = SPECS / "digits.yaml"
-"""Default run spec."""
+SPEC = Format(RunSpec, SYNONYMS)  # the run spec as a kind of file
+SPECS = presets("launch/specs")  # folder of the run specs that come with this package
+DEFAULT_SPEC = SPECS / "digits.yaml"  # default run spec

@@ -1,6 +1,6 @@
-"""Buckets of aspect while images are prepared: their sizes, and the bucket of each image.
+"""Buckets of aspect in preparation: their sizes, and the bucket of each image.
 
-Images of a bucket are brought to its size, which crops them little. Each bucket has a cache of its own::
+Images are scaled and cropped to the size of their bucket, which loses little. Each bucket has a cache of its own::
 
     source     3:4   1:1   16:9   1:1   ...
                 │     └──────│─────┘
@@ -30,18 +30,17 @@ from ddpm_ds.ground.files import read_bytes, replace_file
 from ddpm_ds.schema.types import written
 
 AREAS = 0.06
-"""Largest difference of a bucket's pixels from those of ``data.image_size``, as a share: one order of passes serves all
-buckets."""
+"""Largest difference in pixels between a bucket and ``data.image_size``, as a share, so that all need equal times."""
 SDXL_AREA = 0.9
-"""Smallest share of the pixels of ``data.image_size`` in SDXL's buckets; none has more. Source: Podell et al. 2023."""
+"""Smallest share of the pixels of ``data.image_size`` in SDXL's buckets, at most all. Source: Podell et al. 2023."""
 MOST_SIZES = 512
 MOST_SHAPES_BYTES = 2**33
 Shapes = npt.NDArray[np.int32]
-"""Heights and widths of a source's images, (N, 2), upright; 0 if unreadable."""
+"""Heights and widths of a source's upright images, (N, 2); 0 if unreadable."""
 
 
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
-    """Return buckets (height, width) around the pixels of ``size``, each also turned, from tall to wide."""
+    """Return buckets (height, width) with about the pixels of ``size``, each also turned, from tall to wide."""
     pixels, step = math.prod(size), buckets.step
     found = set[Size]()
     for height in range(step, int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step, step):
@@ -56,14 +55,14 @@ def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
 
 
 def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
-    """Return the share of each readable image that is lost if it covers a size and is cropped, (N, sizes)."""
+    """Return the share of each readable image that a crop to each size loses, (N, sizes)."""
     wide, (heights, widths) = shapes.astype(np.int64), np.array(sizes, np.int64).T
     ratios = wide[:, :1] * widths / (wide[:, 1:] * heights)
     return 1.0 - np.minimum(ratios, 1.0 / ratios)
 
 
 class Bucket(NamedTuple):
-    """A bucket: its number among heights and widths in pixels of all; an image is in the one that crops it least."""
+    """Bucket: its number among the heights and widths in pixels of all. An image is in the one that crops it least."""
 
     number: int
     sizes: tuple[Size, ...]
@@ -74,41 +73,41 @@ class Bucket(NamedTuple):
         return self.sizes[self.number]
 
     def members_of(self, shapes: Shapes) -> Indices:
-        """Return the positions, int64 and rising, of the images of these shapes that are in this bucket."""
+        """Return the positions, int64 and rising, of this bucket's images, given the shapes of all."""
         return np.flatnonzero(numbers_of(shapes, self.sizes) == self.number)
 
 
 def sizes_of(data: DataSpec, factor: int) -> tuple[Size, ...]:
-    """Return heights and widths in pixels of all buckets, that of ``data.image_size`` first; raises DataError.
+    """Return heights and widths in pixels of all buckets, first the one of ``data.image_size``; raises DataError.
 
-    ``factor`` is the pixels per unit of ``data.image_size``: 1, or those of a latent.
+    ``factor`` is the number of pixels, each way, in a unit of ``data.image_size``: 1, or more for latents.
     """
     assert data.buckets is not None
     step = data.buckets.step
     size = (data.size[0] * factor, data.size[1] * factor)
     if step % factor or any(side % step for side in size):
         raise DataError(
-            f"data.buckets.step = {step} should be a multiple of the {factor} pixels that are one of a latent, and "
-            f"divide the {written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
+            f"data.buckets.step = {step} should be a multiple of a latent's {factor} pixels, and divide the "
+            f"{written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
         )
     sizes = bucket_sizes(size, data.buckets)
     if len(sizes) > MOST_SIZES:
         raise DataError(
-            f"data.buckets.step = {step} makes {len(sizes):,} sizes of buckets, and {MOST_SIZES} are the most; use a "
-            "larger step"
+            f"data.buckets.step = {step} makes {len(sizes):,} buckets, above {MOST_SIZES}; use a larger one"
         )
     return (size, *(each for each in sizes if each != size))
 
 
 def kept_sizes(sizes: Sequence[Size], shapes: Shapes, group: int, held_out: int) -> tuple[Size, ...]:
-    """Return ``sizes`` without small buckets: while a bucket has fewer than ``group`` images beside its share of
-    ``held_out``, the smallest is left out, and the others take its images. Raises DataError if all images are fewer.
+    """Return ``sizes`` without the buckets of fewer than ``group`` training images, whose images the others take.
+
+    Training images are all but ``held_out``. The smallest bucket goes first. Raises DataError if all images are fewer.
     """
     kept = [*sizes]
     if (left := len(shapes) - held_out) < group:
         what = "images" if not held_out else f"images beside data.held_out_images = {held_out:,}"
         raise DataError(
-            f"data.buckets: there are {max(0, left):,} {what}, fewer than the {group:,} that follow each other; use a "
+            f"data.buckets: there are {max(0, left):,} {what}, fewer than the {group:,} that share a bucket; use a "
             f"smaller data.buckets.images{f', at most {left:,}' if left > 0 else ''}, or more images"
         )
     while True:
@@ -121,16 +120,15 @@ def kept_sizes(sizes: Sequence[Size], shapes: Shapes, group: int, held_out: int)
 
 
 def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
-    """Return how many of ``held_out`` images each bucket of ``counts`` has: about the same share."""
-    ends = [0, *np.cumsum(counts).tolist()]
-    edges = [held_out * end // max(1, ends[-1]) for end in ends]
-    return [edges[number + 1] - edges[number] for number in range(len(counts))]
+    """Return each bucket's number of ``held_out`` images, in proportion to the ``counts`` of all its images."""
+    ends = np.cumsum([0, *counts])
+    return np.diff(held_out * ends // max(1, ends[-1])).tolist()
 
 
 def filled_buckets(sizes: tuple[Size, ...], kept: Sequence[Size], shapes: Shapes) -> list[Bucket]:
-    """Return the buckets of ``kept`` sizes that have images, the nearest to the first of all ``sizes`` first.
+    """Return the buckets of ``kept`` sizes that have images, first the nearest to the first of all ``sizes``.
 
-    A bucket with the same images as among all sizes names all, so that runs share its cache.
+    A bucket that has the same images among all sizes is named after all, so that runs share its cache.
     """
     numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
     found: list[Bucket] = []
@@ -145,7 +143,7 @@ def filled_buckets(sizes: tuple[Size, ...], kept: Sequence[Size], shapes: Shapes
 
 
 def moved(sizes: Sequence[Size], shapes: Shapes, buckets: Sequence[Bucket], group: int) -> str | None:
-    """Return a line about images of small buckets, which are in others of ``buckets``; None without any."""
+    """Return a line about the images of small buckets, which other ``buckets`` took; None without any."""
     kept = {bucket.pixels for bucket in buckets}
     counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
     small = {written(size): count for size, count in zip(sizes, counts, strict=True) if count and size not in kept}
@@ -153,13 +151,13 @@ def moved(sizes: Sequence[Size], shapes: Shapes, buckets: Sequence[Bucket], grou
         return None
     each = ", ".join(f"{size} ({count:,})" for size, count in small.items())
     return (
-        f"data.buckets: fewer images than the {group:,} that follow each other are in {each}; these "
+        f"data.buckets: fewer images than the {group:,} that share a bucket are in {each}; these "
         f"{sum(small.values()):,} of {len(shapes):,} images are in the next-best of the {len(buckets):,} other sizes"
     )
 
 
 def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
-    """Return the number of the bucket of each image, int64 (N,); unreadable ones are in the fullest."""
+    """Return the number of each image's bucket, int64 (N,); unreadable images are in the fullest."""
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)
     readable = distinct.all(axis=1)
     numbers = np.full(len(distinct), -1)
@@ -170,7 +168,7 @@ def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
 
 
 def shapes_of(source: Source, progress: bool) -> Shapes:
-    """Return the shapes of all images of a source, by their headers alone."""
+    """Return the shapes of all images of a source, from their headers."""
     shapes = np.zeros((len(source.labels), 2), np.int32)
     for i in tqdm(range(len(shapes)), desc="reading sizes", delay=1, disable=not progress):
         try:
@@ -181,7 +179,7 @@ def shapes_of(source: Source, progress: bool) -> Shapes:
 
 
 def read_shapes(path: Path) -> tuple[str, Shapes] | None:
-    """Return the stored shapes and the hash of their source; None if there is no such file."""
+    """Return the stored shapes and the hash of their source; None without a readable file."""
     try:
         with np.load(io.BytesIO(read_bytes(path, MOST_SHAPES_BYTES)), allow_pickle=False) as found:
             content, shapes = str(found["content"]), found["shapes"]
@@ -199,7 +197,7 @@ def write_shapes(path: Path, content: str, shapes: Shapes) -> None:
 
 @dataclass
 class Members:
-    """The images of a source that are at some positions in it."""
+    """Source of the images that are at some positions in another source."""
 
     source: Source
     positions: Indices
@@ -208,15 +206,13 @@ class Members:
         self.classes: tuple[str, ...] = self.source.classes
         self.labels: Labels = self.source.labels[self.positions]
         self.captions: Captions | None = None
-        if (captions := captions_of(self.source)) is not None:  # all texts, so that buckets share them encoded
+        if (captions := captions_of(self.source)) is not None:  # all texts, so that buckets share the encoded ones
             self.captions = copy.copy(captions)
             self.captions.table = captions.table[self.positions]
             self.captions.missing = np.flatnonzero(np.isin(self.positions, np.asarray(captions.missing))).tolist()
 
     def name(self, i: int, /) -> str:
-        """Return the name of an image in the source."""
         return self.source.name(int(self.positions[i]))
 
     def read(self, i: int, /) -> bytes | Pixels:
-        """Return an image as the source does."""
         return self.source.read(int(self.positions[i]))

@@ -7,16 +7,16 @@
                                         of meta.json lists every n
         condition.npy, mask.npy, vector.npy, ...   other fields of the same images, in as many files; `fields` of
                                         meta.json has their shapes and types
-        constants.npy   float32 (C, H, W), fields that are the same for all images
+        constants.npy   float32 (C, H, W), fields that all images share
         labels.npy    int64 (N,)
         sizes.npy, captions.npy   with captions: float32 (N, 6), and lines of captions.jsonl, int32 (N, most captions)
         captions.jsonl   distinct captions, each a JSON text; the first is empty
         meta.json     CacheMeta
-        skipped.txt   images that were left out and why, one per line, if there were any
+        skipped.txt   images that were left out, with the reasons, if there were any
     <store_root>/text-<captions>-<encoders>[-int8|-ids]/
         the same files for captions: images.npy has tokens (n, 1, tokens, channels), or their numbers (n, 1, encoders,
-        tokens), which training encodes; text_scale.npy, pooled.npy, and measured.npy: a caption's mean and largest
-        relative error, and the number of tokens that were cut off
+        tokens), which training encodes; text_scale.npy, pooled.npy, and measured.npy: mean and largest relative error
+        of a caption, and the number of tokens that were cut off
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ IMAGES: Final = "images"
 """Name of the field that every cache has."""
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
-"""Fields of encoded captions; in the cache of the text, tokens are :data:`IMAGES`."""
+"""Fields of encoded captions; a text cache has the tokens as :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
-"""Prefixes of encoded text and of other buckets of aspect, in the checksums of images."""
+"""Prefixes of encoded text and of other buckets of aspect in the checksums of images."""
 Kind = Literal["pixels", "latents", "fields", "text"]
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
@@ -65,12 +65,12 @@ MOST_NAMED = 12
 MOST_ROUNDING = 0.01
 """RMS of the rounding, as a share of the spread, above which another type is advised."""
 MOST_OPEN = 256
-"""Maximum image files open at a time; processes are often limited to 1,024 open files."""
+"""Maximum image files open at a time: processes are often limited to 1,024 open files."""
 
 _LATER = re.compile(r"(.+)\.([1-9]\d*)\.npy")  # name of a field's second file, or of a later one
 
 Look = tuple[int, int]
-"""Size in bytes, 0 for a folder, and time of the last change in ns. A folder of arrays has those of all its files."""
+"""Size in bytes, 0 for a folder, and time of the last change in ns. Of a folder of arrays all files count."""
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
@@ -92,7 +92,7 @@ def by_field(checksums: Mapping[str, str]) -> dict[str, str]:
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]
-"""Channels, height or width; a forged number is refused before memory is allocated for it."""
+"""Channels, height or width; the limit refuses a forged number before memory is allocated."""
 
 
 class StoredField(Kept):
@@ -104,7 +104,7 @@ class StoredField(Kept):
     channels: tuple[str, ...] = ()
     """Names of the channels, such as t2m or u.850, if the source has some."""
     offset: tuple[float, ...] = ()
-    """Number subtracted from each channel before it is rounded to float16, and added when it is read, if any."""
+    """Number that is subtracted from each channel before rounding to float16, and added in reading, if any."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -112,11 +112,11 @@ class StoredField(Kept):
 
     @property
     def wide(self) -> StoredField:
-        """The field before its values are rounded."""
+        """The field before rounding."""
         return self.model_copy(update={"values": "float32", "offset": ()}) if self.values == "float16" else self
 
     def rounded(self, values: Images) -> Images:
-        """Return values (C, ...) as they are stored; infinite beyond the type."""
+        """Return values (C, ...) as they are stored; values beyond the type become infinite."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self.offset:
                 offset = np.array(self.offset, np.float32).reshape(-1, *[1] * (values.ndim - 1))
@@ -141,7 +141,7 @@ def field_of(kind: Kind, shape: tuple[int, int, int]) -> StoredField:
 
 
 class Coordinate(Kept):
-    """Positions along one dimension of the images, as the source has them, for files of samples."""
+    """Positions along one dimension of the images, from the source, which files of samples get."""
 
     along: Literal["image", "height", "width"]
     name: str
@@ -154,15 +154,15 @@ class Origin(Kept):
     """State of ``data.path`` when its images were prepared."""
 
     content: str
-    """Hash of names, labels and some images, or of whole files if these are arrays."""
+    """Hash of names, labels and some images, or of whole files of arrays."""
     looks: dict[str, Look]
-    """Looks of the path (``.``) and of some folders and files in it, by relative name."""
+    """Looks of the path (``.``) and of folders and files in it, by relative name."""
     condition_looks: dict[str, Look] = Field(default={})
-    """The same of ``data.condition.path``."""
+    """The same for ``data.condition.path``."""
 
 
 class FieldFacts(Kept):
-    """Facts that a run keeps of its data-set cache, so that it samples without it."""
+    """Facts of a data-set cache that a run keeps, so that it can sample without the cache."""
 
     fields: dict[str, StoredField]
     statistics: dict[str, Statistics]
@@ -185,30 +185,30 @@ class CacheMeta(Kept):
     shards: tuple[NonNegativeInt, ...] = ()
     """Number of images in each file; empty if one file holds all."""
     origin: Origin | None = None
-    """None for a source that is not at a path."""
+    """None for a source without a path."""
     fields: dict[str, StoredField] = Field(default={})
-    """All fields, images among them, of a source of arrays that are read by name; empty for other sources."""
+    """All fields, images included; empty for pictures or latents without others."""
     constants: StoredField | None = None
     statistics: dict[str, Statistics] = Field(default={})
-    """Statistics by field, of floats, or of a condition in bytes."""
+    """Statistics by field, for floats and for conditions in bytes."""
     rounding: dict[str, Numbers] = Field(default={})
     """RMS of the rounding to float16 by channel, as a share of the standard deviation."""
     coordinates: tuple[Coordinate, ...] = ()
     masked: bool = False
-    """Whether values can be NaN, which are read as the mean of their channel."""
+    """Whether there may be NaN, which is read as the mean of its channel."""
 
     @classmethod
     def read(cls, cache: Path) -> CacheMeta:
-        """Read the description of the cache in a folder; raises OSError and, for one of another format, ValueError."""
+        """Read ``meta.json`` of the cache in a folder; raises OSError, and ValueError for another format."""
         return cls.model_validate_json(read_bytes(cache / META, MOST_META_BYTES))
 
     @property
     def facts(self) -> FieldFacts | None:
-        """Facts that a run on these images keeps; None for pictures and latents, which have at most captions."""
+        """Facts that a run on these fields keeps; None for pictures and latents."""
         if not self.fields or CAPTIONS in self.fields:
             return None
-        beside = tuple(each for each in self.coordinates if each.along != "image")
-        return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=beside)
+        of_place = tuple(each for each in self.coordinates if each.along != "image")
+        return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=of_place)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -217,12 +217,8 @@ class CacheMeta(Kept):
 
     @property
     def stored(self) -> Mapping[str, StoredField]:
-        """All fields, images among them."""
+        """All fields, images included."""
         return self.fields or {IMAGES: field_of(self.kind, self.shape)}
-
-    def field(self, name: str) -> StoredField:
-        """Return the shape and type of a field."""
-        return self.stored[name]
 
     def files_of(self, name: str) -> tuple[str, ...]:
         """Names of the files of a field."""
@@ -234,7 +230,7 @@ class CacheMeta(Kept):
 
 
 class ByPosition(ABC):
-    """A field of N images, read by position: ``field[7]``, ``field[:100]``, ``field[positions]``."""
+    """Field of N images, read by position: ``field[7]``, ``field[:100]``, ``field[positions]``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -252,20 +248,19 @@ class ByPosition(ABC):
     def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
         """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given; raises DataError.
 
-        ``draws`` are whole numbers (n,) that choose among several captions of an image; without them it is the first.
+        ``draws`` has whole numbers (n,) that choose among several captions of an image; without it the first is taken.
         """
 
 
 class StoredImages(ByPosition):
-    """Images of a cache on disk, or another field, memory-mapped; masked values are the mean of their channel.
+    """Memory-mapped field of a cache on disk; masked values are read as the mean of their channel.
 
-    Sizes of files are checked before each read, since reading beyond the end of a truncated one would kill the process.
+    The size of a file is checked before each read: reading beyond the end of a truncated file would kill the process.
     With ``crop`` only the central (height, width) pixels are returned.
     """
 
     def __init__(self, path: Path, meta: CacheMeta, crop: tuple[int, int] | None = None, name: str = IMAGES) -> None:
-        stored = meta.field(name)
-        self._field = stored
+        self._field = stored = meta.stored[name]
         self.shape = (meta.count, *stored.shape) if crop is None else (meta.count, stored.shape[0], *crop)
         self.dtype, self.name = (np.dtype("f4") if stored.offset else stored.dtype), name
         self.crop, self._path = crop, path
@@ -277,8 +272,8 @@ class StoredImages(ByPosition):
         self._sizes = [(path / file).stat().st_size for file in self._files]
         self.image_bytes = stored.nbytes
         means = meta.statistics[name].mean if meta.masked and name in meta.statistics else ()
-        self._means = np.array(means, self.dtype)  # (C,), or empty where nothing is masked
-        # A dropped file is closed by its last user: another thread may still read it.
+        self._means = np.array(means, self.dtype)  # (C,), or empty if nothing is masked
+        # A file that leaves this cache is closed by its last user: another thread may still read it.
         self._mapped = lru_cache(MOST_OPEN)(lambda number: map_array(path / self._files[number]))
 
     def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
@@ -293,7 +288,7 @@ class StoredImages(ByPosition):
                 for number in np.unique(files).tolist():
                     mapped, rows = self._opened(number), np.flatnonzero(files == number)
                     places = (positions[rows] - self._starts[number]).tolist()
-                    for place in places:  # all at once, which a disk serves faster than one by one
+                    for place in places:  # a disk serves all requests together faster than one by one
                         begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
                         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
                         mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
@@ -308,7 +303,7 @@ class StoredImages(ByPosition):
         return found
 
     def _opened(self, number: int) -> Any:
-        """Return the memory-mapped images (n, C, H, W) of a file, as long as it was; raises DataError."""
+        """Return the memory-mapped images (n, C, H, W) of a file; raises DataError if it was cut."""
         name, before = self._files[number], self._sizes[number]
         if (now := (self._path / name).stat().st_size) != before:
             raise damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
@@ -316,7 +311,7 @@ class StoredImages(ByPosition):
 
 
 class CaptionText(ByPosition):
-    """A field of the encoded captions of images, (N, tokens, channels), (N, tokens) or (N, channels)."""
+    """Field of the images' encoded captions, (N, tokens, channels), (N, tokens) or (N, channels)."""
 
     def __init__(self, captions: StoredImages, texts: StoredImages) -> None:
         self._captions, self._texts = captions, texts
@@ -342,18 +337,18 @@ class DatasetCache:
     """(N, C, H, W)"""
     labels: Indices = field(repr=False)  # (N,)
     others: Mapping[str, StoredImages] = field(default_factory=dict, repr=False)
-    """Fields beside the images, by name: condition (N, C, h, w), mask (N, 1 or C, H, W), vector (N, K), sizes (N, 6),
-    captions (N, most captions)."""
+    """Other fields, by name: condition (N, C, h, w), mask (N, 1 or C, H, W), vector (N, K), sizes (N, 6), captions
+    (N, most captions)."""
     constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
-    """Fields that are the same for all images, (C, H, W)."""
+    """Fields that all images share, (C, H, W)."""
     text: DatasetCache | None = field(default=None, repr=False)
     """Encoded distinct captions; None without text."""
     buckets: tuple[DatasetCache, ...] = field(default=(), repr=False)
-    """Images of the buckets of aspect but the first, which this cache is; empty without buckets."""
+    """Other buckets of aspect, if this cache is the first bucket."""
 
     @property
     def fields(self) -> Mapping[str, ByPosition]:
-        """All fields, images among them, by name; an image's text is one of its captions."""
+        """All fields, images included, by name; an image's text is one of its captions."""
         found: dict[str, ByPosition] = {IMAGES: self.images, **self.others}
         if self.text is not None:
             texts = {TEXT: self.text.images, **self.text.others}
@@ -362,9 +357,7 @@ class DatasetCache:
         return found
 
     def with_others(self, text: DatasetCache | None, buckets: Sequence[DatasetCache] = ()) -> DatasetCache:
-        """Return this cache with its encoded captions, and as the first bucket of aspect with the others, whose
-        checksums count among its own.
-        """
+        """Return this cache with its encoded captions and the other buckets of aspect, and with their checksums."""
         sums, others = dict(self.meta.sha256), {bucket_prefix(each.meta.shape): each for each in buckets}
         for prefix, each in (others | ({TEXTS: text} if text else {})).items():
             sums |= {f"{prefix}{name}": checksum for name, checksum in each.meta.sha256.items()}
@@ -379,7 +372,7 @@ class DatasetCache:
 
     @property
     def caches(self) -> tuple[DatasetCache, ...]:
-        """Caches of all buckets of aspect, this one first; alone without buckets."""
+        """Caches of all buckets of aspect, this cache first."""
         return (self, *self.buckets)
 
     @property
@@ -388,7 +381,7 @@ class DatasetCache:
         return tuple(map(len, self.caches))
 
     def by_bucket(self, positions: Indices) -> tuple[Indices, ...]:
-        """Return rising ``positions`` among the images of all :attr:`caches` as positions in each of them."""
+        """Return rising ``positions`` among the images of all :attr:`caches` as positions in each cache."""
         starts = np.cumsum((0, *self.counts))
         edges = positions.searchsorted(starts)
         return tuple(positions[edges[i] : edges[i + 1]] - starts[i] for i in range(len(self.counts)))
@@ -412,8 +405,8 @@ class DatasetCache:
             raise DataError(f"{path} has no {META}, so it is no data-set cache; name another, or move this folder away")
         try:
             meta = CacheMeta.read(path)
-            beside = {CONSTANTS: meta.constants, CAPTIONS_FILE: CAPTIONS in meta.fields}
-            names = (*meta.files, LABELS, *(name for name, kept in beside.items() if kept))
+            optional = {CONSTANTS: meta.constants, CAPTIONS_FILE: CAPTIONS in meta.fields}
+            names = (*meta.files, LABELS, *(name for name, kept in optional.items() if kept))
             for name in names:
                 open_regular(path / name).close()
                 if name not in meta.sha256:
@@ -431,13 +424,13 @@ class DatasetCache:
         except OSError as error:
             raise damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
         except ValidationError as error:
-            raise damaged(path, f"{META} is not that of a data-set cache of format {FORMAT}") from error
+            raise damaged(path, f"{META} does not describe a data-set cache of format {FORMAT}") from error
 
     def __len__(self) -> int:
         return self.meta.count
 
     def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
-        """Return this uncropped cache with other statistics, which scale its images and fill masked values."""
+        """Return this uncropped cache with other statistics, which scale images and fill masked values."""
         if statistics == self.meta.statistics:
             return self
         meta = self.meta.model_copy(update={"statistics": dict(statistics)})
@@ -445,7 +438,7 @@ class DatasetCache:
         return replace(self, meta=meta, images=fields.pop(IMAGES), others=fields)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
-        """Return this cache, without a copy, with all fields of the images' size centre-cropped to ``size``."""
+        """Return this cache with all fields of the images' size centre-cropped to ``size``, without a copy."""
         channels, *before = self.meta.shape
         if (*before,) == size:
             return self
@@ -462,21 +455,21 @@ class DatasetCache:
 
     @property
     def summary(self) -> str:
-        """How many images there are, were left out, and are in each class, or in some of many classes."""
-        counts = np.bincount(self.labels, minlength=len(self.meta.classes)).tolist()
+        """Line with the number of images in all, left out, and in each class, or in some of many classes."""
+        *counts, unlabelled = np.bincount(self.labels, minlength=len(self.meta.classes) + 1).tolist()
         named = [f"{one_line(name)} {count:,}" for name, count in zip(self.meta.classes, counts, strict=True)]
         if len(named) > MOST_NAMED:
             named = [f"{min(counts):,} to {max(counts):,} each", *named[:3], "...", named[-1]]
         left_out = f", {self.meta.skipped:,} left out ({SKIPPED})" if self.meta.skipped else ""
         kinds = "without classes" if self.meta.classes == (".",) else f"in {len(counts):,} classes: {', '.join(named)}"
-        return f"{len(self):,} images{left_out} {kinds}"
+        return f"{len(self):,} images{left_out} {kinds}{f', {unlabelled:,} in none' if unlabelled else ''}"
 
     @property
     def rounding(self) -> list[str]:
-        """Lines about the error of rounding to float16."""
+        """Lines about the errors of rounding to float16."""
         lines = []
         for name, shares in self.meta.rounding.items():
-            channels = self.meta.field(name).channels or tuple(f"channel {number}" for number in range(len(shares)))
+            channels = self.meta.stored[name].channels or tuple(f"channel {number}" for number in range(len(shares)))
             worst = sorted(zip(shares, channels, strict=True), reverse=True)[:MOST_NAMED]
             each = ", ".join(f"{channel} {share:.2g}" for share, channel in worst)
             fix = "; --set data.values=float32 keeps more" if worst[0][0] > MOST_ROUNDING else ""
@@ -485,7 +478,7 @@ class DatasetCache:
 
     @property
     def key(self) -> str:
-        """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
+        """Hexadecimal hash of the images' checksums and the crop size, which identifies these images."""
         others = self.buckets if self.text is None else (self.text, *self.buckets)
         parts = [*(self.meta.sha256[name] for name in self.meta.files), *(each.key for each in others)]
         parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
@@ -493,14 +486,13 @@ class DatasetCache:
 
 
 class Subset(NamedTuple):
-    """Images of a cache, all buckets of aspect included, at rising positions."""
+    """Images at rising positions in a cache, which may have several buckets of aspect."""
 
     cache: DatasetCache
     positions: Indices
 
     @classmethod
     def of(cls, cache: DatasetCache) -> Subset:
-        """Return all images of a cache."""
         return cls(cache, np.arange(sum(cache.counts)))
 
 
@@ -510,12 +502,12 @@ def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
         yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
     if labels.dtype != np.int64 or labels.shape != (meta.count,):
         yield f"{LABELS} is {labels.dtype} {labels.shape} for {meta.count} images"
-    if not ((labels >= 0) & (labels < len(meta.classes))).all():
+    if not ((labels >= 0) & (labels <= len(meta.classes))).all():  # the last says that an image has no class
         yield f"{LABELS} has labels of none of the {len(meta.classes)} classes"
     if meta.fields and (IMAGES not in meta.fields or meta.fields[IMAGES].shape != meta.shape):
         yield f"{META} has fields that are not those of its images"
         return
-    if any(len(known.mean) != meta.field(name).shape[0] for name, known in meta.statistics.items()):
+    if any(len(known.mean) != meta.stored[name].shape[0] for name, known in meta.statistics.items()):
         yield f"{META} has statistics of another number of channels"
     if any(len(stored.offset) not in (0, stored.shape[0]) for stored in meta.fields.values()):
         yield f"{META} has offsets of another number of channels"
@@ -546,5 +538,4 @@ def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str,
 
 
 def damaged(path: Path, what: str) -> DataError:
-    """Return the error for a cache that can't be used."""
     return DataError(f"data-set cache is unusable: {what}; delete {path} and prepare again")

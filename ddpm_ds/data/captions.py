@@ -1,14 +1,12 @@
-"""Captions of images on their way into the cache: distinct ones are encoded once, and stored in 16 or 8 bits, or are
-stored as the numbers of their tokens; and prompts, which are encoded once for the pictures of a run, and for samples.
+"""Captions of images, and prompts of samples, on their way through the text encoders.
 
-::
+Each distinct caption is encoded once and stored in 16 or 8 bits, or is stored as the numbers of its tokens::
 
     "a cat"    ──encode──▶ tokens (77, C) float16                       ─▶ images.npy, pooled.npy of the text's cache
                ──────────▶ int8 (77, C) x scale (77,) of each token     ─▶ images.npy, text_scale.npy
                ──tokenize▶ numbers (encoders, 77) int32                 ─▶ images.npy, encoded while training
 
-Text caches are named after the captions and the encoders, so that images of several sizes, pixels and latents share
-one.
+A text cache is named after the captions and the encoders, so pixels and latents, and images of all sizes, share it.
 """
 
 from __future__ import annotations
@@ -23,20 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ddpm_ds.data.cache import (
-    CAPTIONS,
-    CAPTIONS_FILE,
-    IMAGES,
-    MEASURED,
-    POOLED,
-    TEXT,
-    TEXT_SCALE,
-    DatasetCache,
-    Images,
-    Indices,
-    StoredField,
-    damaged,
-)
+from ddpm_ds.data import cache
 from ddpm_ds.data.sources.base import Captions, Source, captions_of
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
@@ -49,15 +34,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK_TEXTS = 64  # texts that are written together
-STEPS = 127  # largest int8, which the largest value of a token becomes
+STEPS = 127  # largest int8, to which a token's largest value is scaled
 MOST_FLOAT16 = 65504.0
 ENCODERS = "encoders"  # key of the encoders in the checksums of encoded text
-PROMPTS = "prompts.npz"  # file of the prompts in the folder of a run
-SHOWN = 60  # most characters of a prompt in a message
+PROMPTS = "prompts.npz"  # file of the prompts in a run's folder
+SHOWN = 60  # maximum characters of a prompt in a message
 
 
 def known_captions(source: Source, spec: DataSpec) -> Captions | None:
-    """Return the captions of a source's images, None without ``data.text``; raises DataError if images have none."""
+    """Return the captions of a source's images, None without ``data.text``; raises DataError if some have none."""
     captions = captions_of(source)
     if captions is None or not (missing := captions.missing):
         return captions
@@ -74,36 +59,36 @@ def written(texts: Iterable[str]) -> bytes:
     return b"".join(json.dumps(text).encode() + b"\n" for text in texts)
 
 
-def texts_of(images: DatasetCache) -> list[str]:
+def texts_of(images: cache.DatasetCache) -> list[str]:
     """Return the distinct captions of a cache of images; raises DataError."""
     try:
-        with open_regular(images.path / CAPTIONS_FILE) as lines:
+        with open_regular(images.path / cache.CAPTIONS_FILE) as lines:
             return [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
-        raise damaged(images.path, f"{CAPTIONS_FILE} can't be read ({error})") from error
+        raise cache.damaged(images.path, f"{cache.CAPTIONS_FILE} can't be read ({error})") from error
 
 
-def text_sources(images: DatasetCache, encoders: TextEncoders) -> dict[str, str]:
-    """Return the checksums that encoded captions depend on."""
-    return {CAPTIONS_FILE: images.meta.sha256[CAPTIONS_FILE], ENCODERS: encoders.digest}
+def text_sources(images: cache.DatasetCache, encoders: TextEncoders) -> dict[str, str]:
+    """Return the checksums of captions and encoders, which decide the encoded text."""
+    return {cache.CAPTIONS_FILE: images.meta.sha256[cache.CAPTIONS_FILE], ENCODERS: encoders.digest}
 
 
-def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
-    """Return the fields of one encoded caption, or of its tokens' numbers."""
-    measured = {MEASURED: StoredField(shape=(3,), values="float32")}
+def text_fields(encoders: TextEncoders) -> dict[str, cache.StoredField]:
+    """Return the fields of one encoded caption, or of the numbers of its tokens."""
+    measured = {cache.MEASURED: cache.StoredField(shape=(3,), values="float32")}
     if encoders.spec.stored == "ids":
-        return {IMAGES: StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
+        return {cache.IMAGES: cache.StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
     small, shape = encoders.spec.stored == "int8", (1, encoders.tokens, encoders.channels)
-    fields = {IMAGES: StoredField(shape=shape, values="int8" if small else "float16")}
+    fields = {cache.IMAGES: cache.StoredField(shape=shape, values="int8" if small else "float16")}
     if small:
-        fields[TEXT_SCALE] = StoredField(shape=(encoders.tokens,), values="float32")
+        fields[cache.TEXT_SCALE] = cache.StoredField(shape=(encoders.tokens,), values="float32")
     if encoders.pooled_channels is not None:
-        fields[POOLED] = StoredField(shape=(encoders.pooled_channels,), values="float16")
+        fields[cache.POOLED] = cache.StoredField(shape=(encoders.pooled_channels,), values="float16")
     return fields | measured
 
 
 def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chunk]:
-    """Yield encoded ``texts``, or their tokens' numbers, in chunks; raises DataError for a value beyond float16."""
+    """Yield encoded ``texts``, or their tokens' numbers, in chunks; raises DataError for values above float16."""
     import torch
 
     for first in range(0, len(texts), CHUNK_TEXTS):
@@ -118,24 +103,24 @@ def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chun
             tokens = tokens.float()
             if not all(values.abs().amax() <= MOST_FLOAT16 for values in (tokens, pooled) if values is not None):
                 raise DataError(
-                    f"data.text.encoders = {encoders.spec.encoders} make a value that float16 can't hold of a caption "
-                    f"such as {part[0]!r}; use other encoders"
+                    f"data.text.encoders = {encoders.spec.encoders} make a value beyond float16 from a caption such as "
+                    f"{part[0]!r}; use other encoders"
                 )
             stored = tokens.half()
             if encoders.spec.stored == "int8":
-                stored, fields[TEXT_SCALE] = in_8_bits(tokens)
-            read = widened(stored.float(), fields.get(TEXT_SCALE))
+                stored, fields[cache.TEXT_SCALE] = in_8_bits(tokens)
+            read = widened(stored.float(), fields.get(cache.TEXT_SCALE))
             errors = (read - tokens).norm(dim=2) / tokens.norm(dim=2).clamp(min=1e-30)  # (n, tokens)
             mean, largest = errors.mean(dim=1), errors.amax(dim=1)
             if pooled is not None:
-                fields[POOLED] = pooled.half()
-        fields[MEASURED] = torch.stack((mean, largest, cut), dim=1)
+                fields[cache.POOLED] = pooled.half()
+        fields[cache.MEASURED] = torch.stack((mean, largest, cut), dim=1)
         others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
         yield Chunk([row.data for row in stored.numpy()], [0] * len(stored), [], others)
 
 
 def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (N, tokens, channels) as int8, and the scale (N, tokens) float32 that each was divided by."""
+    """Return tokens (N, tokens, channels) divided by a scale, as int8, and each token's scale (N, tokens) float32."""
     import torch
 
     scale = tokens.abs().amax(dim=2) / STEPS
@@ -143,39 +128,39 @@ def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round().clamp(-STEPS, STEPS).to(torch.int8), scale
 
 
-def warnings_of(text: DatasetCache) -> list[str]:
+def warnings_of(text: cache.DatasetCache) -> list[str]:
     """Return warnings about encoded captions: captions cut, 8-bit error."""
-    mean, largest, cut = text.others[MEASURED][:].T
+    mean, largest, cut = text.others[cache.MEASURED][:].T
     found = []
     if cuts := int((cut > 0).sum()):
-        tokens = text.meta.shape[2 if text.meta.field(IMAGES).values == "int32" else 1]
+        tokens = text.meta.shape[2 if text.meta.stored[cache.IMAGES].values == "int32" else 1]
         found.append(
             f"{cuts:,} of {len(text):,} captions have more than {tokens} tokens and are cut, as by diffusers' "
             f"pipelines; the longest loses {int(cut.max()):,}"
         )
-    if text.meta.field(IMAGES).values == "int8":
+    if text.meta.stored[cache.IMAGES].values == "int8":
         found.append(f"int8: relative error of a token {mean.mean():.2%} on average, {largest.max():.2%} at most")
     return found
 
 
-def _read_field(cache: DatasetCache, positions: Indices, name: str) -> Images:
-    """Return a field of the images at ``positions``, which count all buckets of aspect."""
-    of_buckets = zip(cache.caches, cache.by_bucket(positions), strict=True)
+def _read_field(images: cache.DatasetCache, positions: cache.Indices, name: str) -> cache.Images:
+    """Return a field of the images at ``positions`` among the images of all buckets of aspect."""
+    of_buckets = zip(images.caches, images.by_bucket(positions), strict=True)
     return np.concatenate([bucket.fields[name].read(at) for bucket, at in of_buckets])
 
 
-def first_captions(cache: DatasetCache, positions: Indices) -> tuple[str, ...]:
+def first_captions(images: cache.DatasetCache, positions: cache.Indices) -> tuple[str, ...]:
     """Return the first captions of the images at ``positions`` of a cache; raises DataError."""
-    texts = texts_of(cache)
-    return tuple(texts[row] for row in _read_field(cache, positions, CAPTIONS)[:, 0])
+    texts = texts_of(images)
+    return tuple(texts[row] for row in _read_field(images, positions, cache.CAPTIONS)[:, 0])
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts, and the empty text, as encoders encode them: float16 on the CPU, as the captions of training."""
+    """Encoded prompts, and the encoded empty text: float16 on the CPU, as the captions of training."""
 
     texts: tuple[str, ...]
-    whole: Encoded  # the encoded texts and, last, the empty text
+    whole: Encoded  # encoded texts and, last, the empty text
 
     @property
     def encoded(self) -> Encoded:
@@ -196,7 +181,7 @@ class EncodedPrompts:
         log: Callable[[str], None],
         learned: str | None = None,
     ) -> Self:
-        """Encode texts; ``log`` prints which are cut. Raises DataError, also for encoders other than ``learned``."""
+        """Encode texts and ``log`` the cut ones; raises DataError, also for encoders other than ``learned``."""
         import torch
 
         encoders = TextEncoders.open(spec, device)
@@ -208,20 +193,20 @@ class EncodedPrompts:
         return cls(tuple(texts), encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod
-    def of_captions(cls, cache: DatasetCache, positions: Indices) -> Self:
-        """Return the first captions of the images at ``positions`` of a cache, as encoded there; raises DataError."""
+    def of_captions(cls, images: cache.DatasetCache, positions: cache.Indices) -> Self:
+        """Return the first captions, and their encoded text, of the images at ``positions``; raises DataError."""
         import torch
 
-        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in cache.fields]
-        found = {name: torch.from_numpy(_read_field(cache, positions, name)) for name in names}
-        scale, empty = found.get(TEXT_SCALE), cache.empty_text
+        names = [name for name in (cache.TEXT, cache.TEXT_SCALE, cache.POOLED) if name in images.fields]
+        found = {name: torch.from_numpy(_read_field(images, positions, name)) for name in names}
+        scale, empty = found.get(cache.TEXT_SCALE), images.empty_text
         assert empty is not None, "the cache has text"
-        tokens = torch.cat((widened(found[TEXT], scale), empty.tokens)).half()
-        pooled = None if empty.pooled is None else torch.cat((found[POOLED], empty.pooled))
-        return cls(first_captions(cache, positions), Encoded(tokens, pooled))
+        tokens = torch.cat((widened(found[cache.TEXT], scale), empty.tokens)).half()
+        pooled = None if empty.pooled is None else torch.cat((found[cache.POOLED], empty.pooled))
+        return cls(first_captions(images, positions), Encoded(tokens, pooled))
 
     def content(self) -> bytes:
-        """Return the content of a file that :meth:`read` reads."""
+        """Return the content of the file that :meth:`read` reads."""
         file = io.BytesIO()
         arrays: dict[str, Any] = {name: part.numpy() for name, part in self.whole._asdict().items() if part is not None}
         np.savez(file, texts=np.array(self.texts), **arrays)

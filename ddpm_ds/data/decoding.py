@@ -27,10 +27,10 @@ CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64  # maximum bytes of pixels, and images, in
 MOST_DECODING_BYTES = 300_000_000  # maximum memory for decoding one image at full size, its file included
 BIG_BYTES = 2**24  # memory above which an image counts as big: a PNG of 2048 x 2048 pixels
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
-"""Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
+"""Measured bytes per pixel of decoders that keep copies; others need the 4 bytes of Pillow's image."""
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
-"""More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
-BIG = threading.Lock()  # held while a thread decodes a big image, so that memory does not grow with threads
+"""Extra bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
+BIG = threading.Lock()  # locked while a thread decodes a big image, so that memory does not grow with threads
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
 of the crop in the scaled image, height and width of the crop."""
@@ -44,8 +44,8 @@ UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate
 def decode(content: bytes | Pixels, size: Size, channels: int) -> Pixels:
     """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``) of ``size``.
 
-    Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
-    raise any exception of a decoder.
+    Takes the first frame, turns a file by its EXIF orientation, and scales 16-bit grey to 8 bits. May raise any
+    exception of a decoder.
     """
     return decode_with_sizes(content, size, channels)[0]
 
@@ -69,7 +69,7 @@ def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int) -> tup
         needed, whole = len(content), image.size
         if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
             needed += 2 * len(image.getbands()) * image.width * image.height
-        # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
+        # A JPEG can be scaled down while it is decoded, which is faster; twice the final size keeps Lanczos' quality.
         drafted = image.draft(None, (2 * size[1], 2 * size[0]))
         extent = None if drafted is None else drafted[1][2:]
         copies = CONVERTED_BYTES if image.mode != MODES[channels] else 0
@@ -85,7 +85,7 @@ def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int) -> tup
 
 
 def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
-    """Return the sizes of an image of ``whole`` (width, height) that is scaled and cropped to ``size``."""
+    """Return the :data:`Sizes` of an image of ``whole`` (width, height) that is scaled and cropped to ``size``."""
     width, height = whole
     scale = max(size[0] / height, size[1] / width)
     crop = (round((side * scale - kept) / 2) for side, kept in zip((height, width), size, strict=True))
@@ -95,25 +95,22 @@ def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
 def _memory(needed: int, shape: tuple[int, ...]) -> AbstractContextManager[object]:
     """Return the context in which ``needed`` bytes may be allocated; raises ValueError if they are too many."""
     if needed > MOST_DECODING_BYTES:
-        raise ValueError(
-            f"{shape[0]} x {shape[1]} pixels take {needed / 1e6:,.0f} MB to decode, more than "
-            f"{MOST_DECODING_BYTES / 1e6:.0f}; scale it down"
-        )
+        size, most = f"{shape[0]} x {shape[1]} pixels", f"{MOST_DECODING_BYTES / 1e6:.0f}"
+        raise ValueError(f"{size} take {needed / 1e6:,.0f} MB to decode, more than {most}; scale it down")
     return BIG if needed > BIG_BYTES else contextlib.nullcontext()
 
 
 def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, float] | None = None) -> Pixels:
-    """Turn an image upright, scale it (up or down, Lanczos) until it just covers ``size`` (height, width), and crop the
-    centre: uint8 (height, width, ``channels``).
+    """Turn an image upright, scale it (Lanczos) until it just covers ``size`` (height, width), and crop the centre.
 
-    ``extent`` is the width and height that show something if the right and lower edges are padded: 125 x 83.25 of the
-    125 x 84 pixels of a JPEG of 500 x 333 at a quarter of its size. Transparent pixels become white. An image that
-    already fits is returned unchanged.
+    Returns uint8 (height, width, ``channels``); transparent pixels become white. ``extent`` is the width and height
+    without padding at the right and lower edge: a JPEG of 500 x 333, read at a quarter of its size, has 125 x 84 pixels
+    and an extent of 125 x 83.25.
     """
     orientation, (rows, columns) = _orientation(image), size
     order = -1 if orientation in SIDEWAYS else 1
     whole, (width, height) = image.size[::order], (extent or image.size)[::order]
-    # Products by a quotient of 1 are exact, so squares are cut to the pixel, and no rounding leads beyond the edge.
+    # A product by a quotient of 1 is exact, so squares are cut to the pixel, and rounding never leads over the edge.
     wide, high = min(width, height * (columns / rows)), min(height, width * (rows / columns))
     left, top = (width - wide) / 2, (height - high) / 2
     left += (whole[0] - width) * (orientation in (2, 3, 6, 7))  # turning puts the padding first
@@ -131,7 +128,7 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
 
 
 def _orientation(image: Image.Image, read: Callable[[Image.Image], Image.Exif] = lambda image: image.getexif()) -> int:
-    """Return an image's EXIF orientation, 1 (upright) if its EXIF block is damaged, which leaves the pixels intact."""
+    """Return an image's EXIF orientation; 1 (upright) if its EXIF block is damaged."""
     try:
         return int(read(image).get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow may raise anything on broken EXIF
@@ -149,10 +146,7 @@ class Decoding:
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
-        """Yield the images of a range of the source in chunks, a bounded number of which are decoded ahead.
-
-        Pillow lets other threads run while it decodes and scales.
-        """
+        """Yield the images of a range in chunks, some of them decoded ahead: Pillow lets other threads run."""
         ahead, stopped = deque[Future[Chunk]](), threading.Event()
         with ThreadPoolExecutor(self.threads) as pool:
             try:
@@ -172,14 +166,13 @@ class Decoding:
         for i in numbers:
             if stopped.is_set():
                 break
+            content = None
             try:
                 content = self.source.read(i)
-            except (OSError, ValueError, MemoryError) as error:  # any other is a bug
-                skipped.append((self.source.name(i), one_line(error)))
-                continue
-            try:
                 pixels, sizes = decode_with_sizes(content, (size[0], size[1]), channels)
             except Exception as error:  # a decoder may raise anything on broken bytes
+                if content is None and not isinstance(error, (OSError, ValueError, MemoryError)):
+                    raise  # a bug of the source
                 skipped.append((self.source.name(i), one_line(error)))
                 continue
             images.append(pixels.transpose(2, 0, 1).tobytes())

@@ -1,11 +1,11 @@
-"""Fields of a source of named arrays on their way into the cache: read one image after the other, checked, measured.
+"""Fields of named arrays on their way into the cache: read image by image, checked and measured.
 
 ::
 
     t2m (N, H, W), u (N, C, H, W) ──joined along the channels──▶ images     float16 or float32, or bytes as they are
     condition, vector, mask       ──────────────────────────────▶ fields of their own, of the same image
 
-Or residuals are learned, fields minus the predictions of a regression, and added to its predictions again::
+Or residuals are learned, fields minus the predictions of a regression, which samples get back::
 
     fields     (N, C, H, W) ──minus predictions, once──▶ residuals (N, C, H, W) ──▶ training
     condition, vector ──────┘                                 │ drawn by a sampler
@@ -59,15 +59,15 @@ Values = Literal["uint8", "float16", "float32"]
 TOGETHER_BYTES = 2**22  # bytes of the images in a chunk, at least one image
 WHOLE_BYTES = 2**32  # maximum bytes of a source that is recognised by the checksums of its files
 SAMPLED, SAMPLED_BYTES, MOST_SAMPLED = "sampled ", 2**25, 16
-"""A larger one is recognised by so many bytes of so many images, at least one, and its hash begins so."""
+"""Beginning of a larger source's hash, and the bytes and images, at least one, by which it is recognised."""
 REGRESSION = "regression"
-"""Key of the regression's weights in the checksums of residuals; their fields have the prefix of pixels."""
+"""Key of the regression's weights in the checksums of residuals; the fields have the prefix of pixels there."""
 PREDICTED_BYTES = 2**20  # bytes of fields that are predicted together, at least one field
 
 
 @dataclass(frozen=True)
 class JoinedField:
-    """A field, and the arrays that are joined to it along the channels."""
+    """Field, and the arrays that are joined along the channels to make it."""
 
     arrays: Arrays
     variables: Sequence[Variable]
@@ -79,8 +79,8 @@ class FieldSource:
     """Opened source of N images with their other fields."""
 
     parts: Mapping[str, JoinedField]
-    """Fields by name, images first; a mask that is made of values that are NaN is not among them."""
-    nan: bool  # whether values that are NaN are masked, instead of refused
+    """Fields by name, images first, without a mask that is made from NaN."""
+    nan: bool  # whether NaN is masked, instead of refused
     constants: Array | None
     coordinates: tuple[Coordinate, ...]
     classes: tuple[str, ...]
@@ -88,7 +88,7 @@ class FieldSource:
 
     @functools.cached_property
     def fields(self) -> dict[str, StoredField]:
-        """All fields that are stored."""
+        """Stored fields, by name."""
         mask = {MASK: StoredField(shape=self.parts[IMAGES].stored.shape, values="uint8")} if self.nan else {}
         return {name: part.stored for name, part in self.parts.items()} | mask
 
@@ -106,9 +106,7 @@ class FieldSource:
         return (self._chunk(rows, part) for part in parts)
 
     def content(self, *paths: Path) -> str:
-        """Return a hash of names, shapes, labels and constants, and of the files at ``paths`` or, of large ones, of
-        some images.
-        """
+        """Return a hash of names, shapes, labels, constants and the files at ``paths``; of large files, some images."""
         every = [(name, each) for name, part in self.parts.items() for each in part.variables]
         known = [(name, each.name, each.shape, str(each.dtype)) for name, each in every]
         constants = b"" if self.constants is None else self.constants.tobytes()
@@ -127,15 +125,15 @@ class FieldSource:
 
     @property
     def _sampled(self) -> list[int]:
-        """Some images that stand for all."""
+        """Numbers of some images that stand for all."""
         image_bytes = sum(each.image_bytes for part in self.parts.values() for each in part.variables)
         count = min(len(self.labels), MOST_SAMPLED, max(1, SAMPLED_BYTES // image_bytes))
         return np.linspace(0, len(self.labels) - 1, count).astype(int).tolist()
 
     def centred(self) -> FieldSource:
-        """Return this source with offsets of its float16 fields: means of some images where they exceed the spread.
+        """Return this source with offsets of float16 fields whose mean exceeds their spread: the means of some images.
 
-        They are whole for whole numbers; float16 arrays have none.
+        Offsets of whole numbers are whole; float16 arrays have none.
         """
         parts, rows = dict(self.parts), self._rows()
         halves = [name for name, part in parts.items() if part.stored.values == "float16"]
@@ -160,7 +158,7 @@ class FieldSource:
         return replace(self, parts=parts)
 
     def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
-        """Return the fields of an image, not yet rounded, with its uint8 mask, and NaN for masked floats."""
+        """Return the fields of an image before rounding, with its uint8 mask, and NaN for masked floats."""
         found = dict[str, Array]()
         for name, each in rows.items():
             stored = self.parts[name].stored
@@ -207,11 +205,11 @@ class FieldSource:
         return Chunk(images[IMAGES], labels, skipped, others, kept)
 
     def _masks(self, name: str) -> bool:
-        """Whether values of a field that are NaN are masked."""
+        """Whether NaN in a field is masked."""
         return (name == IMAGES and MASK in self.fields) or (name in (IMAGES, CONDITION) and self.nan)
 
     def _unfit(self, name: str, rows: Sequence[Rows], i: int) -> DataError:
-        """Return the error for a value of image ``i`` that is not finite, or not once it is stored."""
+        """Return the error for a value of image ``i`` that is not finite, or is not once it is stored."""
         part = self.parts[name]
         raw = joined(part.stored.shape, rows, i).reshape(part.stored.shape[0], -1)
         bad = ~np.isfinite(part.stored.rounded(raw)) & ~(np.isnan(raw) & self._masks(name))
@@ -230,7 +228,7 @@ class FieldSource:
 
 
 def open_fields(spec: DataSpec) -> FieldSource:
-    """Open and check the arrays that ``spec`` names, reading constants and labels alone; raises DataError."""
+    """Open and check the arrays that ``spec`` names; only constants and labels are read. Raises DataError."""
     opener, asked = FIELD_OPENERS[spec.source], spec.condition or ConditionSpec()
     assert spec.path is not None, "the run spec checks it"
     main = open_at("data.path", spec.path, spec, opener)
@@ -251,7 +249,7 @@ def open_fields(spec: DataSpec) -> FieldSource:
         (mask,) = main.taken("data.mask", [spec.mask], shapes, size=spec.stored_size)
         if len(mask.shape) == 4 and mask.shape[1] not in (1, spec.channels):
             raise DataError(f"data.mask: {mask.name} of {main} has {mask.shape[1]} channels; use 1 or {spec.channels}")
-        if len(mask.shape) == 2:  # one for all images
+        if len(mask.shape) == 2:  # all images share it
             values, every = main.read_all(mask), (count, *mask.shape)
             mask = replace(mask, shape=every, read=lambda part: np.broadcast_to(values, every)[part], chunks=None)
         parts[MASK] = _part(main, [mask], "uint8")
@@ -261,20 +259,20 @@ def open_fields(spec: DataSpec) -> FieldSource:
 
 
 def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> JoinedField:
-    """Return the part of arrays (N, H, W) or (N, C, H, W)."""
+    """Return the field that joins arrays (N, H, W) or (N, C, H, W)."""
     names = channel_names(variables, arrays)
     stored = StoredField(shape=(len(names), *variables[0].shape[-2:]), values=values, channels=names)
     return JoinedField(arrays, variables, stored)
 
 
 def joined(shape: tuple[int, ...], rows: Sequence[Rows], i: int) -> Array:
-    """Return a field of image ``i``, of ``shape``, as in its source."""
+    """Return a field of image ``i``, of ``shape``, joined from ``rows`` and not yet rounded."""
     parts = [np.asarray(row[i]).reshape(-1, *shape[1:]) for row in rows]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def coordinates_of(variable: Variable, arrays: Arrays) -> Iterator[Coordinate]:
-    """Yield names, positions and units of the dimensions of images."""
+    """Yield the coordinates along the dimensions of images."""
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
     for along, axis in axes:
         if variable.dimensions and (name := variable.dimensions[axis]):
@@ -284,7 +282,7 @@ def coordinates_of(variable: Variable, arrays: Arrays) -> Iterator[Coordinate]:
 
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
-    """Refuse fields of a cache that have other channels than the spec, or can't be normalised; raises DataError."""
+    """Raise DataError if a cache's fields have other channels than the spec, or can't be normalised."""
     asked = spec.condition or ConditionSpec()
     counted = {
         "data.condition.channels": (asked.channels, meta.fields.get(CONDITION)),
@@ -300,7 +298,7 @@ def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
             continue
         for channel, (low, high) in enumerate(zip(found.low, found.high, strict=True)):
             if low == high:
-                names = meta.field(name).channels
+                names = meta.stored[name].channels
                 called = f" ({names[channel]})" if names else ""
                 raise DataError(
                     f"{key} = {way}, but channel {channel}{called} of the {name} is {low:g} everywhere; leave it out, "
@@ -314,47 +312,43 @@ class Regression(Protocol):
     digest: str  # checksum of its weights
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""
+        """Return predictions (n, C, H, W) for the images at ``positions`` (n,) of a cache, in the fields' units."""
 
 
 def fields_of(data: DataSpec) -> DataSpec:
-    """Return the spec of the fields that residuals are made from; ``data`` itself if it is of fields."""
+    """Return the spec of the fields behind residuals; ``data`` itself if fields are learned."""
     return data if data.residual_of is None else data.model_copy(update={"residual_of": None})
 
 
 def made_of(fields: DatasetCache, regression: Regression) -> dict[str, str]:
-    """Return the checksums of regression and fields that a cache of residuals keeps."""
+    """Return the checksums of regression and fields, which a cache of residuals keeps."""
     return {REGRESSION: regression.digest, **{f"{PIXELS}{name}": value for name, value in fields.meta.sha256.items()}}
 
 
 def residuals(fields: DatasetCache, regression: Regression, numbers: range) -> Iterator[Chunk]:
-    """Yield a range of the residuals of all ``fields``, in chunks; raises DataError for one that can't be stored."""
+    """Yield a range of the residuals of ``fields`` in chunks; raises DataError for one that can't be stored."""
     unfilled = fields.meta.model_copy(update={"masked": False})  # masked values stay NaN, for the statistics
-    stored = {name: StoredImages(fields.path, unfilled, None, name=name) for name in fields.fields}
-    together, dtype = max(1, PREDICTED_BYTES // fields.meta.field(IMAGES).nbytes), fields.meta.field(IMAGES).dtype
+    stored, kinds = {name: StoredImages(fields.path, unfilled, None, name) for name in fields.fields}, unfilled.stored
+    together = max(1, PREDICTED_BYTES // kinds[IMAGES].nbytes)
     for first in range(numbers.start, numbers.stop, together):
         positions = np.arange(first, min(first + together, numbers.stop))
         read = {name: images.read(positions) for name, images in stored.items()}
         predicted = regression.predict(fields, positions)
         with np.errstate(over="ignore"):
-            found = (read[IMAGES] - predicted).astype(dtype)
+            found = (read[IMAGES] - predicted).astype(kinds[IMAGES].dtype)
         bad = ~np.isfinite(predicted) | np.isinf(found)
         if bad.any():
             number, channel = (int(place[0]) for place in bad.nonzero()[:2])
             raise DataError(
                 f"data.residual_of predicts {predicted[bad][0]:g} in image {first + number}, channel {channel} of "
-                f"{fields.path}, whose residual is beyond {found.dtype}; train that regression anew, or --set "
+                f"{fields.path}, so that the residual exceeds {found.dtype}; train the regression again, or --set "
                 "data.values=float32"
             )
+        copied = {name: values for name, values in read.items() if name != IMAGES}
+        others = {name: [kinds[name].rounded(each).data for each in values] for name, values in copied.items()}
         read[IMAGES] = found
-        others = {
-            name: [fields.meta.field(name).rounded(each).data for each in values]
-            for name, values in read.items()
-            if name != IMAGES
-        }
         moments = {
             name: merged(np.stack([moments_of(values, fields.meta.masked) for values in read[name]]))
             for name in fields.meta.statistics
         }
-        labels = fields.labels[positions].tolist()
-        yield Chunk([each.data for each in found], labels, [], others, moments)
+        yield Chunk([each.data for each in found], fields.labels[positions].tolist(), [], others, moments)

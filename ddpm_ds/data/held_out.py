@@ -23,7 +23,7 @@ from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.schema.types import HeldOut
 
 MOST_RANGES = 10
-"""Maximum ranges of neighbouring images that are held out; only the ends of a range resemble images to train on."""
+"""Maximum ranges of neighbouring images that are held out: only the ends of a range resemble training images."""
 HELD_OUT = "held-out/"
 """Prefix of a held-out source's files in the checksums of a run's images."""
 
@@ -31,11 +31,11 @@ HELD_OUT = "held-out/"
 def prepare_all(
     data: DataSpec, how: How, *, learned: Mapping[str, str] | None = None, group: int = 1
 ) -> tuple[DatasetCache, DatasetCache]:
-    """Return the caches of the training images and of the held-out ones, which may be one; a missing one is made.
+    """Return the caches of the training and of the held-out images, which may be one; a missing cache is made.
 
-    A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
-    Its images are in the buckets of the training images. ``learned`` are the checksums of a checkpoint's images; see
-    :func:`ddpm_ds.data.prepare.prepared`. Raises DataError also if the two don't fit each other.
+    A held-out source is prepared first: it is smaller, so its faults show before hours of preparation. It has the
+    buckets of the training images. ``learned`` has the checksums of a checkpoint's images; see
+    :func:`ddpm_ds.data.prepare.prepared`. Raises DataError also if the two caches don't fit each other.
     """
     trained_on, held_out = (None, None) if learned is None else training_and_held_out(learned)
     recipes = Recipes(data, how.progress).all(group)
@@ -45,29 +45,29 @@ def prepare_all(
     other = _prepare_other(data, recipes, how, held_out or None)
     cache = prepared(recipes, how, trained_on)
     given = f"data.held_out_path = {data.held_out_path}"
-    for name in {IMAGES, *cache.meta.fields} - {CAPTIONS}:  # there may be more captions of an image
+    for name in {IMAGES, *cache.meta.fields} - {CAPTIONS}:  # images may have different numbers of captions
         if name == IMAGES and data.buckets is not None:
             continue  # the first bucket may be of another size
-        ours, theirs = cache.meta.field(name), other.meta.field(name)
+        ours, theirs = cache.meta.stored[name], other.meta.stored[name]
         if ours.model_copy(update={"offset": theirs.offset}) != theirs:
             raise DataError(
-                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} of data.path = {data.path}; "
+                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} in data.path = {data.path}; "
                 "give both the same"
             )
     if cache.meta.sha256.get(CONSTANTS) != other.meta.sha256.get(CONSTANTS):
         raise DataError(
-            f"{given} has other data.condition.constants than data.path = {data.path}, and those are the same for all "
-            "images; give both the same"
+            f"{given} has other data.condition.constants than data.path = {data.path}, and all images share them; "
+            "give both the same"
         )
     if cache.key == other.key:
-        raise DataError(f"{given} has the images of data.path = {data.path}, which are trained on; name others")
+        raise DataError(f"{given} has the training images of data.path = {data.path}; name others")
     return cache, other.with_statistics(cache.meta.statistics)
 
 
 def prepare_held_out(data: DataSpec, group: int, learned: Mapping[str, str]) -> DatasetCache:
-    """Return the cache with the held-out images of ``data``, with the statistics of their own source if they have one.
+    """Return the cache that has the held-out images of ``data``; a held-out source has statistics of its own.
 
-    ``learned`` are the checksums of this cache in a checkpoint. Raises DataError also for images that are trained on.
+    ``learned`` has the checksums of this cache in a checkpoint. Raises DataError also for training images.
     """
     how = How(progress=True)
     recipes = Recipes(data, True).all(group) if data.held_out_path is None or data.buckets else []
@@ -79,20 +79,20 @@ def prepare_held_out(data: DataSpec, group: int, learned: Mapping[str, str]) -> 
 def _prepare_other(
     data: DataSpec, trained: Sequence[Recipe], how: How, learned: Mapping[str, str] | None
 ) -> DatasetCache:
-    """Return the cache of the source of held-out images, which are in the buckets of the ``trained`` ones."""
+    """Return the cache of the held-out source, in the buckets of the ``trained`` images."""
     assert data.held_out_path is not None and data.path is not None, "the spec refuses it"
     sizes = [recipe.bucket.pixels for recipe in trained if recipe.bucket is not None]
     here, there = (Path(os.path.realpath(path)) for path in (data.path, data.held_out_path))
     if here == there or here in there.parents or there in here.parents:
         raise DataError(
-            f"data.held_out_path = {data.held_out_path} and data.path = {data.path} are one, or one is in the other, "
-            "so that held-out images would be trained on; use two folders"
+            f"data.held_out_path = {data.held_out_path} and data.path = {data.path} overlap, so held-out images would "
+            "be trained on; use two separate paths"
         )
     changes: dict[str, Any] = {"path": data.held_out_path, "held_out_path": None, "normalise": None}
     if (asked := data.condition) is not None:
         own = {"path": asked.held_out_path or asked.path, "held_out_path": None, "normalise": None}
         changes["condition"] = asked.model_copy(update=own)
-    source = data.model_copy(update=changes)  # normalises nothing: the statistics of the training images do
+    source = data.model_copy(update=changes)  # without normalise: the training images have the statistics
     try:
         return prepared(Recipes(source, how.progress).all(sizes=sizes or None), how, learned)
     except (DataError, SpecError) as error:
@@ -120,7 +120,7 @@ def parts(data: DataSpec, cache: DatasetCache, other: DatasetCache) -> tuple[Sub
 
 
 def _split(cache: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
-    """Split a cache's images into training and held-out ones, by the same share in each bucket of aspect."""
+    """Split a cache's images into training and held-out ones, the same share of each bucket of aspect."""
     pairs, start = [], 0
     for count, share in zip(cache.counts, shares_of(cache.counts, data.held_out_images), strict=True):
         pairs.append([start + each for each in split(count, share, data.held_out)])
@@ -149,10 +149,10 @@ def _shown(stored: StoredField) -> str:
 def split(count: int, held_out: int, how: HeldOut = "random") -> tuple[Indices, Indices]:
     """Split a cache of ``count`` images into training images and ``held_out`` others; positions are int64 and rising.
 
-    The split depends on these arguments alone, so that runs of any seed are measured on the same images. ``how`` is
-    ``data.held_out``; "ranges" are at most 10, of equal length but for one image, in the middle of equal parts::
+    The split depends on these arguments alone, so runs of any seed are measured on the same images. ``how`` is
+    ``data.held_out``; "ranges" are at most 10 stretches, in the middle of equal parts::
 
-        count = 20, held_out = 4, ranges of 1     ..h.. ..h.. ..h.. ..h..
+        count = 20, held_out = 4     ..h.. ..h.. ..h.. ..h..
 
     Raises:
         SpecError: no image would be left to train on.

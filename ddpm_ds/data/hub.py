@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: downloaded to its own cache, only the files that are needed."""
+"""Models on the Hugging Face hub: only the needed files are downloaded, to the hub's own cache."""
 
 import importlib.util
 import re
@@ -16,24 +16,24 @@ HALVES = "*.fp16*"
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name is of the form ``OWNER/NAME``."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name.split("/")[0] not in (".", "..")
+    """Return whether a name is of the form ``OWNER/NAME``; ``runs/NAME`` is always a run on this host."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name.split("/")[0] not in (".", "..", "runs")
 
 
 def from_hub(
     name: str, files: Sequence[str], opened: Callable[[Path], Opened], *, key: str, expected: str, newest: bool = False
 ) -> Opened:
-    """Return the result of ``opened`` for a repository's folder, which holds the files that fit the patterns ``files``.
+    """Return the result of ``opened`` for the folder of a repository's files that match the patterns ``files``.
 
-    Cached files will do unless the ``newest`` version is asked for. While ``opened`` raises UserError, more is
-    downloaded: first weights in full precision, then those in fp16; the last error is raised. Raises DataError without
-    a repository or network; its message begins with ``key``, an option or a key and its value, and ends with
+    Cached files are enough unless the ``newest`` version is wanted. While ``opened`` raises UserError, more is
+    downloaded: first weights in full precision, then fp16. The last error is raised. Raises DataError without a
+    repository or network: its message begins with ``key`` (an option, or a key and its value) and ends with
     ``expected``.
     """
     if not is_hub_name(name):
         raise DataError(f"{key} does not exist; {expected}")
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise DataError(f"{key} is no folder, and a name on the Hugging Face hub needs: pip install 'ddpm_ds[hub]'")
+        raise DataError(f"{key} is no folder, and the Hugging Face hub needs a package: pip install 'ddpm_ds[hub]'")
     import huggingface_hub
     from huggingface_hub.utils import logging
 
@@ -47,7 +47,11 @@ def from_hub(
         except Exception as error:  # huggingface_hub raises many types
             if cached:
                 continue
-            what = f"is no folder, and can't be had from the Hugging Face hub ({_reason(error)})"
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            message = without_secrets(getattr(error, "server_message", None) or str(error))  # a server may quote one
+            reason = (message.strip().splitlines() or [type(error).__name__])[0]
+            reason = reason if status is None else f"{status}: {reason}"
+            what = f"is no folder, and the Hugging Face hub does not give it ({reason})"
             raise DataError(f"{key} {what}; {expected}") from None
         try:
             return opened(folder)
@@ -55,11 +59,3 @@ def from_hub(
             fault = error
     assert fault is not None
     raise fault
-
-
-def _reason(error: Exception) -> str:
-    """Return an error of huggingface_hub in one line, without a secret that a server may quote."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    message = without_secrets(getattr(error, "server_message", None) or str(error))
-    lines = message.strip().splitlines() or [type(error).__name__]
-    return lines[0] if status is None else f"{status}: {lines[0]}"

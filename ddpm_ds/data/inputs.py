@@ -1,4 +1,4 @@
-"""Conditions in a file or folder of a user, for which images are drawn, read as the sources of a run read theirs."""
+"""Conditions in a user's file or folder, for which images are drawn; they are read as the run read its own."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ from ddpm_ds.ground.errors import DataError, SpecError
 
 OPTION = "--conditions"
 HOLE = "hole"
-"""Field of the pixels that are cut out of pictures, if they are given."""
+"""Field of the pixels that are cut out of pictures, if the user gives them."""
 SOURCES = {
     **dict.fromkeys((".npy", ".npz"), "arrays"),
     **dict.fromkeys((".h5", ".hdf5", ".he5"), "hdf5"),
     **dict.fromkeys((".nc", ".nc4"), "netcdf"),
     ".zarr": "zarr",
 }
-"""Sources by the suffix of a path; another one is of the run's own source, or a folder of pictures."""
+"""Sources by the suffix of a path; other paths have the run's own source, or are folders of pictures."""
 
 
 class Reading(NamedTuple):
-    """A field that is read by a function of positions (n,)."""
+    """Field that a function of positions (n,) reads."""
 
     read: Callable[[Indices], Values]
 
@@ -52,11 +52,11 @@ class GivenInputs:
 
     count: int
     key: str
-    """Changes whenever the files do."""
+    """Text that changes with the files."""
     fields: Mapping[str, Reading]
-    """Fields that conditions are made of."""
+    """Fields from which the conditions are made."""
     truths: Callable[[Indices], Values | None]
-    """Function that returns the true images (n, C, H, W) at positions (n,), None if they are not known."""
+    """Function that returns the true images (n, C, H, W) at positions (n,), None if they are unknown."""
 
 
 def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenInputs:
@@ -68,7 +68,7 @@ def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenIn
         return _pictures(data, path, key)
     source = "zarr" if path.is_dir() else SOURCES.get(path.suffix.lower(), data.source)
     if source not in FIELD_OPENERS:
-        raise DataError(f"{OPTION} {path} is of pictures, and the run learned named arrays; name a file of such")
+        raise DataError(f"{OPTION} {path} has pictures, and the run learned named arrays; name a file of arrays")
     arrays = open_at(OPTION, path, data.model_copy(update={"source": source}), FIELD_OPENERS[source])
     condition = data.condition or ConditionSpec()
     parts: dict[str, list[Variable]] = {}
@@ -90,7 +90,7 @@ def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenIn
 
 
 def _named(arrays: Arrays, key: str, names: tuple[str, ...], usual: tuple[str, ...]) -> list[Variable]:
-    """Return the arrays of these names; a file of a single array needs none, and one without names has a usual one."""
+    """Return the arrays with these names; a file's single array needs no name. Without names a usual one is taken."""
     if len(arrays.found) == 1 and len(names) <= 1:
         return arrays.checked([*arrays.found.values()])
     names = names or next(((name,) for name in usual if name in arrays.found), usual[:1])
@@ -98,7 +98,7 @@ def _named(arrays: Arrays, key: str, names: tuple[str, ...], usual: tuple[str, .
 
 
 def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFacts, data: DataSpec) -> Reading:
-    """Return the reader of a field from its arrays, which must be as the run learned them."""
+    """Return the reader of a field, whose arrays must have the shapes and types that the run learned."""
     stored = facts.fields[name]
     channels = sum(variable.channels for variable in variables)
     shapes = {(channels, *variable.shape[2 if len(variable.shape) in (2, 4) else 1 :]) for variable in variables}
@@ -131,14 +131,14 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
 
 
 def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
-    """Open pictures that conditions are made of: whole ones or, to be enlarged, small ones."""
+    """Open the pictures from which conditions are made: whole ones or, to be enlarged, small ones."""
     condition = data.condition or ConditionSpec()
     factor = condition.factor if condition.kind == "reduced" else 1
     small = (data.size[0] // factor, data.size[1] // factor)
     kind = SOURCES.get(path.suffix.lower(), "folder" if path.is_dir() else "")
     source: Source = FolderSource((".",), np.zeros(1, np.int64), path.parent, [path.name])
     if kind in ("hdf5", "netcdf", "zarr"):
-        raise DataError(f"{OPTION} {path} is of fields, and the run learned pictures; name a folder of pictures")
+        raise DataError(f"{OPTION} {path} has fields, and the run learned pictures; name a folder of pictures")
     if kind:
         try:
             source = open_source(data.model_copy(update={"source": kind, "path": path, "name": None}))
@@ -146,7 +146,7 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
             raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
 
     def read_one(i: int) -> tuple[Values, bool]:
-        """Return pixels (C, H, W) and whether they are the true image."""
+        """Return pixels (C, H, W), and whether they are the true image."""
         try:
             content = source.read(i)
             if factor > 1 and upright_size(content) == small:
@@ -173,7 +173,7 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
 
 
 def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values] | None:
-    """Return the reader of ``mask`` in a ``.npz``, (H, W) or (N, H, W), 1 where pixels are cut out, if there is one."""
+    """Return the reader of the array ``mask`` in a ``.npz``, (H, W) or (N, H, W), 1 where pixels are cut out."""
     if path.suffix.lower() != ".npz":
         return None
     arrays = open_at(OPTION, path, data, FIELD_OPENERS["arrays"])

@@ -1,4 +1,4 @@
-"""Latents, which diffusers' autoencoders make from images and which are learned instead of pixels (latent diffusion).
+"""Latents, which an autoencoder of diffusers makes from images; the U-Net learns them instead of pixels.
 
 ::
 
@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -44,31 +44,24 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 HALF = "diffusion_pytorch_model.fp16.safetensors"
-"""Files of an autoencoder's folder; weights in fp16 are read where others are missing."""
+"""Files of an autoencoder's folder; weights in fp16 are read if there are no others."""
 PIXELS_AT_ONCE = 2**18
-"""Pixels that are encoded or decoded together, at least one image: 4 images of 256x256. A layer of a common autoencoder
-has 128 values per pixel."""
+"""Pixels that are encoded or decoded together, at least one image. A common autoencoder has 128 values per pixel."""
 MOVED_PIXELS = 2**22
-"""Pixels encoded before the model moves back from the device to the host, at least one image."""
+"""Pixels that are encoded before the model moves back from the device to the host, at least one image."""
 SMALLEST_ELEMENT_BYTES = 2
 MOST_FLOAT16 = 65504.0
 AUTOENCODER, PIXELS = "autoencoder", "pixels/"
 """Key of the autoencoder, and prefix of the pixels' files, in the checksums of latents."""
-
 ToPixels = Callable[["Tensor"], "Tensor"]
 """Function from drawn images (N, C, H, W) float32 to uint8 pixels on the same device."""
-
 EXPECTED = f"name a folder that AutoencoderKL.save_pretrained of diffusers has written ({CONFIG}, {WEIGHTS})"
-Latents: TypeAlias = "npt.NDArray[np.float16]"
-"""(n, C, h, w)"""
-
-
 LAYERS = {"down_block_types", "up_block_types", "act_fn", "norm_num_groups", "sample_size", "mid_block_add_attention"}
-"""Keys of ``config.json`` that decide the layers alone."""
+"""Keys of ``config.json`` that only diffusers reads, to build the layers."""
 
 
 class _Config(BaseModel):
-    """Content of ``config.json``, with the defaults of diffusers, but for the keys of :data:`LAYERS`."""
+    """Content of ``config.json`` without :data:`LAYERS`, with the defaults of diffusers."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
@@ -81,17 +74,17 @@ class _Config(BaseModel):
     scaling_factor: Annotated[float, Field(gt=0.0)] = 0.18215
     shift_factor: float | None = None
     latents_mean: None = None
-    """Values by channel, which pipelines of SDXL read and ours does not."""
+    """Mean and spread by channel, which some pipelines of SDXL read; this code does not."""
     latents_std: None = None
     force_upcast: bool = False
-    """Whether fp16 is too small, as SDXL's says. Where it is missing diffusers has true, but SD 1.5's fits."""
+    """Whether activations overflow fp16, as SDXL's do. diffusers' default is true, but SD 1.5's, without it, fit."""
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Folder and properties of an autoencoder, whose weights are not loaded."""
+    """Folder and properties of an autoencoder; its weights are not loaded."""
 
     name: str
     """Value of ``data.autoencoder``."""
@@ -101,11 +94,11 @@ class Autoencoder:
     channels: int
     """Channels of a latent."""
     factor: int
-    """Height and width in pixels of the patch behind one position of a latent."""
+    """Pixels, each way, in one position of a latent."""
     scale: float
     shift: float
     needs_fp32: bool
-    """Whether its activations are beyond fp16."""
+    """Whether its activations overflow fp16."""
 
     @classmethod
     def open(cls, name: Path) -> Autoencoder:
@@ -146,7 +139,7 @@ class Autoencoder:
         return _weights(self.folder)
 
     def copy_to(self, folder: Path) -> None:
-        """Write it into a new folder, with its shift in the weights, since pipelines read no shift_factor."""
+        """Write the autoencoder into a new folder, its shift in the weights, since pipelines read no shift_factor."""
         folder.mkdir()
         if not self.shift:
             shutil.copyfile(self.folder / CONFIG, folder / CONFIG)
@@ -161,7 +154,7 @@ class Autoencoder:
         (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
     def unshifted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1)."""
+        """Return weights that have the shift in the convolutions around the latents, (out, in, 1, 1)."""
         import torch
 
         if not self.shift:
@@ -182,7 +175,7 @@ class Autoencoder:
 def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
     """Return the autoencoder of ``data``, None if pixels are learned; raises DataError.
 
-    ``learned`` are the checksums of the images that a checkpoint was trained on, which must be of this autoencoder.
+    ``learned`` has the checksums of a checkpoint's images, which must be latents of this autoencoder.
     """
     if data.autoencoder is None:
         return None
@@ -194,14 +187,11 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
         )
     if max(data.size) * found.factor > MOST_SIDE:
         raise DataError(
-            f"data.image_size = {written(data.size)} counts latents, each made of {found.factor}x{found.factor} pixels "
-            f"by data.autoencoder = {found.name}, and {MOST_SIDE:,} pixels are the most; use "
-            f"{MOST_SIDE // found.factor} or less"
+            f"data.image_size = {written(data.size)} counts latents, each of {found.factor}x{found.factor} pixels, "
+            f"and {MOST_SIDE:,} pixels are the most; use {MOST_SIDE // found.factor} or less"
         )
     if learned is not None and learned.get(AUTOENCODER) != found.digest:
-        raise DataError(
-            f"data.autoencoder = {found.name} is another than that whose latents were learned; name that one"
-        )
+        raise DataError(f"data.autoencoder = {found.name} did not make the latents that were learned; name that one")
     return found
 
 
@@ -218,13 +208,13 @@ def pixels_behind(latents: DataSpec, factor: int) -> DataSpec:
 
 
 def check_steps(data: DataSpec, levels: int) -> None:
-    """Raise DataError for buckets of latents that can't be halved from level to level of the U-Net."""
+    """Raise DataError if the U-Net can't halve the buckets' latents at each level."""
     if data.buckets is None or (autoencoder := autoencoder_of(data)) is None:
         return
     multiple = autoencoder.factor * 2 ** (levels - 1)
     if data.buckets.step % multiple:
         raise DataError(
-            f"data.buckets.step = {data.buckets.step} should be a multiple of {multiple} pixels: a latent is made of "
+            f"data.buckets.step = {data.buckets.step} should be a multiple of {multiple} pixels: a latent has "
             f"{autoencoder.factor}, and unet.multipliers halves latents {levels - 1} times"
         )
 
@@ -235,7 +225,7 @@ def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]
 
 
 def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums of the pixels behind images with these checksums, which may be pixels or latents."""
+    """Return the checksums of the pixels behind images, which may be pixels or latents, from their checksums."""
     of_pixels = {name.removeprefix(PIXELS): value for name, value in checksums.items() if name.startswith(PIXELS)}
     return of_pixels or {name: value for name, value in checksums.items() if not name.startswith((TEXTS, BUCKETS))}
 
@@ -246,7 +236,7 @@ def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels
 
 
 def _as_bytes(images: Tensor) -> Tensor:
-    """Return pixels in [-1, 1] as uint8, the exact inverse of :meth:`ddpm_ds.diffusion.process.Diffusion.prepare`."""
+    """Return pixels in [-1, 1] as uint8, the exact inverse of :meth:`ddpm_ds.diffusion.condition.Scale.to_unit`."""
     import torch
 
     pixels = images.add(1.0).mul_(127.5).round_()
@@ -256,7 +246,7 @@ def _as_bytes(images: Tensor) -> Tensor:
 class Coder:
     """Autoencoder on a device: in fp16 on CUDA unless it needs fp32, else in fp32.
 
-    A result that is not finite in fp16 is computed again in fp32, as all later ones; without memory the CPU takes over.
+    After a result that is not finite in fp16 it computes in fp32, and on the CPU once the device has no memory.
     """
 
     def __init__(self, autoencoder: Autoencoder, device: torch.device) -> None:
@@ -303,7 +293,7 @@ class Coder:
         return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
 
     def _mapped(self, work: Callable[[Any, Tensor], Tensor], images: Tensor, pixels: int) -> Tensor:
-        """Return ``work`` on images of so many ``pixels`` each as float32, in fp32 or on the CPU where it fails."""
+        """Return the float32 results of ``work`` on images of so many ``pixels`` each."""
         import torch
 
         done: list[Tensor] = []
@@ -323,12 +313,12 @@ class Coder:
                         continue
                 self._dtype = torch.float32
                 del self.model  # its weights may be rounded, so it must be loaded again
-        self.model.cpu()  # leaves the device to others
+        self.model.cpu()  # frees the device's memory
         return torch.cat(done)
 
 
-def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
-    """Yield latents of images ``numbers`` of a cache, in batches, with their positions; raises DataError."""
+def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, npt.NDArray[np.float16]]]:
+    """Yield positions and latents (n, C, h, w) of the images ``numbers``, in batches; raises DataError."""
     import torch
 
     together = max(1, MOVED_PIXELS // math.prod(cache.meta.shape[1:]))
@@ -340,7 +330,7 @@ def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
         if beyond.any():
             which = int(beyond.int().argmax())
             raise DataError(
-                f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} of image "
+                f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} from image "
                 f"{first + which} of {cache.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
                 f"or a smaller scaling_factor in its {CONFIG}"
             )
@@ -348,14 +338,13 @@ def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
 
 
 def _weights(folder: Path) -> Path:
-    """Return the file of the weights in an autoencoder's folder."""
     half = folder / HALF
     return half if half.is_file() and not (folder / WEIGHTS).exists() else folder / WEIGHTS
 
 
 @until_changed
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of weights; raises OSError, whose ``strerror`` is the reason, unless all are finite."""
+    """Return the SHA-256 of weights; raises OSError, with the reason, unless all values are finite."""
     with open_tensors(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
             tensor = tensors.get_tensor(name)

@@ -1,6 +1,6 @@
-"""Order in which training sees images, and loader of their micro-batches, as functions of the images seen.
+"""Order in which training sees images, and the loader of their micro-batches.
 
-It keeps no state, so a resumed run loses nothing. The next micro-batch is copied while the current one is used.
+Both are functions of the number of images seen, without a state, so a resumed run loses nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices, Subset
 from ddpm_ds.ground.keyed import Draws, Stream
 
 ROUNDS = 2**32
-"""Number of the stream of permutations that orders groups; a seed has others for images."""
+"""Number of the stream of permutations that orders groups; images have stream 0."""
 READ_BYTES, READ_IMAGES = 2**22, 512
-"""Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a
-millisecond."""
+"""Maximum bytes and images that are read together: a read has an overhead of a tenth of a millisecond."""
 
 
 @lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
@@ -38,14 +37,14 @@ def permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
 
 @dataclass(frozen=True)
 class Order:
-    """Order in which training sees images, a function of ``seed``: each once per epoch, shuffled anew.
+    """Order in which training sees images, a function of ``seed``: each image once per epoch, shuffled anew.
 
-    Each bucket of aspect has an endless order of its own. Buckets take turns in rounds: after R rounds, which have
-    about as many images as the data set, a bucket of n images has had floor(R n / group) groups, in a shuffled order.
+    Each bucket of aspect has an endless order of its own. Buckets take turns in rounds of about as many images as the
+    data set: in R rounds a bucket of n images has floor(R n / group) groups. A round's groups are shuffled.
     """
 
     counts: tuple[int, ...]
-    """Images of each bucket, or of all; of one with fewer than ``group`` some come again in a group."""
+    """Images of each bucket, or of the only one. A bucket of fewer than ``group`` repeats some in a group."""
     seed: int
     group: int = 0
     """Consecutive images of training that share a bucket; 0 without buckets."""
@@ -55,7 +54,7 @@ class Order:
         return self._turn(index // self.group)[0]
 
     def images_at(self, index: Indices) -> tuple[int, Indices]:
-        """Return the bucket of some images, int64 (n,) and of one group, and their positions in it, int64 (n,)."""
+        """Return the bucket of the images ``index`` of one group, int64 (n,), and their positions in the bucket."""
         bucket, places = 0, index
         if self.group:
             bucket, before = self._turn(int(index[0]) // self.group)
@@ -68,7 +67,7 @@ class Order:
         return bucket, images
 
     def _turn(self, group: int) -> tuple[int, int]:
-        """Return the bucket of a group, and how many groups of this bucket come before."""
+        """Return the bucket of a group, and the number of earlier groups of this bucket."""
         number = group * self.group // sum(self.counts)
         while self._before(number + 1) <= group:
             number += 1
@@ -86,13 +85,9 @@ class Order:
 
 @lru_cache(maxsize=4)
 def _round(order: Order, number: int) -> tuple[Indices, Indices]:
-    """Return each group's bucket in a round, and how many groups of this bucket come before in it."""
-    turns = np.concatenate(
-        [
-            np.full((number + 1) * count // order.group - number * count // order.group, bucket)
-            for bucket, count in enumerate(order.counts)
-        ]
-    )
+    """Return each group's bucket in a round, and the number of the round's earlier groups of this bucket."""
+    groups = [(number + 1) * count // order.group - number * count // order.group for count in order.counts]
+    turns = np.repeat(np.arange(len(groups)), groups)
     turns = turns[permutation(len(turns), order.seed, number, ROUNDS)]
     earlier = np.zeros_like(turns)
     for bucket in range(len(order.counts)):
@@ -123,30 +118,18 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Images of each batch that one of several replicas takes: they take turns, micro-batch by micro-batch.
+    """Share of one replica in the images of a batch: replicas take turns, micro-batch by micro-batch.
 
-    So a global batch has the same images in every layout. Example: batch of 8 images, micro-batches of 2, 2 replicas,
-    M = 2 micro-batches per replica::
+    So a batch has the same images in every layout. Example: batch of 8 images, micro-batches of 2, 2 replicas::
 
         position in batch   0 1   2 3   4 5   6 7
         replica             0     1     0     1
         micro-batch         0     0     1     1
-
-    Raises ValueError if ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
     """
 
-    batch_images: int
     micro_batch_images: int
     replicas: int = 1
     replica: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_images % self.turn:
-            raise ValueError(
-                f"batch_images = {self.batch_images} is no multiple of {self.replicas} x {self.micro_batch_images}"
-            )
-        if not 0 <= self.replica < self.replicas:
-            raise ValueError(f"replica = {self.replica} is not one of {self.replicas}")
 
     @property
     def turn(self) -> int:
@@ -167,15 +150,13 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the endless micro-batches of a replica, starting at image ``start_images`` of the run.
 
-    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). Of a cache with buckets of
-    aspect, ``group`` images that follow each other are of one bucket. ``workers`` threads read ahead; their errors are
-    raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``group`` or ``start_images``
-    of buckets is no multiple of the share's turn, and KeyError for a field that the cache does not have.
+    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). With buckets of aspect ``group``
+    consecutive images share a bucket; it and ``start_images`` are multiples of the share's turn. ``workers`` threads
+    read ahead; their errors are raised here. ``pin_memory`` puts the images into pinned memory. Raises KeyError for a
+    field that the cache does not have.
     """
     cache, among = images.cache, images.cache.by_bucket(images.positions)
     order = Order(tuple(map(len, among)), seed, group or 0)
-    if group is not None and (group % share.turn or start_images % share.turn):
-        raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {share.turn}")
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
     reads = _Reads(cache, among, order, share, start_images, pin_memory, fields)
@@ -185,32 +166,32 @@ def micro_batches(
 class ArrayPool:
     """Pool of freed host arrays, by size, as PyTorch has one of pinned memory.
 
-    The system clears memory before it gives it to a process, which takes as long as copying an image into it.
+    The system clears new memory, which takes as long as copying an image into it.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)  # by size in bytes
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Images:
-        """Return an array of any content, in memory that is free again when it and all views of it are gone."""
+        """Return an array of any content; its memory is free again when the array and all views of it are gone."""
         size = math.prod(shape) * dtype.itemsize
         free = self._free[size]
         try:
             memory = free.pop()
         except IndexError:
             memory = np.empty(size, np.uint8)  # numpy asks for huge pages, torch does not
-        array = np.asarray(memory.data)  # by way of a memoryview, so that a view of a view refers to this array
+        array = np.asarray(memory.data)  # a memoryview, so that a view of a view refers to this array
         weakref.finalize(array, free.append, memory).atexit = False
         return array.view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
 class _Reads:
-    """Reads of one replica, by number, of several micro-batches each, which may cross the end of a batch."""
+    """Reads of one replica, by number. A read has several micro-batches, which may belong to two batches."""
 
     cache: DatasetCache
     among: tuple[Indices, ...]
-    """Positions that are trained on in each bucket of aspect, or in the cache without buckets."""
+    """Positions of the training images in each bucket of aspect, or in the cache without buckets."""
     order: Order
     share: Share
     start_images: int = 0
@@ -267,13 +248,11 @@ def _ahead(reads: _Reads, threads: int) -> Iterator[MicroBatch]:
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
     """Yield the same endless micro-batches on ``device``, still uint8.
 
-    On CUDA each is copied on a separate stream while the one before is used; the current stream waits for the copy, but
-    the host does not::
+    On CUDA each is copied from pinned memory on a separate stream while training uses the one before. The current
+    stream waits for the copy, the host does not::
 
         copies        1     2     3           4
         current       .  1111111  2222222222  3333333
-
-    That needs ``batches`` in pinned memory. Without CUDA they are passed through.
     """
     if device.type != "cuda":
         yield from batches

@@ -1,4 +1,4 @@
-"""Source of a run's images, opened once, and the signs by which a cache notices that it has changed."""
+"""Source of a run's images, opened once, and the checks by which a cache notices that the source has changed."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ from ddpm_ds.data.writing import lock_of
 from ddpm_ds.ground.errors import DataError
 
 SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
-"""Number of images that a source is recognised by, and size of a source that is recognised by all."""
+"""A source is recognised by so many images; one with fewer bytes by all."""
 LOOKED_AT = 10_000
-"""Number of a source's folders, and of its files, whose sizes and times are compared before training; below its double
-all are. A look at 100,000 files takes 0.3 s on a local disk, but may take minutes over a network.
-"""
+"""About how many folders, and files, have their sizes and times compared before training: a look at 100,000 files takes
+0.3 s on a local disk, but may take minutes over a network."""
 
 
 class LazySource:
-    """Source of the images of ``data``, opened at its first use; that raises DataError and OSError."""
+    """Source of the images of ``data``, opened at its first use, which may raise DataError and OSError."""
 
     def __init__(self, data: DataSpec, progress: bool) -> None:
         self.data, self._progress = data, progress
-        beside = None if data.condition is None else data.condition.path
-        self.paths = [path for path in (data.path, beside) if path is not None]
+        condition_path = None if data.condition is None else data.condition.path
+        self.paths = [path for path in (data.path, condition_path) if path is not None]
 
     @cached_property
     def looks(self) -> list[dict[str, Look]]:
-        """Looks of each path, before it is read."""
+        """Sizes and times under each path, taken before it is read."""
         return [looks_of(path, self.data.reads_arrays) for path in self.paths]
 
     @cached_property
     def fields(self) -> FieldSource:
-        """Its named arrays, in a source of such."""
+        """Opened fields, for a source of named arrays."""
         _ = self.looks
         return open_fields(self.data)
 
     def pictures(self, bucket: Bucket | None) -> Source:
-        """Return its pictures, or those in a bucket of aspect."""
+        """Return all pictures, or the ones in a bucket of aspect."""
         return self._pictures if bucket is None else Members(self._pictures, bucket.members_of(self.shapes))
 
     @cached_property
@@ -61,7 +60,7 @@ class LazySource:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Shapes of its pictures, from a file that all buckets share, which is made again for other pictures."""
+        """Shapes of all pictures, read from a file that is made again when the pictures change."""
         self.data.store_root.mkdir(parents=True, exist_ok=True)
         content = sampled(self._pictures)[0]
         with lock_of(self._shapes_file):
@@ -73,9 +72,8 @@ class LazySource:
 
     @property
     def known_shapes(self) -> Shapes | None:
-        """Shapes of its pictures as they were found before, or None."""
-        found = read_shapes(self._shapes_file)
-        return None if found is None else found[1]
+        """Shapes in the file of an earlier run, or None."""
+        return None if (found := read_shapes(self._shapes_file)) is None else found[1]
 
     @property
     def _shapes_file(self) -> Path:
@@ -84,13 +82,13 @@ class LazySource:
     def key(self, sizes: tuple[Size, ...] | None = None) -> str:
         """Return the end of a cache's name: a hash of the source's keys and path, empty if its pixels never change.
 
-        ``sizes`` are those of all buckets of aspect.
+        ``sizes`` has the heights and widths of all buckets of aspect.
         """
         data = self.data
         keys = {key: getattr(data, key) for key in ("name", "split", "image_column", "label_column")}
         keys |= data.named_arrays | {"captions": None if data.text is None else data.text.captions}
-        if (beside := keys.pop("data.condition.path", None)) is not None:
-            keys["data.condition.path"] = os.path.realpath(beside)
+        if (condition_path := keys.pop("data.condition.path", None)) is not None:
+            keys["data.condition.path"] = os.path.realpath(condition_path)
         named = {key: value for key, value in {**keys, "data.buckets": sizes}.items() if value is not None}
         path = b"" if data.path is None else os.fsencode(os.path.realpath(data.path))  # resolve() fails on link loops
         if not (path or named):  # the source has pixels, and no files to decode
@@ -98,15 +96,12 @@ class LazySource:
         return f"-{sha256(path + (json.dumps(named).encode() if named else b'')).hexdigest()[:8]}"
 
     def origin(self, content: str) -> Origin | None:
-        """Return its state, for a cache of images with a hash ``content``; None if it is not at a path."""
+        """Return the source's state, which a cache keeps with the hash ``content``; None without a path."""
         known = dict(zip(("looks", "condition_looks"), self.looks, strict=False))
         return None if self.data.path is None else Origin(content=content, **known)
 
     def check_unchanged(self, origin: Origin | None, bucket: Bucket | None, cache: Path) -> None:
-        """Refuse a cache if the source has other sizes than at its ``origin``, or other times and content.
-
-        The source may be gone.
-        """
+        """Refuse a cache if the source has changed since its ``origin``; a source that is gone is no change."""
         data, note = self.data, ""
         if data.path is None or origin is None:
             return
@@ -121,8 +116,8 @@ class LazySource:
             content = origin.content
             if content.startswith(SAMPLED):
                 note = (
-                    f"data.path = {data.path} was written after {cache} was made of it, and is compared by some "
-                    f"images; if others have changed delete {cache}"
+                    f"data.path = {data.path} was written after {cache} was made of it; some of its images were "
+                    f"compared: if others have changed delete {cache}"
                 )
             try:
                 whole = data.reads_arrays
@@ -135,13 +130,13 @@ class LazySource:
                 return
         what = "images" if data.text is None else "images or captions"
         raise DataError(
-            f"data.path = {data.path} has other {what} than {cache} was prepared from; bring those back, or delete "
-            f"{cache} to prepare these"
+            f"data.path = {data.path} has other {what} than {cache} was prepared from; bring the old ones back, or "
+            f"delete {cache} to prepare the new ones"
         )
 
 
 def sampled(source: Source) -> tuple[str, bool]:
-    """Return a hash of names, labels and some images, or all of a small source, and whether images are files."""
+    """Return a hash of names, labels and some images (of a small source all), and whether images are encoded files."""
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
@@ -165,7 +160,7 @@ def sampled(source: Source) -> tuple[str, bool]:
 
 
 def looks_of(path: Path, whole: bool) -> dict[str, Look]:
-    """Return the looks of a path and some folders and files in it, by name; of a ``whole`` folder only one."""
+    """Return the looks of a path and of folders and files in it, by name; of a ``whole`` folder one for all files."""
     folders, files = [str(path)], list[str]()
     for above, folders_here, files_here in () if whole else os.walk(path):
         folders += (os.path.join(above, name) for name in folders_here)
@@ -177,7 +172,7 @@ def looks_of(path: Path, whole: bool) -> dict[str, Look]:
 
 
 def _look(path: Path, whole: bool) -> Look | None:
-    """Return size and time as :data:`Look`, or those of all files of a ``whole`` folder; None if it can't be seen."""
+    """Return the size and time of a path, or of all files in a ``whole`` folder; None if it can't be read."""
     try:
         status = os.stat(path)
         if whole and stat.S_ISDIR(status.st_mode):

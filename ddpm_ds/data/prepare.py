@@ -6,7 +6,7 @@
        │                  └──────captions────▶ encoded text     own, which :mod:`ddpm_ds.data.writing` writes
        └────read─────▶ fields ──regression───▶ residuals
 
-A :class:`Recipe` has all that is decided before: the folder of a cache, and what its images are made from.
+A :class:`Recipe` is decided before: the folder of a cache, and the source of its images.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import Chunk, Content, lock_of, write_cache
 from ddpm_ds.ground.errors import DataError
-from ddpm_ds.ground.host import processors
+from ddpm_ds.ground.host import processes_on_host, processors
 from ddpm_ds.ground.units import gib
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ VERIFIED_BYTES = 2**34
 
 @dataclass(frozen=True)
 class Recipe:
-    """Folder of a cache of images of one size, and what these are made from."""
+    """Folder of a cache whose images have one size, and the source of these images."""
 
     path: Path
     data: DataSpec
-    """Images, of the size of their bucket."""
+    """Section of the spec, with the size of the bucket."""
     source: LazySource
     bucket: Bucket | None = None
     """Bucket of aspect; None takes all images of the source."""
     base: Recipe | None = None
-    """Recipe of the pixels behind latents, or of the fields behind residuals."""
+    """Recipe for the pixels behind latents, or the fields behind residuals."""
     autoencoder: Autoencoder | None = None
 
 
@@ -66,7 +66,7 @@ class How:
     progress: bool = False
     """Whether bars and notes are shown."""
     verify: bool | None = None
-    """Whether checksums of an existing cache are compared, and its source; None compares checksums up to 16 GiB."""
+    """Whether checksums of an existing cache, and its source, are compared; None compares checksums up to 16 GiB."""
     encode_on: torch.device | None = None
     """Device for latents and text; None makes neither."""
     regression: Regression | None = None
@@ -74,7 +74,7 @@ class How:
 
 
 class Recipes:
-    """Recipes of the caches of ``data``, whose autoencoder is opened, and its source not yet; raises DataError."""
+    """Recipes of the caches of ``data``. The autoencoder is opened, the source not yet; raises DataError."""
 
     def __init__(self, data: DataSpec, progress: bool = False) -> None:
         self._data, self._progress = data, progress
@@ -82,10 +82,10 @@ class Recipes:
         self._factor = 1 if self._autoencoder is None else self._autoencoder.factor
 
     def all(self, group: int = 1, sizes: Sequence[Size] | None = None) -> list[Recipe]:
-        """Return the only recipe, or that of each bucket of aspect with images.
+        """Return the only recipe, or one for each bucket of aspect that has images; raises DataError.
 
-        The nearest to ``data.image_size`` is first. Buckets have ``group`` images or more to train on, or are those of
-        given ``sizes``. Raises DataError.
+        The nearest to ``data.image_size`` is first. Buckets have the given ``sizes``, or at least ``group`` training
+        images.
         """
         data, source, found = self._data, self._source, list[Recipe]()
         if data.buckets is None:
@@ -105,14 +105,14 @@ class Recipes:
         return found
 
     def known(self, group: int | None) -> Recipe:
-        """Return the first recipe without opening the source, as far as it is known."""
+        """Return the first recipe, without opening the source."""
         shapes = None if group is None else self._source.known_shapes
         return self.of() if group is None or shapes is None else self._of_buckets(shapes, group)[0]
 
     def shares(self, group: int, *, counted: bool) -> tuple[tuple[Size, float], ...]:
         """Return the size of each bucket, as ``data.image_size`` counts it, and its share of the images.
 
-        Shares are equal unless they are to be ``counted`` and images have been. Raises DataError.
+        Shares are equal unless ``counted`` is set and an earlier run has counted the images. Raises DataError.
         """
         if counted and (shapes := self._source.known_shapes) is not None:
             buckets = [each.bucket for each in self._of_buckets(shapes, group) if each.bucket is not None]
@@ -123,7 +123,7 @@ class Recipes:
         return tuple((self._counted(size), count / total) for size, count in found)
 
     def of(self, bucket: Bucket | None = None) -> Recipe:
-        """Return the recipe of the images of a bucket, or of all; its folder's name has all that decides them."""
+        """Return the recipe for a bucket's images, or for all; its folder's name has all that decides the images."""
         data, source, autoencoder = self._data, self._source, self._autoencoder
         if bucket is not None:
             data = data.model_copy(update={"image_size": self._counted(bucket.pixels)})
@@ -159,7 +159,7 @@ class Recipes:
 def class_names(data: DataSpec, group: int | None, classes: int | None) -> Sequence[str]:
     """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes.
 
-    ``group`` is the number of consecutive images that share a bucket of aspect, None without buckets.
+    ``group`` is the number of consecutive images in a bucket of aspect, None without buckets.
     """
     with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         names = cache.CacheMeta.read(Recipes(data).known(group).path).classes
@@ -169,36 +169,25 @@ def class_names(data: DataSpec, group: int | None, classes: int | None) -> Seque
 
 
 def prepare(
-    spec: DataSpec,
-    progress: bool = False,
-    *,
-    verify: bool | None = None,
-    encode_on: torch.device | None = None,
-    regression: Regression | None = None,
-    learned: Mapping[str, str] | None = None,
-    group: int = 1,
+    spec: DataSpec, how: How = How(), *, learned: Mapping[str, str] | None = None, group: int = 1
 ) -> cache.DatasetCache:
-    """Return the data-set cache of ``spec``, making all that is missing, as :func:`prepared`.
-
-    :class:`How` has the options; ``group`` is the least images of a bucket of aspect.
-    """
-    recipes = Recipes(spec, progress).all(group)
-    return prepared(recipes, How(progress, verify, encode_on, regression), learned)
+    """Return the :func:`prepared` cache of ``spec``; buckets of aspect have at least ``group`` images."""
+    return prepared(Recipes(spec, how.progress).all(group), how, learned)
 
 
 def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | None = None) -> cache.DatasetCache:
-    """Return the cache of the first of ``recipes`` with those of the others, and of the captions; raises DataError.
+    """Return the cache of the first recipe, with the caches of the others and of the captions; raises DataError.
 
-    An existing cache is used as it is, also if its source has gone. Several processes and hosts may call this at once
-    and share the work. ``learned`` are the checksums of a checkpoint's images: their cache is used though its source
-    has changed, as it is if ``how.verify`` is False.
+    Missing caches are made; several processes and hosts may call this at once and share the work. An existing cache is
+    used also if its source is gone. A changed source is refused, but not for the images of a checkpoint, whose
+    checksums are ``learned``, and not if ``how.verify`` is False.
     """
     encoders, text = None, recipes[0].data.text
     if text is not None:
         encoders = TextEncoders.open(text, how.encode_on)
         if how.encode_on is not None:
             _ = encoders.tokenizers, encoders.models if text.stored != "ids" else ()  # before hours of preparation
-    texts: dict[Path, cache.DatasetCache] = {}  # one, of all buckets
+    texts: dict[Path, cache.DatasetCache] = {}  # all buckets share one
     caches = []
     for recipe in recipes:
         known = learned
@@ -216,11 +205,16 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
             images = images.with_others(texts[path])
         caches.append(images)
     first, *others = caches
+    classes, count = len(first.meta.classes), sum(map(len, caches))
+    if how.progress and (unlabelled := sum(int((each.labels == classes).sum()) for each in caches)):
+        line = f"{unlabelled:,} images are in no folder, {count - unlabelled:,} in {classes:,} class folders"
+        fate = f"with unet.classes the {unlabelled:,} are learned without a class"
+        print(f"{recipes[0].data.path}: {line}; {fate}", file=sys.stderr)
     return first.with_others(None, others) if others else first
 
 
 def images_of(recipe: Recipe, how: How, learned: Mapping[str, str] | None = None) -> cache.DatasetCache:
-    """Return the cache of a recipe, without encoded captions; see :func:`prepared`."""
+    """Return the :func:`prepared` cache of one recipe, without encoded captions."""
     path, data, base, autoencoder = recipe.path, recipe.data, recipe.base, recipe.autoencoder
     if (found := _opened(path, how)) is not None:
         if found.meta.shape != data.stored_shape:
@@ -242,7 +236,7 @@ def images_of(recipe: Recipe, how: How, learned: Mapping[str, str] | None = None
         content = partial(source_content, recipe)
         if base is not None and autoencoder is not None and how.encode_on is not None:
             coder = Coder(autoencoder, how.encode_on)
-            _ = coder.model  # finds a damaged one before hours of preparation
+            _ = coder.model  # finds a damaged file before hours of preparation
             content = partial(latents_content, images_of(base, How(how.progress)), coder, data)
         elif base is not None and how.regression is not None:
             content = partial(residuals_content, images_of(base, How(how.progress)), how.regression)
@@ -254,10 +248,10 @@ def images_of(recipe: Recipe, how: How, learned: Mapping[str, str] | None = None
 
 
 def _text(path: Path, images: cache.DatasetCache, encoders: TextEncoders, how: How) -> cache.DatasetCache:
-    """Return the cache of the encoded captions of ``images``, made if the encoders have a device or need none."""
+    """Return the cache of the encoded captions; it is made if the encoders have a device or need none."""
     if (found := _opened(path, how)) is not None:
         if not found.meta.sha256.items() >= captions.text_sources(images, encoders).items():
-            raise cache.damaged(path, "it has text of other captions or encoders")
+            raise cache.damaged(path, "its text is from other captions or encoders")
         return found
     if encoders.device is None and encoders.spec.stored != "ids":
         raise _missing(f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it")
@@ -265,7 +259,7 @@ def _text(path: Path, images: cache.DatasetCache, encoders: TextEncoders, how: H
     if how.progress:
         print(
             f"{path.name}: {content.meta.count:,} distinct captions of {content.image_bytes:,} bytes "
-            f"({encoders.spec.stored}) take {gib(content.meta.count * content.image_bytes)}, "
+            f"({encoders.spec.stored}) need {gib(content.meta.count * content.image_bytes)}, "
             f"{gib(shutil.disk_usage(path.parent).free)} are free",
             file=sys.stderr,
         )
@@ -276,8 +270,8 @@ def _text(path: Path, images: cache.DatasetCache, encoders: TextEncoders, how: H
 
 
 def _opened(path: Path, how: How) -> cache.DatasetCache | None:
-    """Open the cache at ``path``; None if there is none."""
-    if not os.path.exists(path):  # also if a folder above it can't be entered, which making it reports
+    """Open the cache at ``path``; None without one."""
+    if not os.path.exists(path):  # also if a folder above it can't be entered, which is reported later
         return None
     verify = how.verify
     if verify is None:
@@ -299,7 +293,7 @@ def _made(path: Path, make: Callable[[], Content], progress: bool) -> cache.Data
 
 
 def _check_made_of(found: cache.DatasetCache, sources: Mapping[str, str], what: str, base: str) -> None:
-    """Refuse latents or residuals that were made of another ``base`` than there is now."""
+    """Refuse latents or residuals whose ``base`` has changed."""
     if changed := {name for name, checksum in sources.items() if found.meta.sha256.get(name) != checksum}:
         base = "weights" if REGRESSION in changed else base
         raise DataError(f"{found.path} has {what} of other {base} than there are now; delete it and try again")
@@ -317,7 +311,7 @@ def _unwritable(store_root: Path, error: OSError) -> DataError:
 
 
 def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
-    """Return the encoding of the distinct captions of ``images``."""
+    """Return the content of a text cache: the encoded distinct captions of ``images``."""
     texts, fields = captions.texts_of(images), captions.text_fields(encoders)
 
     def chunks(numbers: range) -> Iterator[Chunk]:
@@ -328,7 +322,7 @@ def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
 
 
 def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) -> Content:
-    """Return the encoding of all ``pixels`` to the latents of ``data``."""
+    """Return the content of a cache of latents, encoded from all ``pixels``."""
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
@@ -336,29 +330,24 @@ def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) ->
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
 
     fields = pixels.meta.fields and {**pixels.meta.fields, cache.IMAGES: cache.field_of("latents", data.shape)}
-    changes = {
-        "kind": "latents",
-        "shape": data.shape,
-        "fields": fields,
-        "sha256": sources_of(pixels, coder.autoencoder),
-    }
-    texts = captions.written(captions.texts_of(pixels)) if data.text is not None else None
-    return Content(pixels.meta.model_copy(update=changes), chunks, captions=texts)
+    made_from = {"fields": fields, "sha256": sources_of(pixels, coder.autoencoder)}
+    meta = pixels.meta.model_copy(update={"kind": "latents", "shape": data.shape, **made_from})
+    return Content(meta, chunks, captions=captions.written(captions.texts_of(pixels)) if data.text else None)
 
 
 def residuals_content(fields: cache.DatasetCache, regression: Regression) -> Content:
-    """Return the subtraction of predictions from all ``fields``."""
-    images = fields.meta.field(cache.IMAGES).model_copy(update={"offset": ()})
+    """Return the content of a cache of residuals: all ``fields`` minus their predictions."""
+    images = fields.meta.stored[cache.IMAGES].model_copy(update={"offset": ()})
     stored = {**fields.meta.fields, cache.IMAGES: images}
     meta = fields.meta.model_copy(update={"fields": stored, "sha256": made_of(fields, regression)})
     return Content(meta, lambda numbers: residuals(fields, regression, numbers), constants=fields.constants)
 
 
 def source_content(recipe: Recipe) -> Content:
-    """Open the source, before anything is decoded or written; raises DataError."""
+    """Open the source and return the content of its cache, before anything is decoded; raises DataError."""
     data, source = recipe.data, recipe.source
     known: dict[str, Any] = {"source": data.source, "folder": data.name if data.path is None else str(data.path)}
-    # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
+    # The time of a file counts while the cache is made; times in a folder may differ between hosts.
     of_files = [str(look) for path, look in zip(source.paths, source.looks, strict=True) if path.is_file()]
     most = data.max_bad_fraction
     if data.reads_arrays:
@@ -375,7 +364,7 @@ def source_content(recipe: Recipe) -> Content:
     if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
         stored[cache.CAPTIONS] = cache.StoredField(shape=(texts.table.shape[1],), values="int32")
-    threads = max(1, processors() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if are_files else 1
+    threads = max(1, processors() // processes_on_host()) if are_files else 1
     decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table, threads)
     meta = _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known)
     kept = None if texts is None else captions.written(texts.texts)
@@ -383,7 +372,7 @@ def source_content(recipe: Recipe) -> Content:
 
 
 def _meta_of(kind: cache.Kind, fields: Mapping[str, cache.StoredField], count: int, **known: Any) -> cache.CacheMeta:
-    """Return facts of a cache before it is made; ``fields`` of images alone are not kept."""
+    """Return the facts of a cache before it is made, which keep ``fields`` if there are others than images."""
     channels, height, width = fields[cache.IMAGES].shape
     shape = (channels, height, width)
     kept = {} if fields == {cache.IMAGES: cache.field_of(kind, shape)} else dict(fields)

@@ -25,33 +25,32 @@ class ConditionSpec(Section):
         needs("stored", types.OF_ARRAYS, "channels"),
         needs("grey", "data.channels=3"),
     ] = None
-    """Where the condition's channels come from: a second array of the same images, or made from the image itself:
-    reduced by `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a
-    rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
+    """Source of the condition's channels: a second array of the same images, or the image itself: reduced by `factor`
+    and enlarged again (super-resolution), its grey values (colourisation), or the image with a rectangle cut out and a
+    channel that is 1 there (inpainting). Null has none of these."""
     path: Annotated[types.FilePath | None, only_with("kind=stored or constants or vector", types.OF_ARRAYS)] = None
     """File or folder of the stored condition; null means `data.path`."""
     held_out_path: Annotated[types.FilePath | None, only_with("path", "data.held_out_path")] = None
-    """The same for the images in `data.held_out_path`, if the condition has a `path` of its own."""
+    """File or folder of the stored condition of the images in `data.held_out_path`, if `path` is given."""
     variables: Annotated[tuple[types.Variable, ...], only_with("kind=stored", types.OF_ARRAYS)] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
     condition, or the only one in a `path` of its own."""
     channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored")] = 0
-    """Channels of the stored condition; made ones are counted by themselves."""
+    """Channels of the stored condition; made channels are not counted here."""
     resize: Annotated[Literal["nearest", "bilinear", "bicubic"], only_with("kind=stored|reduced")] = "bilinear"
-    """How a condition of another size is brought to that of the image."""
+    """How a condition of another size is resized to the image's."""
     normalise: Annotated[types.Normalise, only_with("kind=stored or constants")] = None
-    """How the stored condition and the constants come to the U-Net's scale, each channel by statistics of its own; see
-    `data.normalise`."""
+    """Scaling of the stored condition and the constants, by channel, as `data.normalise` scales fields."""
     factor: Annotated[int, Field(ge=2, le=64), only_with("kind=reduced")] = 4
-    """Pixels of the image, each way, in one of the reduced image."""
+    """Pixels of the image, each way, in one pixel of the reduced image."""
     noise: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=reduced", types.OF_NOISE)] = 0.0
     """Highest level of the noise that is mixed into a reduced image, x -> sqrt(1 - level^2) x + level noise: each image
-    has a random level up to this one, which the U-Net reads too. Samples have level 0."""
+    has a random level up to this one, which the U-Net also reads. Samples have level 0."""
     cut: Annotated[tuple[types.Small, types.Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
     constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "constant_channels")] = ()
-    """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
-    they are stored once."""
+    """Names of arrays in `path`, (H, W) or (C, H, W), that all images share, such as the land's height; they are
+    stored once."""
     constant_channels: Annotated[int, Field(ge=0, le=256), needs("*", "constants")] = 0
     """Channels of all `constants`."""
     grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
@@ -63,8 +62,8 @@ class ConditionSpec(Section):
     vector_size: Annotated[int, Field(ge=0, le=4096), needs("*", "vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: types.Fraction = 0.0
-    """Share of the images whose condition, vector included, is replaced by zeros, which a flag says to the U-Net;
-    needed for guidance."""
+    """Share of the images whose condition, vector included, is replaced by zeros, with a flag for the U-Net; needed for
+    guidance."""
 
     def input_channels(self, image_channels: int) -> int:
         """Return all channels of the condition."""
@@ -87,16 +86,16 @@ class TextSpec(Section):
     """Hidden states that the U-Net reads: the last, normalised (SD 1.5 and 2), or those before the last layer
     (SDXL)."""
     captions: Annotated[str, Field(min_length=1, max_length=200)] = "text"
-    """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column: a text, or a
-    list of texts, one of which is taken each time an image is seen. Other images have their caption in a .txt or
-    .caption of their name."""
+    """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column. A caption is a
+    text, or a list of texts, of which one is drawn each time an image is seen. Other images have their caption in a
+    .txt or .caption file of their name."""
     drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """Replacement of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
     stored: Literal["float16", "int8", "ids"] = "float16"
-    """How captions are stored: encoded in 16 bits; in 8 with a scale for each token, in half of the space; or as the
-    tokenizers' ids alone, in a five-hundredth, which each rank that reads text encodes while it trains."""
+    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; or as
+    the tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains."""
 
 
 class BucketsSpec(Section):
@@ -105,18 +104,18 @@ class BucketsSpec(Section):
     step: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Heights and widths are multiples of this many pixels."""
     sizes: Literal["nearest", "sdxl"] = "nearest"
-    """Which sizes there are: for each height the width that comes nearest to the pixels of `image_size`, and for each
-    width the height, if it is within 6 %; or all of 90 to 100 % of these pixels, which at 1024
-    pixels are SDXL's own (41 with `widest` 4)."""
+    """Sizes of the buckets. nearest: for each height the width that comes nearest to the pixels of `image_size`, and
+    for each width the height, if within 6 %. sdxl: all sizes with 90 to 100 % of these pixels; at 1024 pixels they are
+    SDXL's own (41 with `widest` 4)."""
     widest: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
     """Largest ratio of the longer side to the shorter."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
-    replicas; null means `train.batch_images`. Images of buckets with fewer are in the next-best ones."""
+    replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""
 
 
 class DataSpec(Section):
-    """Images to learn."""
+    """Images that the U-Net learns."""
 
     source: Annotated[str, types.one_of(SOURCES), types.listed("Where images come from", SOURCES)]
     path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
@@ -153,26 +152,25 @@ class DataSpec(Section):
     values: Annotated[Literal["bytes", "float16", "float32"], only_with(types.OF_ARRAYS)] = "bytes"
     """How values are stored: bytes for pictures, floats for fields."""
     normalise: Annotated[types.Normalise, only_with(types.OF_FIELDS)] = None
-    """How fields come to the U-Net's scale, by channel: "statistics" subtracts the mean and divides by the standard
-    deviation, "range" maps the smallest and the largest value to -1 and 1; both are computed while the data are
-    prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
+    """Scaling of fields, by channel: "statistics" subtracts the mean and divides by the standard deviation, "range"
+    maps the smallest and the largest value to -1 and 1. Both are computed while the data are prepared, and undone in
+    samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
     mask: Annotated[types.Variable | None, only_with(types.OF_ARRAYS, types.PIXELS)] = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
-    elsewhere; or "nan", which masks NaN in the fields. Masked values are read as the mean of their channel, and NaN in
-    a condition too. Null refuses fields that are not finite."""
+    elsewhere; or "nan", which masks NaN in the fields. Masked values, and NaN in a condition, are read as the mean of
+    their channel. Null refuses fields that are not finite."""
     missing_chunks: Annotated[Literal["refuse", "fill"], only_with(types.OF_ARRAYS)] = "refuse"
-    """Response to missing chunks of a Zarr or HDF5 array: refuse it, or take its fill value for them, which is right
-    where a writer leaves out chunks that have this value alone."""
+    """Response to missing chunks of a Zarr or HDF5 array: refuse the array, or read its fill value for them, which is
+    right if the writer leaves out chunks that have only this value."""
     held_out: types.HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
     held_out_path: Annotated[types.FilePath | None, only_with(types.read_by_source("path"), "name=null")] = None
-    """Path of held-out images that are a source of their own, read by the same keys as `path`, such as a folder of
-    validation images or the file of another year; all of `path` is trained on. Null holds out images of `path`."""
+    """Path of a separate source of held-out images, read by the same keys as `path`, such as a folder of validation
+    images or the file of another year; all images of `path` are trained on. Null holds out images of `path`."""
     flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
-    """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
-    from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
-    has one channel."""
+    """Channels whose sign changes in a mirrored image, such as eastward wind: numbers from 0, first the fields' and
+    then the stored condition's, or names in `variables`, if each variable has one channel."""
     condition: Annotated[ConditionSpec | None, only_with(types.PIXELS, types.ONE_SIZE)] = None
     """Condition of each image; null learns images alone."""
     autoencoder: types.FilePath | None = None
@@ -195,10 +193,11 @@ class DataSpec(Section):
     horizontal_flips: Annotated[bool, only_with(types.PIXELS)] = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
-    images these are, of buckets of aspect about the same share of each. 0 holds out none, or all of `held_out_path`."""
+    """Number of images that are held out of training, for the held-out loss. This number and `held_out` alone decide
+    which images; each bucket of aspect gives about the same share. 0 holds out none, or all of `held_out_path`."""
     max_bad_fraction: types.Fraction = 0.01
-    """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
+    """Share of images, mostly unreadable ones, that preparation may leave out before it fails; skipped.txt names
+    them."""
     store_root: types.FilePath = Path("data")
     """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
     workers: Annotated[int, Field(ge=1, le=64)] = 2
@@ -264,7 +263,7 @@ class DataSpec(Section):
 
 
 def check_source(data: DataSpec) -> None:
-    """Check that a source has the keys that it needs, and none of another kind; raises ValueError with one line."""
+    """Check that a source has the keys that it needs, and no other source's; raises ValueError with one line."""
     source = SOURCES[data.source]
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
     ways = " or ".join(f"--set {key}={word}" for key, word in takes.items())

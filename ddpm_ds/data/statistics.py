@@ -1,7 +1,7 @@
-"""Statistics of a field by channel: count, mean, variance, smallest and largest value, gathered in parts and merged.
+"""Statistics of a field by channel, gathered in parts and merged.
 
-Sums are in float64 and around the mean of each part, so that values near 1e6 with a variance of 1e-4 are right. Source:
-Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance".
+Each part sums float64 distances from its own mean, so values near 1e6 with a variance of 1e-4 are right. Source: Chan,
+Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance".
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ a channel has no value."""
 
 
 class Kept(BaseModel):
-    """Part of a file of JSON that a cache or run keeps."""
+    """Part of a JSON file that a cache or a run keeps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Statistics(Kept):
-    """Statistics of all values of a field that are not masked, one number for each channel."""
+    """Statistics of a field's unmasked values, one number for each channel."""
 
     mean: Numbers
     std: Numbers
-    """Standard deviation of these values themselves: the mean squared distance is divided by their count."""
+    """Standard deviation, by the count of values and not the count minus one."""
     low: Numbers
     high: Numbers
 
@@ -40,19 +40,17 @@ class Statistics(Kept):
     def of(cls, moments: Moments) -> Statistics:
         """Return the statistics of values with these moments."""
         count, mean, squares, low, high = moments
-        std = np.sqrt(squares / np.maximum(count, 1.0))
-        return cls(
-            **{name: tuple(row.tolist()) for name, row in zip(cls.model_fields, (mean, std, low, high), strict=True)}
-        )
+        rows = (mean, np.sqrt(squares / np.maximum(count, 1.0)), low, high)
+        return cls(**{name: tuple(row.tolist()) for name, row in zip(cls.model_fields, rows, strict=True)})
 
 
 def rounding_of(name: str) -> str:
-    """Return the name under which moments of a field's rounding are gathered."""
+    """Return the key of the moments of a field's rounding errors."""
     return f"rounding of {name}"
 
 
 def moments_of(values: npt.NDArray[Any], masked: bool = False) -> Moments:
-    """Return the moments of values (C, ...), without NaN if these are ``masked``; the mean may not be finite."""
+    """Return the moments of values (C, ...), of ``masked`` ones without NaN; the mean may not be finite."""
     found = list[Moments]()
     for channel in values.reshape(len(values), -1):
         kept, blocks = channel[~np.isnan(channel)] if masked else channel, list[tuple[float, ...]]()
@@ -74,7 +72,7 @@ def shares_of_spread(values: Moments, errors: Moments) -> Numbers:
 
 
 def merged(parts: npt.NDArray[np.float64]) -> Moments:
-    """Return the moments of all values together of parts with moments (parts, 5, C)."""
+    """Return the moments of all parts together, whose own moments are (parts, 5, C)."""
     count, mean, squares, low, high = parts.swapaxes(0, 1)  # (parts, C) each
     total = count.sum(0)
     centre = (count / np.maximum(total, 1.0) * mean).sum(0)

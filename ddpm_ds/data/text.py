@@ -1,4 +1,4 @@
-"""Frozen encoders of captions, read from a folder that diffusers has written, and used as its pipelines use them.
+"""Frozen encoders of captions, from a folder that diffusers has written, used as its pipelines use them.
 
 SD 1.5 and 2 read the last hidden state of one encoder, normalised. SDXL reads the states before the last layer of two,
 joined along the channels, and the second's projection of the whole text, the pooled text. Source: diffusers'
@@ -39,7 +39,7 @@ EXPECTED = (
 SUFFIXES = ("", "_2")
 MOST_TOKENS = 4096
 TEXTS_AT_ONCE = 8
-"""Texts that are encoded together, always as many: a product of another shape may be rounded otherwise."""
+"""Texts that are encoded together, padded if they are fewer: products of other shapes may be rounded differently."""
 INDEX = "model_index.json"
 DOWNLOADED = [INDEX, *(f"{part}{suffix}/*" for part in ("tokenizer", "text_encoder") for suffix in SUFFIXES)]
 
@@ -51,25 +51,25 @@ class Encoded(NamedTuple):
     pooled: Tensor | None = None  # (N, channels) of the same dtype; None if the U-Net reads none
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Encoded:
-        """Return them after a ``change`` of both."""
+        """Return both after a ``change``."""
         return Encoded(change(self.tokens), None if self.pooled is None else change(self.pooled))
 
     def on(self, device: torch.device) -> Encoded:
-        """Return them on a device."""
+        """Return both on a device."""
         return self.each(lambda part: part.to(device))
 
     def rounded(self) -> Encoded:
-        """Return them in float16, as they are stored."""
+        """Return both in float16, as they are stored."""
         return self.each(lambda part: part.half())
 
 
 def widened(tokens: Tensor, scale: Tensor | None) -> Tensor:
-    """Return stored tokens (N, tokens, channels): int8 ones times their ``scale`` (N, tokens), others as they are."""
+    """Return stored tokens (N, tokens, channels), multiplied by their ``scale`` (N, tokens) if they are int8."""
     return tokens if scale is None else tokens * scale[:, :, None]
 
 
 class _Config(BaseModel):
-    """Part of an encoder's ``config.json`` that is read, with the defaults of transformers."""
+    """Keys of an encoder's ``config.json`` that this code reads, with the defaults of transformers."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,7 +83,7 @@ class _Config(BaseModel):
 
     @property
     def projects(self) -> bool:
-        """Whether it has a pooled text."""
+        """Whether the encoder makes a pooled text."""
         return self.architectures[0] == "CLIPTextModelWithProjection"
 
     @property
@@ -97,7 +97,7 @@ class _Config(BaseModel):
 
 @dataclass(frozen=True)
 class FilesOfEncoder:
-    """A tokenizer and its encoder, which are not loaded."""
+    """Folders of a tokenizer and its encoder; neither is loaded."""
 
     tokenizer: Path
     encoder: Path
@@ -106,7 +106,7 @@ class FilesOfEncoder:
 
 
 class TextEncoders:
-    """Encoders on a device, loaded at their first use: fp16 on CUDA, else fp32. Without a device they read text."""
+    """Encoders on a device, loaded when used: fp16 on CUDA, else fp32. Without a device only tokenizers load."""
 
     def __init__(self, spec: TextSpec, parts: Sequence[FilesOfEncoder], device: torch.device | None) -> None:
         self.spec, self.device, self._parts, self.count = spec, device, parts, len(parts)
@@ -114,7 +114,7 @@ class TextEncoders:
         self.channels = sum(each.hidden_size for each in configs)  # width of the encoded tokens
         self.tokens = configs[0].max_position_embeddings  # tokens of a text, padding included
         self.pooled_channels = next((each.projection_dim for each in configs if each.projects), None)
-        """Width of the pooled text; None if no encoder projects."""
+        """Width of the pooled text; None if no encoder makes one."""
         self.parameters = sum(each.parameters for each in configs)
         states = (each.max_position_embeddings * (each.num_hidden_layers + 1) * each.hidden_size for each in configs)
         self.elements = self.parameters + TEXTS_AT_ONCE * sum(states)
@@ -122,7 +122,7 @@ class TextEncoders:
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
-        """Open the encoders of ``spec`` and read their configurations alone; raises DataError."""
+        """Open the encoders of ``spec``, reading only their configurations; raises DataError."""
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
         return cls(spec, parts_of(spec), device)
@@ -131,19 +131,19 @@ class TextEncoders:
         """Refuse encoders without this ``digest``, if one is known; raises DataError."""
         if digest is not None and digest != self.digest:
             raise DataError(
-                f"data.text.encoders = {self.spec.encoders} has other encoders or tokenizers than those whose text was "
-                "learned; bring those back"
+                f"data.text.encoders = {self.spec.encoders} has other encoders or tokenizers than the run learned "
+                "from; bring the old ones back"
             )
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides how a text is encoded: the files of all parts and the layer."""
-        followed = hashlib.sha256(self.spec.layer.encode())
+        """SHA-256 of the layer's name and of all files that decide how a text is encoded."""
+        digest = hashlib.sha256(self.spec.layer.encode())
         for part in self._parts:
-            beside = sorted(path for path in part.tokenizer.iterdir() if path.suffix in (".json", ".txt"))
-            for path in (*beside, part.encoder / CONFIG, *_weights(part.encoder, part.variant)):
-                followed.update(f"{path.parent.name}/{path.name} {_checksum(path)}".encode())
-        return followed.hexdigest()
+            words = sorted(path for path in part.tokenizer.iterdir() if path.suffix in (".json", ".txt"))
+            for path in (*words, part.encoder / CONFIG, *_weights(part.encoder, part.variant)):
+                digest.update(f"{path.parent.name}/{path.name} {_checksum(path)}".encode())
+        return digest.hexdigest()
 
     @functools.cached_property
     def tokenizers(self) -> list[Any]:
@@ -186,7 +186,7 @@ class TextEncoders:
             raise _unusable(self.spec, f"{where} is damaged ({one_line(error)[:MOST_REASON]})") from None
 
     def ids(self, texts: Sequence[str]) -> Tensor:
-        """Return the tokens of ``texts`` by number, (N, encoders, tokens) int32; those beyond the most are cut off."""
+        """Return the numbers of the texts' tokens, (N, encoders, tokens) int32; longer texts are cut."""
         import torch
 
         padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
@@ -194,11 +194,11 @@ class TextEncoders:
         return torch.stack(found, dim=1).int()
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the encoded ``texts``, on the device, in the encoders' dtype; tokens beyond the most are cut off."""
+        """Return the encoded ``texts``, on the device, in the encoders' dtype; longer texts are cut."""
         return self.encode_ids(self.ids(texts))
 
     def encode_ids(self, ids: Tensor) -> Encoded:
-        """Return the encoded texts of :meth:`ids`, on the device, in the encoders' dtype."""
+        """Return the encoded texts from their :meth:`ids`, on the device, in the encoders' dtype."""
         import torch
 
         tokens: list[Tensor] = []
@@ -216,31 +216,28 @@ class TextEncoders:
         return Encoded(torch.cat(tokens), torch.cat(projected) if projected else None)
 
     def excess(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens of each text that are cut off."""
+        """Return how many tokens each text loses."""
         counts = [[len(ids) for ids in tokenizer(list(texts)).input_ids] for tokenizer in self.tokenizers]
         return [max(0, max(each) - self.tokens) for each in zip(*counts, strict=True)]
 
 
 def check_text(text: TextSpec | None, cross: CrossAttentionSpec | None) -> None:
-    """Refuse encoders whose text the U-Net can't read; raises DataError and SpecError."""
+    """Raise SpecError if the U-Net can't read the encoders' text, and DataError if they can't be opened."""
     if text is None or cross is None:
         return
     if (wrong := misfit(TextEncoders.open(text, None), cross)) is not None:
         key, wanted, found = wrong
         has, fix = ("none", "null") if found is None else (found, found)
         raise SpecError(
-            f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {text.encoders} have "
-            f"{has}; --set unet.text.{key}={fix}, or name other encoders"
+            f"unet.text.{key} = {wanted}, but data.text.encoders = {text.encoders} have {has}; --set unet.text.{key}="
+            f"{fix}, or name other encoders"
         )
 
 
 def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int, int | None] | None:
-    """Return the first key of ``unet.text`` that encoders don't fit, its value and theirs; None if they fit."""
-    for key, found in (
-        ("tokens", encoders.tokens),
-        ("context_channels", encoders.channels),
-        ("pooled_channels", encoders.pooled_channels),
-    ):
+    """Return the first key of ``unet.text`` that doesn't fit the encoders, its value and theirs; None if all fit."""
+    theirs = (encoders.tokens, encoders.channels, encoders.pooled_channels)
+    for key, found in zip(("tokens", "context_channels", "pooled_channels"), theirs, strict=True):
         if (wanted := getattr(cross, key)) is not None and wanted != found:
             return key, wanted, found
     return None
@@ -287,7 +284,7 @@ _checksum = until_changed(sha256_of)
 
 
 def _weights(encoder: Path, variant: str | None) -> list[Path]:
-    """Return the files of an encoder's weights, one or several; none if there are none of this ``variant``."""
+    """Return the files of an encoder's weights in this ``variant``, if any; None stands for full precision."""
     ending = rf"(\.{variant})?" if variant else ""
     whole = re.compile(rf"model{ending}(-\d+-of-\d+)?{ending}\.safetensors")
     return sorted(path for path in encoder.iterdir() if whole.fullmatch(path.name))

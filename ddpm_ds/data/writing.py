@@ -1,9 +1,9 @@
 """Writing of a data-set cache by all processes of a run, which share its folder.
 
-Images, and other fields of them, are written in order to files of bounded size, in a folder beside the cache. Hosts
-take files by their number, and the processes of a host the next one that no other has locked; who has no file left of
-its own helps the others. A finished file has a record of its labels and survives if its process is killed. A cache is
-complete or does not exist.
+Images and their other fields are written in order to files of bounded size, in a folder beside the cache. Each host
+begins with its own share of the files, and then helps the others; each of its processes takes the next file that no
+other has locked. A finished file has a record and survives if its process is killed. A cache is complete or does not
+exist.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ddpm_ds.data import cache
 from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of, shares_of_spread
 from ddpm_ds.ground.errors import DataError, one_line
 from ddpm_ds.ground.files import read_bytes, sha256_of, sync
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.units import gib
 
 SHARD_BYTES = 2**28
@@ -71,12 +72,12 @@ class Content:
     """Content of a cache, and the function that makes its images."""
 
     meta: cache.CacheMeta
-    """Known facts: ``count`` includes unreadable images, and ``sha256`` has checksums of what they are made from."""
+    """Known facts: ``count`` includes unreadable images, and ``sha256`` has the checksums of their sources."""
     chunks: Chunks
     state: str = ""
-    """State of the source; processes that find another one write a cache of their own."""
+    """State of the source; processes that find another state write a cache of their own."""
     constants: cache.Images | None = None
-    """Fields that are the same for all images, float32 (C, H, W)."""
+    """Fields that all images share, float32 (C, H, W)."""
     captions: bytes | None = None
     """Content of the file of distinct captions."""
     max_bad_fraction: float = 0.0
@@ -94,7 +95,7 @@ class Content:
 
     @property
     def digest(self) -> str:
-        """Hash of everything that processes which write one cache have to agree on."""
+        """Hash of all facts that the processes which write a cache must agree on."""
         meta = self.meta
         agreed = (meta.kind, meta.stored, meta.count, SHARD_BYTES, self.state, sorted(meta.sha256.items()))
         return sha256(repr(agreed).encode()).hexdigest()
@@ -115,8 +116,8 @@ def _lock_file(path: Path, name: str) -> Path:
 def write_cache(path: Path, content: Content, progress: bool, beginnings: int = 3) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    If the unfinished folder is removed, it is begun again, ``beginnings`` times in all. Raises DataError if the disk is
-    too small or too many images are unreadable, and OSError if the disk fails; finished files are kept then.
+    If the unfinished folder is removed, writing begins again, ``beginnings`` times in all. Raises DataError if the disk
+    is too small or too many images are unreadable. Raises OSError if the disk fails, and keeps the finished files.
     """
     if path.exists():
         return
@@ -125,7 +126,7 @@ def write_cache(path: Path, content: Content, progress: bool, beginnings: int = 
     if needed > free and not folder.exists():
         raise DataError(
             f"data.store_root = {path.parent} has {gib(free)} free, and the "
-            f"{'texts' if content.meta.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
+            f"{'texts' if content.meta.kind == 'text' else 'images'} need {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
     folder.mkdir(exist_ok=True)
@@ -138,10 +139,10 @@ def write_cache(path: Path, content: Content, progress: bool, beginnings: int = 
         if not path.exists():
             if beginnings == 1 or not isinstance(error, FileNotFoundError):
                 raise
-            # Another process gave up and removed the folder: meet the same fault, and report it.
+            # Another process gave up and removed the folder: retry, to hit the same error and report it.
             write_cache(path, content, progress, beginnings - 1)
     except DataError:
-        shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
+        shutil.rmtree(folder, ignore_errors=True)  # a source file that the user mends keeps its name
         raise
     sync(path.parent)
     locks = _lock_file(path, "[0-9]*")
@@ -162,15 +163,16 @@ class _Shards:
         self.path, self.folder, self.content, self.bar = path, folder, content, bar
         self.shards = content.shards
         self.found = {number for number in range(len(self.shards)) if (folder / _record_name(number)).exists()}
-        """Files of an earlier start, whose checksums this process has not compared yet."""
+        """Numbers of an earlier start's files, whose checksums this process has not compared yet."""
         self.records: dict[int, Record] = {}
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for those of this host, and return all records."""
-        rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        rank, world = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE"))
+        local = processes_on_host()
         hosts, every = max(1, world // local), range(len(self.shards))
         own = every[rank // local % hosts :: hosts]
-        # After its own files this host takes the others from the last on, which their hosts come to last.
+        # After its own files this host takes the other hosts' files, which they reach last.
         missing, seconds = [*own, *sorted({*every} - {*own}, reverse=True)], 0
         while missing:
             for number in missing:
@@ -182,18 +184,18 @@ class _Shards:
         return [self.records[number] for number in every]
 
     def _check_skipped(self, now: Sequence[tuple[str, str]] = ()) -> None:
-        """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows, ``now`` among them."""
+        """Raise DataError if more images, ``now`` included, are unreadable than ``data.max_bad_fraction`` allows."""
         skipped = [image for number in sorted(self.records) for image in self.records[number].skipped] + [*now]
         most, images = self.content.max_bad_fraction, self.content.meta.count
         if len(skipped) > most * images:
             name, reason = skipped[0]
             raise DataError(
-                f"data.max_bad_fraction = {most:g} is passed: {len(skipped)} of {images} images are unreadable so far, "
+                f"data.max_bad_fraction = {most:g}, but {len(skipped)} of {images} images are unreadable so far, "
                 f"first {name}: {reason}; fix or remove them, or raise it to skip them"
             )
 
     def _read_record(self, number: int) -> Record | None:
-        """Return the record of a file; None without one, or if that of an earlier start or its file is damaged."""
+        """Return the record of a file; None without one, or if an earlier start left a damaged record or file."""
         with suppress(OSError, ValueError):
             record = Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
             whole = len(record.labels) + len(record.skipped) == len(self.shards[number])
@@ -204,7 +206,7 @@ class _Shards:
         return None
 
     def _write_shard(self, number: int) -> Record:
-        """Write one file of each field and their record; headers are padded, so that their counts can change."""
+        """Write one file of each field and their record; padding lets a header's count change."""
         numbers = self.shards[number]
         labels, skipped, moments = list[int](), list[tuple[str, str]](), dict[str, Moments]()
         with ExitStack() as stack:
@@ -239,7 +241,7 @@ class _Shards:
 
     def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
         for name, file in files.items():
-            stored = self.content.meta.field(name)
+            stored = self.content.meta.stored[name]
             header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, header)
@@ -247,7 +249,7 @@ class _Shards:
 
 @contextmanager
 def _complete(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that is at ``path``, whole and on disk, once the body ends without an error."""
+    """Yield a file, and move it to ``path`` once the body has ended without an error."""
     temporary = path.with_name(f".{uuid4().hex[:8]}")
     try:
         with temporary.open("wb") as file:
@@ -259,7 +261,7 @@ def _complete(path: Path) -> Iterator[BinaryIO]:
 
 
 def _describe(folder: Path, content: Content, records: Sequence[Record]) -> None:
-    """Write the files of a cache other than its fields."""
+    """Write the files of a cache beside its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
     constants, fields = content.constants, sorted(content.meta.stored)

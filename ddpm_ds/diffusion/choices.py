@@ -1,14 +1,14 @@
 """Noise schedules, objectives and samplers: the mathematics behind the names in :mod:`ddpm_ds.schema.choices`.
 
 A schedule has timesteps (DDPM) or continuous noise levels (EDM, flow matching). To add a choice, write its function
-here, an entry in NOISE, TARGETS or STEPS, and one under the same name there; training, sampling and export read them.
+here, an entry in NOISE, TARGETS or STEPS, and one of the same name there; training, sampling and export read them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,10 +64,6 @@ class ContinuousSchedule:
     """Function of t that returns the noise level, in its shape and dtype."""
     visited: Callable[[SamplerSpec, int], Sequence[float]]
     """Function of the sampler and its number of steps that returns t at each evaluation, from noise to image."""
-    noise_mean: float
-    """Mean if `diffusion.noise_mean` is null."""
-    noise_std: float
-    """Standard deviation if `diffusion.noise_std` is null."""
     diffusers: str | None
     """Name as a class of schedulers of diffusers; None is not exported."""
 
@@ -93,23 +89,21 @@ def _curved(spec: DiffusionSpec, curve: Callable[[Tensor], Tensor]) -> Tensor:
     return (1.0 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
 
 
-def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
-    """Scale standard normal draws to the mean and standard deviation of the spec."""
-    kind = NOISE[spec.schedule]
-    assert isinstance(kind, ContinuousSchedule)
-    mean = kind.noise_mean if spec.noise_mean is None else spec.noise_mean
-    std = kind.noise_std if spec.noise_std is None else spec.noise_std
+def _noise(spec: DiffusionSpec, normal: Tensor, mean: float, std: float) -> Tensor:
+    """Scale standard normal draws to the mean and standard deviation of the spec, or to these where it has null."""
+    mean = mean if spec.noise_mean is None else spec.noise_mean
+    std = std if spec.noise_std is None else spec.noise_std
     return mean + std * normal
 
 
-def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
+def edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
     """Return the level sigma = exp(4 t), scaled to unit variance. Source: Karras et al. 2022, table 1."""
     sigma = (4.0 * t).exp()
     scale = (sigma**2 + spec.sigma_data**2).rsqrt()  # c_in
     return NoiseLevel(scale, scale * sigma, spec.sigma_data)
 
 
-def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
+def edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
     """Return t at falling sigmas. Source: Karras et al. 2022, eq. 5."""
     high, low = spec.sigma_max ** (1.0 / spec.rho), spec.sigma_min ** (1.0 / spec.rho)
     sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** spec.rho for number in range(steps)]
@@ -130,20 +124,16 @@ NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
     # Jabri et al. 2022; Chen 2023, algorithm 1, from -3 to 3 with tau = 1. diffusers' "sigmoid" is a sigmoid of betas.
     "sigmoid": NoiseSchedule(lambda spec: _curved(spec, lambda t: (-3.0 + 6.0 * t).sigmoid()), "trained_betas"),
     "edm": ContinuousSchedule(
-        time=lambda spec, normal: _noise(spec, normal) / 4.0,  # c_noise = log(sigma) / 4
-        level=_edm_level,
-        visited=_edm_visited,
-        noise_mean=-1.2,
-        noise_std=1.2,
+        time=lambda spec, normal: _noise(spec, normal, mean=-1.2, std=1.2) / 4.0,  # c_noise = log(sigma) / 4
+        level=edm_level,
+        visited=edm_visited,
         diffusers="EDMEulerScheduler",
     ),
     "flow": ContinuousSchedule(
-        time=lambda spec, normal: FLOW_TIMES * _noise(spec, normal).sigmoid(),
+        time=lambda spec, normal: FLOW_TIMES * _noise(spec, normal, mean=0.0, std=1.0).sigmoid(),
         # The line from image (t = 0) to noise (t = 1000): Lipman et al. 2023.
         level=lambda spec, t: NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES),
         visited=lambda spec, steps: [FLOW_TIMES * (steps - number) / steps for number in range(steps)],
-        noise_mean=0.0,
-        noise_std=1.0,
         diffusers=None,
     ),
 }
@@ -194,14 +184,9 @@ TARGETS = {
         error=lambda ratio: (ratio.sqrt() + 1.0) ** 2,
         diffusers=None,
     ),
-    "regression": Target(
-        target=lambda x0, eps, level: x0,
-        to_x0=lambda prediction, x_t, level: prediction,
-        error=lambda ratio: ratio * 0.0 + 1.0,
-        diffusers=None,
-    ),
 }
-"""What the U-Net predicts, by `diffusion.objective`.
+TARGETS["regression"] = replace(TARGETS["x0"], diffusers=None)
+"""Prediction targets of the U-Net, by `diffusion.objective`.
 
 Sources: DDPM, eq. 14 and 15 (eps); Salimans and Ho 2022, section 4 (v), whose v is the -F of Karras et al. 2022, eq. 8,
 for images of standard deviation 1; Lipman et al. 2023 (velocity).
@@ -219,7 +204,7 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a kind of sampler."""
+    """Steps of one kind of sampler."""
 
     coefficients: Callable[[SamplerSpec, Sequence[float]], list[Coefficients]]
     """Function of the spec and the visited alpha_bars that returns the coefficients of all steps but the last."""

@@ -1,8 +1,7 @@
 """The U-Net's inputs beside x_t, t and labels: a condition's channels, its noise level, a vector, and encoded text.
 
-Text is captions of a micro-batch, from 8 bits and some of them dropped, or prompts. All inputs are made on the device
-from stored values, and nothing waits for the device: a condition by the stage that makes x_t, text by each rank with
-transformer blocks, by the image's index alone, so that text is never sent.
+All of them are made on the device from stored values, and nothing waits for the device. The stage that makes x_t makes
+the condition. Each rank with transformer blocks makes its own text, so that text is never sent.
 """
 
 from __future__ import annotations
@@ -30,15 +29,12 @@ LUMA = (0.299, 0.587, 0.114)
 REST_SEED = 0
 """Seed of the rectangles cut out of held-out images and for drawn images, independent of the run's seed."""
 LEVEL_SCALE = 1000.0
-"""The U-Net's input for the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
+"""The U-Net's input for level 1, pure noise; the sinusoidal embedding is made for numbers of this size."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """Scale of stored values: ``shift`` is subtracted, then they are divided by ``size``.
-
-    If these are no tensors, bytes go to [-1, 1] and floats keep their values.
-    """
+    """Scale of stored values: (value - shift) / size. If these are numbers, bytes become [-1, 1] and floats stay."""
 
     shift: Tensor | float = 0.0
     """(C, 1, 1) float32 on the device, or a number: 127.5 for bytes, 0 for floats."""
@@ -48,7 +44,7 @@ class Scale:
     def of(
         cls, normalise: Normalise, statistics: Statistics | None, device: torch.device | str, *, pictures: bool = False
     ) -> Scale:
-        """Return the scale of a data set: of bytes for ``pictures``, else by ``normalise``; null keeps values."""
+        """Return a data set's scale: of bytes for ``pictures``, else by ``normalise``; None keeps the values."""
         if pictures:
             return cls(127.5, 127.5)
         if normalise is None:
@@ -62,7 +58,7 @@ class Scale:
         return cls(shift.float().to(device), size.float().to(device))
 
     def to_unit(self, values: Tensor) -> Tensor:
-        """Return stored values (N, C, H, W) on the U-Net's scale, float32 in channels-last memory format."""
+        """Return stored values (N, C, H, W) on the U-Net's scale (DDPM, section 3.3), float32 and channels-last."""
         unit = values.to(torch.float32, memory_format=torch.channels_last)
         if isinstance(self.shift, Tensor):
             return (unit - self.shift) / self.size
@@ -148,9 +144,9 @@ class Conditions:
     """Maker of the conditions of images.
 
     Args:
-        data: images and their condition.
-        statistics: for a stored condition that is normalised.
-        constants: (C, H, W), the same for all images, of their stored size.
+        data: section of the images and their condition.
+        statistics: of a stored condition, if it is normalised.
+        constants: channels (C, H, W) of the stored size that all images share.
     """
 
     def __init__(
@@ -216,13 +212,11 @@ class Conditions:
                 parts += [x0 * ~hole, hole.float()]
         if self._fixed is not None:
             parts.append(given.moves.of(self._fixed.expand(len(x0), -1, -1, -1)))
-        dropped = None
+        condition, vector = torch.cat(parts, dim=1) if parts else x0[:, :0], given.vector
         if spec.drop:
             dropped = torch.zeros_like(x0[:, 0, 0, 0], dtype=torch.bool)
             if given.trained:
                 dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
-        condition, vector = torch.cat(parts, dim=1) if parts else x0[:, :0], given.vector
-        if dropped is not None:
             condition = condition.masked_fill(dropped[:, None, None, None], 0.0)
             level = None if level is None else level.masked_fill(dropped, 0.0)
             flag = dropped.float()[:, None]
@@ -237,7 +231,7 @@ class Conditions:
         return (*made, "vector") if self.spec.vector_size else made
 
     def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
-        """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
+        """Return the conditions of images to draw: whole, without noise, and not mirrored.
 
         ``fields`` are stored values of :attr:`reads`, on the device, and ``scale`` is the images' scale.
         Rectangles are cut out by ``index`` (N,); a field ``hole`` (N, 1, H, W), bool, cuts out these pixels instead.
@@ -282,7 +276,7 @@ class Conditions:
         return F.interpolate(images, size, mode=mode, align_corners=False, antialias=smaller)
 
     def _hole(self, drawn: Tensor) -> Tensor:
-        """Return 1 in a rectangle of each image, (N, 1, H, W) bool: its sides and place from uniform draws (N, 4)."""
+        """Return a mask, true in a rectangle of each image, (N, 1, H, W); uniform draws (N, 4) make sides and place."""
         low, high = self.spec.cut
         inside = []
         for axis, pixels in enumerate(self._shape[1:]):
@@ -366,7 +360,7 @@ def described(pooled: Tensor | None, sizes: Tensor | None) -> Tensor | None:
 
 
 class Prompts:
-    """Encoded prompts of drawn images, which take them in turn, and the text that guidance leads away from.
+    """Encoded prompts, which drawn images take in turn, and the text that guidance leads away from.
 
     Args:
         unet: how the U-Net reads them.
@@ -398,7 +392,7 @@ class Prompts:
         return len(self._encoded.tokens)
 
     def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return the inputs of images ``index`` (N,) with their prompts, and the ones that guidance leads away from."""
+        """Return the inputs of images ``index`` (N,) with their prompts, and those that guidance leads away from."""
         mine = index % len(self)
         return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
 

@@ -43,9 +43,7 @@ def betas(spec: DiffusionSpec) -> Tensor:
 
 def alpha_bars(spec: DiffusionSpec) -> Tensor:
     """Return the remaining share of the image's variance, strictly falling, (T,) float64; the last is 0 with
-    `zero_terminal_snr`. Source: DDPM, above eq. 4.
-
-    Raises SpecError: a beta of the linear schedule is not below 1.
+    `zero_terminal_snr`. Raises SpecError as :func:`betas`. Source: DDPM, above eq. 4.
     """
     return torch.cumprod(1.0 - betas(spec), dim=0)
 
@@ -74,9 +72,9 @@ class Timesteps:
     """Noise levels of T timesteps, in float32 tables on `device`; raises SpecError for an impossible schedule."""
 
     dtype = torch.int64
-    """Type of t."""
+    """Data type of t."""
     normal = False
-    """Whether a t is made of a normal draw, or of a random word."""
+    """Whether t is made from a normal draw, or from a random word."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
         self._spec = spec
@@ -182,8 +180,8 @@ def check_guidance(sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
     if not any(map(sampler.guides_at, sigmas)):
         low, high = sampler.guidance_between
         raise SpecError(
-            f"sampler.guidance_between = {low:g},{high:g} holds none of the noise levels of the steps, which are from "
-            f"{min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that holds some"
+            f"sampler.guidance_between = {low:g},{high:g} has none of the steps' noise levels, which are from "
+            f"{min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that has some"
         )
 
 

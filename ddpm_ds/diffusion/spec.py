@@ -14,8 +14,7 @@ from ddpm_ds.schema import types
 from ddpm_ds.schema.choices import OBJECTIVES, SAMPLERS, SCHEDULES
 from ddpm_ds.schema.section import Format, Section, needs, only_with, refuse, unused
 
-LEAST_SIGNAL = 1e-30
-"""Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
+LEAST_SIGNAL = 1e-30  # smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows
 _NOT_EPS = types.those("objective", OBJECTIVES, lambda one: one.diffuses and one is not OBJECTIVES["eps"])
 
 
@@ -71,7 +70,7 @@ class DiffusionSpec(Section):
 
     @model_validator(mode="after")
     def _usual_betas(self) -> Self:
-        """Take the ends of betas that are usual for the schedule where none are given."""
+        """Take the schedule's usual first and last beta where none are given."""
         for key, usual in zip(("beta_start", "beta_end"), SCHEDULES[self.schedule].betas or (), strict=False):
             if key not in self.model_fields_set:
                 object.__setattr__(self, key, usual)  # the section is frozen for everyone else
@@ -82,14 +81,10 @@ class DiffusionSpec(Section):
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not OBJECTIVES[self.objective].diffuses:
             keys = ["objective"]
-        elif not schedule.continuous:
-            keys += [
-                "timesteps",
-                "zero_terminal_snr",
-                *(["beta_start", "beta_end"] if schedule.betas else []),
-            ]
-        else:
+        elif schedule.continuous:
             keys.append("sigma_data")
+        else:
+            keys += ["timesteps", "zero_terminal_snr", *(["beta_start", "beta_end"] if schedule.betas else [])]
         return {key: getattr(self, key) for key in keys}
 
 
@@ -126,14 +121,14 @@ class SamplerSpec(Section):
     variance: Literal["small", "large"] = "large"
     """Variance of ddpm's steps: the posterior's (small), or beta (large) as in DDPM on CIFAR-10."""
     clip: Literal["none", "static", "dynamic"] = "static"
-    """How each predicted clean image is kept in [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
+    """How each predicted clean image is limited to [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
     dynamic_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.995
     """Quantile of an image's magnitudes by which dynamic clipping divides it."""
     guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
     """Classifier-free guidance of a class-conditional U-Net: 1 means none, 0 ignores the class."""
     guidance_between: types.Sigmas = types.ALL_SIGMAS
-    """Interval of noise levels, as noise over signal (EDM's sigma), without its lower end, in which images are guided
-    (Kynkäänniemi et al.); elsewhere guidance is 1. Pure noise, where flow begins, counts as 1e6."""
+    """Interval of noise levels in which images are guided (Kynkäänniemi et al.), as noise over signal (EDM's sigma),
+    without its lower end; elsewhere guidance is 1. Pure noise, where flow begins, counts as 1e6."""
 
     @property
     def guides(self) -> bool:

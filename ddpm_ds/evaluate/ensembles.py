@@ -1,6 +1,6 @@
 """Scores of conditional runs: ensembles against true images, as a table, JSON, pictures and metrics for MLflow.
 
-A field is (C, H, W), and its ensemble (K, C, H, W), of any float dtype; sums are float64.
+A field is (C, H, W), and its ensemble (K, C, H, W), of any float dtype. Sums are float64.
 """
 
 import math
@@ -24,34 +24,34 @@ from ddpm_ds.ground.units import aligned
 from ddpm_ds.tracking.pictures import write_png
 
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
-"""Names of a picture's channels."""
+"""Names of a picture's channels, by their number."""
 MOST_PLOTS = 9
 """Maximum number of channels whose spectra are drawn."""
 LINES = {"truth": "#2b2b2b", "members": "#e07b39", "mean": "#3b7dd8"}
-"""Spectra in a plot, with the colours of their lines."""
+"""Colours of the spectra in a plot."""
 
 
 @dataclass(frozen=True)
 class EnsembleScores:
-    """Scores of a channel, or of all channels, over the pixels that count of all inputs."""
+    """Scores of one channel or of all, over the counted pixels of all inputs."""
 
     rmse: float
-    """Root mean square error of the ensemble mean, which is called its skill."""
+    """Root mean square error of the ensemble mean, also called its skill."""
     crps: float
     """Mean continuous ranked probability score; with one member the mean absolute error."""
     spread_over_skill: float | None
-    """Spread, the root of the members' mean variance, over skill, times sqrt((K + 1) / K). It is 1 if truth and members
-    have the same distribution, and None with one member and for a skill of 0. Source: Fortin et al. 2014, "Why
-    should ensemble spread match the RMSE of the ensemble mean?"."""
+    """Spread (root of the members' mean variance) over skill, times sqrt((K + 1) / K). It is 1 if members and truth
+    have one distribution; None with one member, or if the skill is 0. Source: Fortin et al. 2014, "Why should ensemble
+    spread match the RMSE of the ensemble mean?"."""
 
 
 @dataclass(frozen=True)
 class Spectra:
     """Power by wavenumber and channel, a mean over inputs, (C, wavenumbers).
 
-    Wavenumbers are 0, 1, 2, ... cycles per shorter side of the domain, whose pixels are squares. Each stands for the
-    ring of Fourier modes within half a cycle of it, of all directions. The power of a ring is the mean over its modes
-    of the squared amplitude, and the sum over rings of modes times power is the mean square of the field.
+    Wavenumbers are 0, 1, 2, ... cycles per shorter side of the domain, whose pixels are squares. Each stands for a
+    ring: the Fourier modes within half a cycle of it, in all directions. A ring's power is the mean squared amplitude
+    of its modes. Modes times power, summed over rings, is the mean square of the field.
     """
 
     modes: tuple[int, ...]
@@ -92,7 +92,7 @@ class FieldScores:
 
 
 class FieldScorer:
-    """Scorer that takes the ensemble of one input at a time, so that large fields need not be in memory at once.
+    """Scorer that takes one input's ensemble at a time, so that large fields need not be in memory at once.
 
     The CRPS is an unbiased estimate for infinitely many members (Ferro 2014, "Fair scores for ensemble forecasts").
     """
@@ -108,7 +108,7 @@ class FieldScorer:
     def add(self, members: Tensor, truth: Tensor, mask: Tensor | None = None) -> None:
         """Add the members (K, C, H, W) of one input and its truth (C, H, W); all inputs have the same shapes.
 
-        Pixels count where `mask`, (C, H, W) or (1, H, W), is not 0; elsewhere any value is ignored, NaN too.
+        Pixels count where `mask`, (C, H, W) or (1, H, W), is not 0. Elsewhere every value is ignored, NaN too.
         """
         self._inputs, self._members, self._size = self._inputs + 1, len(members), (truth.shape[1], truth.shape[2])
         self._masked = self._masked or mask is not None
@@ -179,8 +179,8 @@ def power_spectrum(values: Tensor) -> NDArray[np.float64]:
 def evaluate_ensembles(
     setup: Setup, out: Path | None, *, count: int | None, members: int | None, **numbers: int
 ) -> tuple[Request, FieldScores]:
-    """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
-    in a folder of their own in ``out``. ``numbers`` are ``seed`` and ``batch_images``.
+    """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all).
+    They get a folder of their own in ``out``. ``numbers`` are ``seed`` and ``batch_images``.
 
     Raises EvaluationError: the true images of the inputs are not known.
     """
@@ -210,7 +210,7 @@ def evaluate_ensembles(
 
 
 def ensemble_table(results: Sequence[tuple[Request, FieldScores]]) -> str:
-    """Return a table of some evaluations, with a line for each channel that names all its settings."""
+    """Return a table of some evaluations, with a line for each channel and all settings in it."""
     rows: list[tuple[str, ...]] = []
     for request, scores in results:
         header, *lines = scores.rows()
@@ -229,7 +229,7 @@ def ensemble_table(results: Sequence[tuple[Request, FieldScores]]) -> str:
 
 
 def spectra_plot(spectra: Spectra, channels: Sequence[str], path: Path) -> None:
-    """Write a PNG with the power by wavenumber of truths, members and ensemble means, a plot for each channel."""
+    """Write a PNG with a plot for each channel: power by wavenumber of truths, members and ensemble means."""
     shown = list(channels)[:MOST_PLOTS]
     columns = math.ceil(math.sqrt(len(shown)))
     rows = math.ceil(len(shown) / columns)

@@ -1,9 +1,9 @@
-"""Scores by published models: Inception v3's features by torch-fidelity (extra ``fid``), and a CLIP model that judges
-how well images fit their prompts (extra ``text``); and Fréchet distances of raw pixels.
+"""Scores by published models, and Fréchet distances of raw pixels. torch-fidelity (extra ``fid``) computes features of
+Inception v3. A CLIP model (extra ``text``) judges how well images fit their prompts.
 
-FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use features
-of VGG-16; Inception's features, as here and in ADM, give other numbers. A Fréchet distance of pixels depends on
-brightness, colours and the pixels that vary together; it can't be compared with an FID.
+FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use VGG-16.
+Inception's features, as here and in ADM, give other numbers. A Fréchet distance of pixels depends on brightness,
+colours and the pixels that vary together; it can't be compared with an FID.
 
 The CLIP score is 100 times the cosine of the embeddings of image and prompt, and 0 where that is negative, as
 torchmetrics defines it. Source: Hessel et al. 2021, "CLIPScore", who multiply by 2.5 instead.
@@ -35,9 +35,7 @@ Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
 
 LARGEST_SIDE_PIXELS = 32
-"""Maximum height and width in pixels; larger images are averaged down to it, since there are too few images for the
-covariance of more pixels.
-"""
+"""Height and width to which larger images are averaged down; the covariance of more pixels would need more images."""
 CHUNK_IMAGES = 4096
 EXTRACTOR = "inception-v3-compat"
 """torch-fidelity's name for its port of the TensorFlow network that published FIDs are computed with."""
@@ -45,13 +43,13 @@ LAYER = "2048"
 """torch-fidelity's name for the pooled features before the classifier."""
 KID_SUBSETS, KID_SUBSET_IMAGES = 100, 1000
 NEIGHBOUR = 3
-"""For precision and recall, the rank k of the neighbour whose distance is the radius of a sample's ball."""
+"""Rank k of the neighbour whose distance is the radius of a sample's ball, for precision and recall."""
 DISTANCES_AT_ONCE = 2048
-"""Number of rows of a distance matrix that are in memory at once, for precision and recall."""
+"""Rows of a distance matrix that are in memory at once, for precision and recall."""
 ANSWER_SECONDS = 10.0
-"""Maximum seconds for each answer from the host of the weights; without a limit a download could hang."""
+"""Maximum seconds for each answer from the weights' host; without a limit a download could hang."""
 SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
-"""Classes that torch-fidelity's cached statistics contain besides tensors."""
+"""Classes in torch-fidelity's cached statistics besides tensors."""
 EXPECTED = "name the folder of a CLIPModel with its processor, or its name on the hub: openai/clip-vit-large-patch14"
 DOWNLOADED = ("*.json", "merges.txt", "*.safetensors")
 TOKENIZERS = ("tokenizer.json", "vocab.json")
@@ -156,7 +154,7 @@ def find_inception(weights: Path | None) -> Inception:
 
 
 def _downloaded() -> Path:
-    """Return torch-fidelity's own file of Inception's weights, downloaded if it is missing."""
+    """Return torch-fidelity's own weights, downloaded if they are missing."""
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     url = str(URL_INCEPTION_V3)
@@ -182,15 +180,15 @@ def inception_scores(
     wanted: Collection[str],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against a
-    ``reference``, as far as they are ``wanted``, some of ``fid``, ``kid``, ``pr``.
+    """Compare uint8 images (N, C, H, W) with a ``reference`` by the ``wanted`` scores: ``fid``; ``kid``, which also
+    returns ``kid_std``; ``pr``, which returns ``precision`` and ``recall``.
 
-    The features of the reference are kept in ``cache``, under its key, the weights and the version of torch-fidelity.
+    The reference's features stay in the folder ``cache``, by its key, the weights and torch-fidelity's version.
     """
     from torch_fidelity import calculate_metrics
 
     kept = f"{reference.key[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
-    for path in cache.glob(f"{kept}-*.pt"):  # files that torch-fidelity can't read, or that hold code, are removed
+    for path in cache.glob(f"{kept}-*.pt"):  # unreadable files and files with code are removed
         try:
             with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
                 torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -1,7 +1,7 @@
 """Inputs that images are drawn for, by number: the held-out images of a run, or a file or folder of conditions.
 
 Image number I of a request with K members is member I % K of input I // K. A trained regression predicts fields from
-such inputs; their residuals are prepared as a data set.
+such inputs, and its residuals are cached as a data set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.diffusion.condition import Condition, Moves
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.schema.choices import OBJECTIVES
@@ -38,7 +38,7 @@ CONDITION_KEYS = ("kind", "variables", "channels", "constants", "constant_channe
 
 
 class Stored(Protocol):
-    """Field of images on disk."""
+    """Values of one kind for each image, on disk."""
 
     def read(self, positions: Indices, /) -> npt.NDArray[Any]:
         """Return the values (n, ...) at ``positions`` (n,)."""
@@ -50,16 +50,16 @@ class Inputs:
 
     trained: Trained
     fields: Mapping[str, Stored] = field(repr=False)
-    """Fields by name: the sources of conditions, and a mask of the true images, if they have one."""
+    """Values by name: the sources of conditions, and a mask of the true images, if they have one."""
     positions: Indices
     key: str
-    """Changes whenever the inputs do."""
+    """Checksum that changes whenever the inputs do."""
     truths: Callable[[Indices], npt.NDArray[Any] | None] = lambda positions: None
-    """Function that returns the true images at positions, None if they are not known."""
+    """Function from positions to true images; it returns None if they are not known."""
     labels: Indices | None = None
-    """(inputs,) int64, if classes are known."""
+    """Labels (inputs,) int64; None if no classes are known."""
     are_residuals: bool = False
-    """Whether true images are residuals, for a U-Net that draws residuals."""
+    """Whether the true images are residuals, as a U-Net draws that was trained on residuals."""
 
     @classmethod
     def open(cls, conditions: Path, trained: Trained) -> Inputs:
@@ -72,10 +72,10 @@ class Inputs:
     def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
         """Open the held-out images of a run with a condition; raises as :func:`held_out_images`."""
         _conditioned(trained)
-        store, positions = held_out_images(trained, f"--conditions {HELD_OUT}", dataset)
-        key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
-        labels = None if trained.unet_spec.classes is None else store.labels[positions]
-        return cls(trained, store.fields, positions, key, store.images.read, labels, are_residuals=True)
+        cache, positions = held_out_images(trained, f"--conditions {HELD_OUT}", dataset)
+        key = hashlib.sha256(f"{cache.key} {positions.tolist()}".encode()).hexdigest()
+        labels = None if trained.unet_spec.classes is None else cache.labels[positions]
+        return cls(trained, cache.fields, positions, key, cache.images.read, labels, are_residuals=True)
 
     @classmethod
     def at(cls, path: Path, trained: Trained) -> Inputs:
@@ -86,7 +86,7 @@ class Inputs:
 
     @classmethod
     def of_states(cls, trained: Trained, states: Tensor) -> Inputs:
-        """Return inputs that are drawn images themselves, (n, C, H, W) in physical units."""
+        """Return inputs made of drawn images (n, C, H, W) in physical units."""
         fields = {CONDITION: Reading(lambda positions: states.numpy()[positions])}
         return cls(trained, fields, np.arange(len(states)), "")
 
@@ -109,7 +109,7 @@ class Inputs:
         return found.each(lambda tensor: tensor[every])
 
     def shown(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return pictures of inputs, (n, c, H, W) float32 in their stored units, on the CPU; None without channels."""
+        """Return pictures of inputs (n, c, H, W), float32 in stored units, on the CPU; None without channels."""
         found = self.trained.conditions.shown(self.condition(numbers, self.trained.device), self.trained.scale)
         return None if found is None else found.cpu()
 
@@ -131,12 +131,12 @@ class Inputs:
         return Moves(self.trained.data.size).of(self._read("mask", np.asarray(numbers, np.int64)))
 
     def base(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the regression's predictions, (n, C, H, W) float32 on the CPU, for residuals; else None."""
+        """Return the regression's predictions (n, C, H, W), float32 on the CPU; None if residuals are not drawn."""
         regression = self.trained.regression
         return None if regression is None else replace(self, trained=regression).predicted(numbers)
 
     def predicted(self, numbers: Sequence[int]) -> Tensor:
-        """Return the predictions of ``trained``, a regression, (n, C, H, W) float32 in physical units on the CPU."""
+        """Return predictions (n, C, H, W) of a regression, ``trained``: float32 in physical units, on the CPU."""
         trained, device = self.trained, self.trained.device
         with torch.inference_mode():
             drawing = Drawing(
@@ -179,7 +179,7 @@ def check_unconditioned(trained: Trained) -> None:
 
 
 def _conditioned(trained: Trained) -> DataSpec:
-    """Return the data section of a run with a condition; raises SpecError without one."""
+    """Return the data section of a run with a condition; raise SpecError for a run without."""
     if not trained.is_conditioned:
         raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")
     return trained.data
@@ -188,11 +188,11 @@ def _conditioned(trained: Trained) -> DataSpec:
 def held_out_images(
     trained: Trained, asked: str, dataset: Path | None = None, *, instead: str = "name a file or folder"
 ) -> Subset:
-    """Return a run's held-out images, with the statistics of its training images, from its data set or a copy at
-    ``dataset``. Messages have the option ``asked`` and the fix ``instead``.
+    """Return a run's held-out images, from its cache or a copy at ``dataset``, with the statistics of its training
+    images. Messages name the option ``asked`` and the fix ``instead``.
 
     Raises:
-        DataError: the data set is missing, damaged, or not the run's.
+        DataError: the cache is missing, damaged, or not the run's.
         SpecError: there is no run, or it has held out no image.
     """
     if trained.spec is None:
@@ -205,13 +205,13 @@ def held_out_images(
         raise SpecError(f"--dataset {dataset}: {trained.origin} has text or buckets, in folders of their own; {fix}")
     learned, held_out = training_and_held_out(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
-    store = prepare_held_out(data, group, known) if dataset is None else DatasetCache.open(dataset, progress=True)
-    if by_field(store.meta.sha256) != known:
+    cache = prepare_held_out(data, group, known) if dataset is None else DatasetCache.open(dataset, progress=True)
+    if by_field(cache.meta.sha256) != known:
         kind = "data set" if known is learned else "held-out data set"
-        raise DataError(f"{store.path} is not the {kind} of {trained.origin}; name that one")
+        raise DataError(f"{cache.path} is not the {kind} of {trained.origin}; name that one")
     if trained.facts is not None:
-        store = store.with_statistics(trained.facts.statistics)
-    return parts(data, store, store)[1]
+        cache = cache.with_statistics(trained.facts.statistics)
+    return parts(data, cache, cache)[1]
 
 
 def held_out_captions(trained: Trained) -> list[str]:
@@ -242,7 +242,7 @@ class TrainedRegression:
                 raise SpecError(f"data.residual_of = {path} {fault}")
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""
+        """Return the fields (n, C, H, W) that it predicts for ``positions`` (n,) of a cache, in their units."""
         if (facts := self._trained.facts) is not None:
             fields = fields.with_statistics(facts.statistics)  # masked values are read as in its training
         inputs = Inputs(self._trained, fields.fields, positions, key="")
@@ -251,7 +251,7 @@ class TrainedRegression:
 
 
 def _compared(data: DataSpec) -> dict[str, object]:
-    """Return keys that must be equal in a regression and in the run on its residuals, with values as in a spec."""
+    """Return values, as a spec has them, that must be equal in a regression and in the run on its residuals."""
     condition = data.condition or ConditionSpec()
     values = {"data.channels": data.channels, "data.image_size": written(data.size), "data.variables": data.variables}
     values |= {f"data.condition.{key}": getattr(condition, key) for key in CONDITION_KEYS}

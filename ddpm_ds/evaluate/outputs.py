@@ -1,4 +1,4 @@
-"""Requests for images, the folder in which drawn ones gather, and their outputs: a folder of PNG files with a grid,
+"""Requests for images, the folder that gathers drawn images, and their outputs: a folder of PNG files with a grid,
 `.npz`, `.npy` and Zarr, and a child run in MLflow. Every output is complete or does not exist.
 """
 
@@ -46,27 +46,29 @@ class Request(BaseModel):
     """Checksum of the weights."""
     precision: str
     guide: str | None = None
-    """Path of the guiding weights, if any; without, guidance uses "no label"."""
+    """Path of the guiding weights; None if guidance uses "no label"."""
     guide_digest: str | None = None
     sampler: SamplerSpec
     """Sampler; its number of steps is filled in."""
     seed: int
     labels: tuple[int, ...] | None
-    """Labels that the images take in turn: image i takes number i modulo their number; None means no labels."""
+    """Labels that the images take in turn, image i number i modulo their number; None means no labels."""
     first: int = 0
     count: int = 0
     batch_images: int = 0
     """Number of images per batch; another number gives the same images only up to rounding."""
     inputs: str | None = None
-    """Checksum of the inputs that images are drawn for; None without."""
+    """Checksum of the inputs that images are drawn for; None without inputs."""
     members: int = 1
     """Number of images of each input: image i is one of input i // members."""
     steps_ahead: int = 1
-    """Number of states that follow each other, of each image."""
+    """Number of successive states of each image."""
     prompts: tuple[str, ...] | None = None
     """Prompts that the images take in turn; None for a U-Net that reads no text."""
+    size: tuple[int, int] | None = None
+    """Height and width in pixels; None for the size that the U-Net learned."""
     negative: str | None = None
-    """Negative prompt, which guidance leads away from; None is no text."""
+    """Prompt that guidance leads away from; None means no text."""
 
     @property
     def index(self) -> range:
@@ -93,12 +95,13 @@ class Request(BaseModel):
         exclude = {"origin", "weights", "images_seen", "guide", "batch_images"}
         exclude |= {"inputs", "members", "steps_ahead"} if self.inputs is None else set()
         exclude |= {"prompts", "negative"} if self.prompts is None else set()
+        exclude |= {"size"} if self.size is None else set()
         return hashlib.sha256(self.model_dump_json(exclude=exclude).encode()).hexdigest()[:8]
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn errors of the file system in the body into an OutputError about ``path``."""
+def as_output_error(path: Path) -> Iterator[None]:
+    """Turn OSErrors of the body into OutputErrors about ``path``."""
     try:
         yield
     except OSError as error:
@@ -107,7 +110,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class DrawnImages:
-    """Folder in which the images of one request gather, however often their command stops.
+    """Folder that gathers the images of one request, however often the command stops.
 
     ::
 
@@ -117,7 +120,7 @@ class DrawnImages:
             000000064-64.npy
             images.npy          all images, once none is missing; it replaces the batches
 
-    Files say by their names which images are drawn, so the folder's name has to hold the request's key. Every method
+    Only the files' names say which images are drawn, so the folder's name has to hold the request's key. Every method
     may raise OutputError: the file system refuses.
     """
 
@@ -127,11 +130,11 @@ class DrawnImages:
 
     @property
     def count(self) -> int:
-        """Number of images that are there."""
+        """Number of images that have been drawn."""
         return self._request.count - sum(map(len, self.missing()))
 
     def missing(self) -> list[range]:
-        """Return the numbers of the images in each batch that is not there."""
+        """Return the batches that are not drawn yet, each as the numbers of its images."""
         names = set(os.listdir(self._folder)) if self._folder.exists() else set()
         batches = () if self._whole.name in names else self._request.batches
         return [batch for batch in batches if self._path(batch).name not in names]
@@ -140,13 +143,13 @@ class DrawnImages:
         """Write the images of a batch."""
         content = io.BytesIO()
         np.save(content, images.numpy())
-        with writing(self._folder):
+        with as_output_error(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._path(batch), content.getvalue())
 
     def images(self) -> np.ndarray:
         """Return all images in order, mapped into memory; none may be missing."""
-        with writing(self._folder):
+        with as_output_error(self._folder):
             if not self._whole.exists():
                 temporary = self._whole.with_name(".images.npy.tmp")
                 first = np.load(self._path(self._request.batches[0]), mmap_mode="r")
@@ -179,13 +182,13 @@ def titled_grid(
     request: Request | None = None,
     channel: int = 0,
 ) -> Image.Image:
-    """Return a titled grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``; images for
-    ``inputs`` are in rows beside these. Fields are shown by a ``channel``.
+    """Return a titled grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``. Images for
+    ``inputs`` stand in rows beside their inputs. A picture of fields shows one ``channel``.
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     spec = trained.spec
-    names = [] if spec is None else class_names(spec.data, spec.bucket_group, spec.unet.classes)
+    names = [] if spec is None else [*class_names(spec.data, spec.bucket_group, spec.unet.classes), "no class"]
     classes = [] if labels is None else labels.tolist()
     captions = [names[label] if names else str(label) for label in classes]
     if request is not None and request.prompts is not None:
@@ -201,8 +204,8 @@ def titled_grid(
 
 
 def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:
-    """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder with a variable for each channel, and the
-    coordinates of the run's data; the inputs are numbered from ``first`` on.
+    """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder: a variable for each channel, with the
+    coordinates of the run's data. Inputs are numbered from ``first`` on.
     """
     import xarray
 
@@ -215,16 +218,16 @@ def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> 
         if found is not None and len(found.values) == pixels:
             coordinates[found.name] = (found.name, list(found.values), {"units": found.units})
     channels = {name: (dims, images[..., number, :, :]) for number, name in enumerate(trained.channels)}
-    with new_folder(path) as folder:
+    with new_output(path) as folder:
         xarray.Dataset(channels, coordinates).to_zarr(folder, mode="w", consolidated=False)
 
 
 def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) -> None:
-    """Write a ``.npy`` of images, or an ``.npz``: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64,
-    if any. Names and axes are guided-diffusion's (Dhariwal and Nichol 2021), which evaluators read.
+    """Write images as ``.npy``, or as ``.npz``: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64, if
+    any. Evaluators read these names and axes, which are guided-diffusion's (Dhariwal and Nichol 2021).
     """
     temporary = temporary_beside(path)
-    with writing(path):
+    with as_output_error(path):
         with temporary.open("wb") as file:
             if path.suffix.lower() == ".npy":
                 np.save(file, images)
@@ -237,14 +240,16 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
 
 def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
     """Write a new folder of PNG files: the grid, and each picture (N, C, H, W) uint8 by its number in ``index``."""
-    with new_folder(path) as folder:
+    with new_output(path) as folder:
         grid.save(folder / GRID)
         for number, image in zip(index, images, strict=True) if images.dtype == np.uint8 else ():
             picture(torch.from_numpy(np.array(image))).save(folder / f"{number:06}.png")
 
 
-def check_new_folder(path: Path) -> None:
-    """Raise OutputError if ``path`` holds something or is the current folder."""
+def check_new(path: Path, *, file: bool = False) -> None:
+    """Raise OutputError if ``path`` holds something or is the current folder; a new ``file`` may not exist at all."""
+    if file and path.exists():
+        raise OutputError(f"{path} exists; name a new file")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
     if path.resolve() == Path.cwd():
@@ -252,20 +257,21 @@ def check_new_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
+def new_output(path: Path, *, file: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder, or the path of a ``file``, that becomes ``path`` when the body ends.
 
-    Raises OutputError: as :func:`check_new_folder`, or the file system refuses.
+    It is removed if the body raises. Raises OutputError: as :func:`check_new`, or the file system refuses.
     """
-    check_new_folder(path)
+    check_new(path, file=file)
     path = path.absolute()
     existing = next(folder for folder in path.parents if folder.exists())
     temporary = temporary_beside(existing / path.name)
+    written = temporary / path.name if file else temporary
     try:
         temporary.mkdir()
-        yield temporary
+        yield written
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.replace(path)  # replaces an empty folder of that name
+        written.replace(path)  # replaces an empty folder of that name
         sync(path.parent)
     except OSError as error:
         if error.strerror is None:
@@ -289,10 +295,10 @@ def record_child(
     metrics: Mapping[str, float] | None = None,
     artifacts: Mapping[Path, str],
 ) -> None:
-    """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
+    """Record finished work as a child of the run that saved ``trained``, and print its address.
 
-    Weights outside a run's folder have no parent: a line says that nothing is recorded. The step of ``metrics`` is the
-    checkpoint's number of images seen. ``artifacts`` are files and folders, each with its destination.
+    Weights outside a run's folder have no parent; a line then says that nothing is recorded. The step of ``metrics`` is
+    the checkpoint's number of images seen. ``artifacts`` are files and folders, each with its destination.
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
@@ -314,5 +320,5 @@ def record_child(
     for path, folder in artifacts.items():
         tracker.artifact(path, folder)
     link = tracker.finish("FINISHED")
-    found = f"MLflow run {link.run_id}\nopen with  {link.open_with}"
+    found = f"MLflow run {link.run_id}\nopen with  {f'{link.command}  and open  ' if link.command else ''}{link.url}"
     print(f"MLflow was not reached at {link.tracking_uri}" if link.run_id is None else found)

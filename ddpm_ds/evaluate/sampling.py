@@ -1,6 +1,6 @@
-"""Sampling from trained weights: one batch, some images from Python, or many batches, kept if interrupted.
+"""Sampling from trained weights: one batch, some images from Python, or many batches that an interruption keeps.
 
-An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding.
+Weights, sampler, seed, an image's number and its label determine the image, up to rounding.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.text import TextEncoders, misfit
 from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.levels import check_guidance
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec, check_sampler
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
@@ -32,7 +32,7 @@ from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.schema.types import Batch, GivenPath
 
 AHEAD = 2**49
-"""Difference of the image numbers of one state and the next, above all numbers of images."""
+"""Number that is added to an image's number for each further state; larger than every image number."""
 LOG_SECONDS = 30.0
 """Seconds between two lines of the progress bar if there is no terminal."""
 MOST_PROMPT = 10_000
@@ -48,17 +48,17 @@ class Setup:
     guide: Trained | None = None
     """U-Net that guides instead of "no label", see :class:`Drawing`."""
     inputs: Inputs | None = None
-    """Inputs that images are drawn for, which a U-Net with a condition of each image needs."""
+    """Inputs that images are drawn for; a U-Net with a condition of each image needs them."""
     prompts: Prompts | None = None
     """Prompts that images take in turn, for a U-Net that reads text."""
 
     def with_prompts(
         self, texts: Sequence[str] | None, negative: str | None, log: Callable[[str], None] = print
     ) -> Self:
-        """Return a setup with the encoded prompts ``texts`` and ``negative``; without text the same setup.
+        """Return a setup with the encoded prompts ``texts`` and ``negative``; for a U-Net without text the same setup.
 
         The default, which is logged, is the prompts of the run's own pictures, or else the empty text. Raises
-        SpecError: the U-Net reads no text, or guidance does not lead away from the negative prompt.
+        SpecError: prompts are given to a U-Net without text, or the negative prompt would have no effect.
         """
         trained = self.trained
         if trained.unet_spec.text is None:
@@ -94,6 +94,7 @@ class Setup:
                 "sampler": self.sampler.model_copy(update={"steps": self.sampler.steps_of(trained.diffusion)}),
                 "labels": None if labels is None else tuple(labels),
                 "inputs": None if self.inputs is None else self.inputs.key,
+                "size": trained.other_size,
                 "prompts": None if self.prompts is None else self.prompts.texts,
                 "negative": None if self.prompts is None else self.prompts.negative,
                 **fields,
@@ -114,9 +115,9 @@ def draw(
     """Draw the images with the numbers ``index`` (N,) int64 as one batch; return (N, C, H, W) on the CPU, uint8, or
     float32 in physical units for fields.
 
-    ``labels`` are (N,) int64, or None for no label. Image I is member I % ``members`` of input I // ``members``;
-    ``numbers`` (N,) names other inputs. ``after_step`` is called with two numbers of U-Net evaluations per image, done
-    and in all. Raises EvaluationError: an image is not finite.
+    ``labels`` are (N,) int64, or None for no label. Image I is member I % ``members`` of input I // ``members``, unless
+    ``numbers`` (N,) names its input. ``after_step`` gets the number of U-Net evaluations per image so far, and in all.
+    Raises EvaluationError: an image is not finite.
     """
     trained, inputs = setup.trained, setup.inputs
     condition, dropped, base, placed = None, None, None, index.to(trained.device)
@@ -174,9 +175,9 @@ def sample(
     With ``conditions``, a file or folder or ``"held-out"``, draw ``members`` (8; of a regression 1) for each of
     ``count`` of its inputs from the ``first`` on (all, 64 at most); return (count, members, C, H, W).
     ``ddpm-ds sample`` with the same values gives the same images, up to rounding. By default ``sampler`` is the run's.
-    Images take ``labels`` in turn: by default each class, inputs their own, with None no label. ``guide`` is a worse
-    U-Net on the same device, which guidance leads away from, as with ``--guide``. A U-Net with text draws for
-    ``prompts``, which the images take in turn, by default one of each; guidance leads away from the ``negative`` one.
+    Images take ``labels`` in turn: by default every class, or for inputs their own labels; None means no label.
+    Guidance leads away from ``guide``, a worse U-Net on the same device, if it is given. A U-Net with text draws for
+    ``prompts``, which the images take in turn, by default one of each, and guidance leads away from ``negative``.
     ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
@@ -220,12 +221,12 @@ def request_for(
     steps_ahead: int = 1,
     **numbers: int,
 ) -> Request:
-    """Return the request for ``count`` images from the ``first`` on (None: 64, or one of each prompt) or, with inputs,
-    for the ``members`` of so many of these (None: 8 of all, of 64 at most). ``numbers`` are ``seed`` and
+    """Return the request for ``count`` images from the ``first`` on (None: 64, or one of each prompt), or with inputs
+    for ``members`` (None: 8) of ``count`` inputs (None: all, 64 at most). ``numbers`` are ``seed`` and
     ``batch_images``.
 
-    ``labels`` are taken in turn; ``"all"`` stands for each class or, with inputs, for the labels that they have. Raises
-    SpecError: there are no such inputs, several members of a regression, or more prompts than images.
+    Images take ``labels`` in turn; ``"all"`` means every class or, with inputs, their own labels. Raises SpecError:
+    there are no such inputs, a regression has several members, or there are more prompts than images.
     """
     trained, inputs = setup.trained, setup.inputs
     if inputs is None:
@@ -254,7 +255,7 @@ def draw_batch(
 ) -> Tensor:
     """Draw the images ``index`` of a request as one batch, (N, C, H, W), or several steps ahead, (N, steps, C, H, W).
 
-    Each state is the input of the next one. Later states have the noise of image numbers beyond all others.
+    Each state is the input of the next one, and has noise of its own.
     """
     states: list[Tensor] = []
     labels, numbers = request.labels_of(index), None
@@ -281,7 +282,7 @@ def fitting(batch_images: int) -> Iterator[None]:
 
 
 def _encoding(trained: Trained) -> TextSpec:
-    """Return how prompts are encoded; raises SpecError if encoders are missing, or their text has another width."""
+    """Return how prompts are encoded; raise SpecError if the encoders are missing, or of another width."""
     text, unet = trained.text, trained.unet_spec.text
     assert unet is not None
     if text is None:
@@ -306,7 +307,7 @@ def check_label(label: int | str, classes: int | None, option: str = "--labels")
 
 
 def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec]) -> None:
-    """Raise SpecError unless ``guide`` has the images, classes and process of ``trained``, and some sampler guides."""
+    """Raise SpecError unless ``guide`` has the images, classes and process of ``trained``, and a sampler guides."""
     if all(sampler.guidance == 1.0 for sampler in samplers):
         raise SpecError(f"--guide {guide.origin} guides nothing at --guidance 1; give another, such as 2")
     mine, its = (
@@ -329,7 +330,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
 
 
 def draw_missing(setup: Setup, request: Request, drawn: DrawnImages) -> None:
-    """Draw the images of a request that are not there, with the ``setup`` that it was made for, under a bar."""
+    """Draw the missing images of a request, made for ``setup``, and show a progress bar."""
     if done := drawn.count:
         print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     with tqdm(

@@ -1,6 +1,4 @@
-"""Evaluations of trained weights: images that are drawn, scored and recorded, and the held-out loss as training
-measures it.
-"""
+"""Evaluations of trained weights: drawn images are scored and recorded; the held-out loss is that of training."""
 
 import contextlib
 import hashlib
@@ -32,7 +30,7 @@ from ddpm_ds.evaluate.inception import (
     inception_scores,
     pixel_gaussian,
 )
-from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
+from ddpm_ds.evaluate.outputs import DrawnImages, Request, as_output_error, record_child, titled_grid
 from ddpm_ds.evaluate.sampling import Setup, draw_missing, fitting
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.ground.errors import DataError, EvaluationError, OutputError, print_to_stderr
@@ -55,9 +53,8 @@ VERSIONS = {"ddpm_ds": __version__, "torch": torch.__version__}
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     """Open the prepared images at ``given``, or the data set of the checkpoint's spec, prepared now if it is missing.
 
-    Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
-    on latents it is the pixels that they were encoded from. Raises DataError: there are no images, they are damaged, or
-    the run was trained on others.
+    Checksums are verified. A run trained on crops is compared with the centres of its images, a run trained on latents
+    with the encoded pixels. Raises DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec, learned = trained.origin, trained.spec, None
     if spec is not None:
@@ -83,7 +80,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
 
 
 def labels_like(reference: DatasetCache, count: int) -> list[int]:
-    """Return ``count`` labels in the proportions of the reference, or all of its labels if it has fewer."""
+    """Return ``count`` labels in the proportions of the reference, or all its labels if it has fewer."""
     return [int(label) for label in reference.labels[shuffled(len(reference))[:count]]]
 
 
@@ -100,7 +97,7 @@ class Score:
     references: int
     tool: str
     real: float | None = None
-    """The same score of real images, if there is one."""
+    """The same score for real images, if there is one."""
     details: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -110,9 +107,9 @@ class Scorer:
     def __init__(
         self, asked: Sequence[str] | None, reference: DatasetCache | None, weights: Path | None, clip: Clip | None
     ) -> None:
-        """Prepare the scores ``asked`` for, some of METRICS; None takes all that can be computed, and names the others
-        on stderr. FID, KID, precision and recall need Inception's ``weights``, a file or None for a download. The CLIP
-        score alone needs no ``reference``, and is computed wherever ``clip`` is given.
+        """Prepare the scores ``asked`` for, by their names in METRICS. None takes all that can be computed, and names
+        the others on stderr. FID, KID, precision and recall need Inception's ``weights``, a file or None for a
+        download. The CLIP score needs no ``reference``, and is computed if ``clip`` is given.
 
         Raises EvaluationError: a score was asked for by name and can't be computed.
         """
@@ -167,7 +164,7 @@ def drawn_for_scores(
 ) -> Iterator[tuple[Path, np.ndarray]]:
     """Draw a request's missing images; yield the folder of its evaluation, and all images (N, C, H, W).
 
-    ``counted`` stands for the number of images in the folder's name; ``against`` are further lines about the images.
+    ``counted`` is the number of images as the folder's name has it; ``against`` are more lines to print.
     """
     kind, steps, trained = request.sampler.kind, request.sampler.steps, setup.trained
     folder = folder_for(trained, out, f"{kind}-{steps}-{counted}-{request.key}")
@@ -205,7 +202,7 @@ def report(
     """Write an evaluation's ``scores.json``, with ``facts`` about it, and ``pictures``; record all in MLflow."""
     facts = {**facts, "version": VERSIONS}
     files = {folder / "scores.json": None, **{folder / f"{name}.png": draw for name, draw in pictures.items()}}
-    with writing(folder):
+    with as_output_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
         content = json.dumps({**facts, "scores": scores}, indent=2) + "\n"
         for path, draw in files.items():
@@ -216,9 +213,8 @@ def report(
 def evaluate(
     setup: Setup, scorer: Scorer, out: Path | None, *, count: int, **numbers: int
 ) -> tuple[Request, list[Score]]:
-    """Draw, score and record ``count`` images, in a folder of their own in ``out``; ``numbers`` are ``seed`` and
-    ``batch_images``. Scores of an earlier evaluation of the same images against the same reference stay, unless they
-    are computed again.
+    """Draw, score and record ``count`` images, in a folder of their own in ``out``. ``numbers`` are ``seed`` and
+    ``batch_images``. Earlier scores of the same images against the same reference stay, unless computed again.
     """
     reference, trained, labels, real = scorer.reference, setup.trained, None, None
     if (classes := trained.unet_spec.classes) is not None:
@@ -249,7 +245,7 @@ def evaluate(
 
 
 def cache_beside(dataset: Path) -> Path:
-    """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache."""
+    """Return a writable folder for the reference's features: beside the data set, or in the user's cache."""
     beside, own = dataset.resolve().parent / "evaluation_cache", cache_folder()
     for folder in (beside, own):
         with contextlib.suppress(OSError):
@@ -265,7 +261,7 @@ def short(count: int) -> str:
 
 
 def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
-    """Return a table of the same scores of some evaluations, with a line for each that names all its settings."""
+    """Return a table of the same scores of some evaluations, with a line for each and all settings in it."""
     rows = [HEADER]
     for same in zip(*(scores for _, scores in results), strict=True):
         for score, (request, _) in zip(same, results, strict=True):
@@ -276,9 +272,7 @@ def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
 
 
 def guidance_in_words(request: Request) -> str:
-    """Return the guidance in words, such as ``2 at 0.3-5 by guide``; its noise levels and guide are left out if they
-    are the usual ones.
-    """
+    """Return the guidance in words, such as ``2 at 0.3-5 by guide``, without the usual noise levels and guide."""
     sampler = request.sampler
     if sampler.guidance == 1.0:
         return "-" if request.labels is None and request.guide is None else "1"
@@ -294,27 +288,27 @@ def four_digits(value: float | None) -> str:
 
 def evaluate_losses(trained: Trained, held_out: Subset, out: Path | None, batch_images: int) -> Mapping[str, float]:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
-    ``out``; return its values by their names in MLflow, as in training.
+    ``out``. Return its values by their names in MLflow.
     """
-    spec, (store, positions) = trained.spec, held_out
+    spec, (cache, positions) = trained.spec, held_out
     assert spec is not None, "an export has held out nothing"
     device = trained.device
-    decisive = f"{trained.digest} {trained.precision} {store.key} {positions.tolist()}"
+    decisive = f"{trained.digest} {trained.precision} {cache.key} {positions.tolist()}"
     folder = folder_for(trained, out, f"loss-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}")
     print(
         f"weights    {trained.weights} of {trained.origin}, {trained.precision} on {device.type}\n"
-        f"held out   {len(positions):,} images of {store.path}\n"
+        f"held out   {len(positions):,} images of {cache.path}\n"
         f"outputs    {folder}",
         flush=True,
     )
-    loss = HeldOutLoss(spec, device, store, positions, encoders_of(spec.data.text, device), images=batch_images)
+    loss = HeldOutLoss(spec, device, cache, positions, encoders_of(spec.data.text, device), images=batch_images)
     sums = loss.zeros()
     with torch.inference_mode(), fitting(batch_images):
         for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
     values = loss.values(sums.cpu())
     facts = trained.identity
-    facts["reference"] = {"store": str(store.path), "images": len(positions), "sha256": by_field(store.meta.sha256)}
+    facts["reference"] = {"store": str(cache.path), "images": len(positions), "sha256": by_field(cache.meta.sha256)}
     report(trained, folder, facts, values, values)
     return values
 

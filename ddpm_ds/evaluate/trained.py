@@ -1,7 +1,4 @@
-"""Trained weights, loaded from a checkpoint of any layout or from a diffusers folder.
-
-The package diffusers is not needed to read such a folder.
-"""
+"""Trained weights, loaded from a checkpoint of any layout, or from a folder of diffusers without that package."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface, UnetSpec
 
 WeightsKind = Literal["ema", "raw"]
-"""Names in a checkpoint of the averaged weights and of the weights as trained."""
+"""Kinds of weights in a checkpoint: averaged, and as trained."""
 EXPECTED = (
     f"name a checkpoint ({MANIFEST}), a run's folder (checkpoints/), an export (unet/config.json), or OWNER/NAME on "
     "the Hugging Face hub"
@@ -62,11 +59,11 @@ class Trained:
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
-    """Sampler of the run; for an export the default one, under edm from its sigma_max to its sigma_min."""
+    """Sampler of the run; for an export the default one, with its sigma_max and sigma_min if it is of edm."""
     interface: Interface
     """Shapes of the U-Net's inputs and prediction."""
     origin: str
-    """Path of the folder that the weights were read from, or their name on the Hugging Face hub."""
+    """Folder from which the weights were read, or their name on the Hugging Face hub."""
     digest: str
     """SHA-256 that changes whenever the weights do."""
     weights: str
@@ -89,6 +86,8 @@ class Trained:
     """Scales and names of fields; None for pictures and latents."""
     constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     """(C, H, W), channels of the condition that are the same for all images."""
+    other_size: tuple[int, int] | None = None
+    """Height and width in pixels that :meth:`resized` asked for; None for the size that the U-Net learned."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -175,7 +174,7 @@ class Trained:
 
     @functools.cached_property
     def regression(self) -> Trained | None:
-        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images."""
+        """Regression, on the same device, whose residuals the U-Net draws; None if it draws whole images."""
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
         found = load_trained(path, device=self.device, dtype=self.dtype)
@@ -185,7 +184,7 @@ class Trained:
         return found
 
     def prompts(self, known: EncodedPrompts, negative: str | None = None) -> Prompts:
-        """Return encoded prompts for a U-Net with text; guidance leads away from the ``negative`` one, or no text."""
+        """Return encoded prompts for a U-Net with text; guidance leads away from ``negative``, or from no text."""
         text, unet = self.text, self.unet_spec.text
         assert text is not None and unet is not None
         against = no_text(text, known.empty)
@@ -195,7 +194,7 @@ class Trained:
         return Prompts(unet, known.encoded, against, size=size, device=self.device, texts=texts, negative=negative)
 
     def finished(self, images: Tensor) -> Tensor:
-        """Return drawn images (N, C, H, W) as outputs: fields in physical units, float32, others as uint8."""
+        """Return drawn images (N, C, H, W) as outputs: fields as float32 in physical units, others as uint8."""
         return self.scale.to_physical(images) if self.are_fields else self.to_pixels(images)
 
     def _statistics(self, name: str) -> Statistics | None:
@@ -208,6 +207,22 @@ class Trained:
             return self.image_shape
         _, height, width = self.image_shape
         return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
+
+    def resized(self, size: tuple[int, int]) -> Trained:
+        """Return the same U-Net for images of another ``size``, height and width in pixels.
+
+        Raises SpecError: a level can't halve it, or the U-Net has a condition, which is made for one size.
+        """
+        asked, factor = "x".join(map(str, size)), 1 if self.autoencoder is None else self.autoencoder.factor
+        if self.known_data is not None and self.known_data.condition is not None:
+            raise SpecError(f"--size {asked}: {self.origin} has a condition of one size (data.condition); leave it out")
+        step = factor * 2 ** (len(self.unet_spec.multipliers) - 1)
+        near = "x".join(str(max(step, round(side / step) * step)) for side in size)
+        if near != asked:
+            raise SpecError(f"--size {asked}: {self.origin} draws multiples of {step} pixels; use {near}")
+        levels = {"attention_resolutions": (), "attention_levels": self.unet_spec.attended_levels(self.interface.size)}
+        inner = replace(self.interface, size=(size[0] // factor, size[1] // factor))
+        return replace(self, unet_spec=self.unet_spec.model_copy(update=levels), interface=inner, other_size=size)
 
 
 def find_trained(path: Path) -> Path:
@@ -237,8 +252,8 @@ def load_trained(
     """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 
     ``OWNER/NAME`` is an export on the Hugging Face hub, which is downloaded. ``weights`` are ``ema``, averaged over
-    training, or ``raw``, as trained; an export has one kind, loaded as ``ema``. ``autoencoder`` is the new path of a
-    run's autoencoder, if it has moved; an export has its own.
+    training, or ``raw``, as trained; an export has one kind, named ``ema``. ``autoencoder`` is the new path of a run's
+    autoencoder, if it has moved; an export has its own.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
@@ -342,7 +357,7 @@ def _load_checkpoint(
 
 
 def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None:
-    """Read the constant channels of the condition, if it has some, from the first of ``folders`` that holds them."""
+    """Read the condition's constant channels, if it has some, from the first of ``folders`` that holds them."""
     if data.condition is None or not data.condition.constant_channels:
         return None
     shape = (data.condition.constant_channels, *data.stored_size)

@@ -1,6 +1,6 @@
 """Comparison of runs: the settings that differ, and metrics with their ratios to the first run, as one table.
 
-Runs are read from their folders; of a run that was resumed the settings of its last start count.
+Runs are read from their folders. A resumed run has the settings of its last start.
 """
 
 import difflib
@@ -56,7 +56,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def of_folder(folder: Path) -> Compared:
-    """Return the run in a folder, as its files have it; a run that is still going or was killed may lack some."""
+    """Return the run in a folder, by its files; a run that is still going or was killed may lack some."""
     run = RunFolder(folder)
     try:
         metrics = {
@@ -101,7 +101,7 @@ def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -
     usual = [name for pattern in DEFAULT for name in there if fnmatchcase(name, pattern)]
     sweeps = {run.name.partition(".")[0] if "." in run.name else "" for run in runs}
     prefix = f"{sweeps.pop()}." if len(sweeps) == 1 and len(runs) > 1 else ""
-    names = [run.name.removeprefix(prefix) for run in runs]  # of equal names each gets a number
+    names = [run.name.removeprefix(prefix) for run in runs]  # equal names get numbers
     equal = Counter(names)
     rows = [["", *(name if equal[name] == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1))]]
     if any(run.status != "FINISHED" for run in runs):

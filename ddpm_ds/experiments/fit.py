@@ -1,5 +1,6 @@
-"""Search for the largest micro-batch that fits. A trial rehearses training with one micro-batch, in processes that may
-run out of memory; the search begins at the planner's bound. Torch is not imported before that.
+"""Search for the largest micro-batch that fits, which begins with the planner's guess.
+
+A trial rehearses training with one micro-batch, in processes that may run out of memory.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
-from ddpm_ds.ground.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
+from ddpm_ds.ground.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, ProgramError, explanation
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.units import MOST_BATCH, gib
-from ddpm_ds.planning.inputs import usable
+from ddpm_ds.planning.inputs import Machine
 from ddpm_ds.planning.run_plan import RunDraft, lay_out, read_run, workload
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import received_signals
@@ -55,17 +56,9 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
     return sizes[fitting] if fitting >= 0 else None
 
 
-class AttemptError(UserError):
-    """An attempt ended for another reason than memory; it has the last lines and the exit code of its ranks."""
-
-    def __init__(self, lines: Sequence[str], code: int) -> None:
-        super().__init__(*(line.removeprefix(ERROR) for line in lines))
-        self.exit_code = code
-
-
 @dataclass(frozen=True)
 class Task:
-    """Search: everything that a trial needs except the micro-batch."""
+    """Everything that a trial needs, except the micro-batch."""
 
     spec: Path
     given: tuple[str, ...]  # overrides of the spec and the JSON
@@ -74,7 +67,7 @@ class Task:
     replicas: int
     processes: int
     accumulation: int | None  # micro-batches per step, so that the batch grows; None keeps ``train.batch_images``
-    device: str  # its type, cpu or cuda
+    machine: Machine  # devices of this host
     budget_bytes: int | None  # maximum bytes that a process may hold; on CUDA, None means the device's memory
     steps: int  # number of timed steps
 
@@ -153,7 +146,7 @@ class TriedSize:
 
 
 def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
-    """Search with ``attempt``, which tries a micro-batch, from the planner's bound on; return the trials by size."""
+    """Try micro-batches by ``attempt``, the planner's guess first; return the trials by size."""
     tried: list[TriedSize] = []
 
     def fits(size: int) -> bool:
@@ -167,15 +160,8 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
 
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
-    """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    limit = (task.budget_bytes or 0) - LIBRARY_BYTES * (task.device == "cpu")
-    if task.device != "cpu" and not limit:  # asks the first GPU, without opening it
-        import pynvml
-
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-            limit = usable(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total), on_cpu=False)
+    """Return the largest of some sizes that the planner expects to fit, else the smallest."""
+    limit = (task.budget_bytes or task.machine.usable_bytes) - LIBRARY_BYTES * task.machine.is_cpu
     return largest(sizes, lambda size: predicted(task, size, limit) <= limit, sizes[0]) or sizes[0]
 
 
@@ -185,16 +171,17 @@ def predicted(task: Task, size: int, device_bytes: int) -> int:
     from ddpm_ds.planning.memory import peak_bytes
 
     draft = task.draft(size)
-    job = workload(draft.spec, draft.ds.config, task.device == "cpu", counted=True)
+    job = workload(draft.spec, draft.ds.config, task.machine.is_cpu, counted=True)
     return peak_bytes(job, fitted(job, draft.ds.layout, draft.bounds, device_bytes), draft.bounds)
 
 
 def try_size(task: Task, folder: Path, size: int) -> TriedSize:
-    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``; AttemptError if it
+    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``; ProgramError if it
     failed for a reason other than memory.
     """
     layout, run_dir, log = task.draft(size).ds.layout, folder / str(size), folder / f"{size}.log"
-    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device]
+    device = "cpu" if task.machine.is_cpu else "cuda"
+    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", device]
     words += ["--run-dir", run_dir, "--steps", task.steps]
     words += [] if task.budget_bytes is None else ["--memory-budget", f"{task.budget_bytes}B"]
     words += [word for change in task.overrides(size) for word in ("--set", change)]
@@ -208,10 +195,10 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
 
 
 def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int | None]:
-    """Run the training program on so many ranks of this host, with their output in ``log``, and leave none running.
+    """Run the training program on ``processes`` ranks, with their output in ``log``, and leave none running.
 
-    Returns their exit codes, negative for a signal, and None for a rank that had not ended some time after another one
-    had failed. Raises KeyboardInterrupt: a signal asked to end.
+    Return their exit codes: negative for a signal, None for a rank that was still running ``GRACE_SECONDS`` after
+    another one had failed. Raises KeyboardInterrupt if a signal asks to end.
     """
     with received_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
@@ -232,7 +219,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
 
 
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:
-    """Return how ranks that ended so ran out of memory, empty if they ended well; AttemptError for another reason."""
+    """Return how ranks that ended so ran out of memory, empty if they ended well; ProgramError for another reason."""
     for line in output.splitlines():  # of the rank that was the first to notice
         if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
             return line.removeprefix(ERROR).partition(";")[0]
@@ -244,5 +231,5 @@ def out_of_memory(codes: Sequence[int | None], output: str) -> str:
     if any(code != 0 for code in codes):
         first = next((code for code in codes if code not in (0, EXIT_PEER_LOST, None)), EXIT_PEER_LOST)
         assert first is not None
-        raise AttemptError(explanation(output), first if first > 0 else 128 - first)
+        raise ProgramError(explanation(output), first if first > 0 else 128 - first)
     return ""

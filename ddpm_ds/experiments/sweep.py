@@ -29,15 +29,15 @@ from ddpm_ds.ground.errors import UserError, explanation
 from ddpm_ds.ground.files import open_regular, replace_file
 from ddpm_ds.ground.options import process_count
 from ddpm_ds.planning.run_plan import RunDraft, choose, lay_out, read_run
-from ddpm_ds.tracking.run_folder import EVENTS, SPEC, ending, write_labels
+from ddpm_ds.tracking.run_folder import ASKED_CONFIG, EVENTS, SPEC, ending, write_labels
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
+from ddpm_ds.train import TRAIN
 
 PROCESSES, CONFIG = "processes", "deepspeed_config"
 OPTIONS = {PROCESSES: "derived.world_size", CONFIG: "derived.precision"}
-"""Variables that are options of ``ddpm-ds train``, with a setting of a run by which their values show."""
+"""Variables that are options of ``ddpm-ds train``, and the settings of a run that show their values."""
 MOST_TRIALS, NAME_CHARACTERS, POLL_SECONDS = 1000, 80, 0.5
-TRAIN = ("-m", "ddpm_ds.cli.main", "train")
-ASKED_CONFIG, LOG = "asked_ds_config.json", "output.log"
+LOG = "output.log"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _overrides(values: Mapping[str, str], overrides: Sequence[str]) -> list[str]
 
 
 def run_command(command: Sequence[str], log: Path, received: Sequence[signal.Signals]) -> tuple[int, tuple[str, ...]]:
-    """Run a trial's command to its end, passing on the signals in ``received``; return its exit code and why.
+    """Run a trial's command to its end, and pass on the signals in ``received``; return its exit code and error lines.
 
     The command gets a session of its own, so that Ctrl-C in a terminal reaches it only once, from here.
     """

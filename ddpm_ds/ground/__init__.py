@@ -1,1 +1,1 @@
-"""What every room stands on: errors, files, options, units, the device, random numbers."""
+"""Foundations of every room: errors, files, options, units, the device, random numbers."""

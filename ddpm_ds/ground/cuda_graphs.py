@@ -1,7 +1,7 @@
-"""Operations that a CUDA graph repeats, as one graph or several with calls of the host between them.
+"""Steps as CUDA graphs: one graph, or several with calls of the host between them.
 
 After a failed capture PyTorch's allocator frees no memory, and the device's random numbers are unusable.
-:class:`Graphs` mends both, so that the process can go on eagerly.
+:class:`Graphs` repairs both, so that the process can go on eagerly.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import torch
 
 
 class Graphs:
-    """Operations on the current stream, which is not the default one, as one graph or as one for each part::
+    """Operations on the current stream, which must not be the default one, as one graph or several::
 
         graph   post receive   graph   wait for it   graph   send   graph   ...
 
     All graphs use one pool of memory, in the order of their capture. Messages between them keep their memory as long as
-    the graphs. ``pool`` is the handle of a pool that others use too; only results are kept while another computes.
+    the graphs. ``pool`` is the handle of a pool shared with other graphs: while those compute, only results are kept.
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
@@ -28,20 +28,17 @@ class Graphs:
         self._calls: list[Callable[[], object]] = []
 
     def capture(self, work: Callable[[], object]) -> None:
-        """Capture some work without computing it, or give the memory back and raise the operation's error.
-
-        It may draw none of PyTorch's random numbers.
-        """
+        """Capture ``work``, which may draw none of PyTorch's random numbers; free the memory if that fails."""
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two calls
         with _spare_generator(self._device):
             try:
                 self._begin()
                 work()
                 self._graphs[-1].capture_end()
-            except Exception:  # end the capture and give all memory back
+            except Exception:
                 try:
                     self._graphs[-1].capture_end()
-                except RuntimeError:  # the failure once more, before the allocator knows of the end
+                except RuntimeError:  # the same failure, before the allocator has learnt of the end
                     with contextlib.suppress(RuntimeError):
                         torch._C._cuda_endAllocateToPool(self._device, self._pool)
                     torch._C._cuda_releasePool(self._device, self._pool)
@@ -52,11 +49,11 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         self._calls.append(graph.replay)
-        # Threads of the loader and of NCCL ask after their events in the meantime.
+        # Threads of the loader and of NCCL query their events meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def cut(self, call: Callable[[], object]) -> None:
-        """End a graph, to call this after its replay, and begin the next."""
+        """End a graph, call ``call`` after its replay, and begin the next graph."""
         self._graphs[-1].capture_end()
         self._calls.append(call)
         self._begin()
@@ -73,7 +70,7 @@ class Graphs:
 
 @contextlib.contextmanager
 def _spare_generator(device: int) -> Iterator[None]:
-    """Give captures random numbers of their own, which a failure may spoil."""
+    """Let a capture use a spare generator of random numbers, since a failure spoils it."""
     generator = torch.cuda.default_generators[device]
     kept = generator.graphsafe_get_state()
     generator.graphsafe_set_state(torch.Generator(f"cuda:{device}").graphsafe_get_state())

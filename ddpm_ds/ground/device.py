@@ -15,7 +15,7 @@ import pynvml
 import torch
 
 from ddpm_ds.ground.errors import LayoutError
-from ddpm_ds.ground.host import control_groups, processors
+from ddpm_ds.ground.host import control_groups, processes_on_host, processors
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
@@ -27,8 +27,8 @@ DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
 MESSAGE_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "8"}
 """Default environment for several processes on CUDA; docs/gpu.md gives the reasons."""
 LOCKING_ENVIRONMENT = {
-    "CUDA_LAUNCH_BLOCKING": "the host would wait for each receive, before it sends what the other rank waits for",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "messages to one rank would wait for those to another, in an order that is not alike",
+    "CUDA_LAUNCH_BLOCKING": "the host would wait for each receive before it sends the message that another rank needs",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "messages to different ranks would wait for each other, each rank's in another order",
 }
 """Variables that deadlock a pipeline of several stages unless they are 0, with the reason."""
 
@@ -49,8 +49,6 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
-    # A process that plans a run before its ranks are started has no rank, and takes no memory of a device.
-    local_rank, local_size = (int(os.environ.get(*found)) for found in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     chosen, devices = dict[str, str](), 0
     if wanted != "cpu":
         chosen = _prepare_messages()
@@ -66,7 +64,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
                 if f"MALLOC_{name}_" not in os.environ:
                     mallopt(*setting)
         return torch.device("cpu")
-    if local_size > devices:
+    if (local_size := processes_on_host()) > devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible})"
         raise LayoutError(
@@ -76,19 +74,20 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     for name, why in LOCKING_ENVIRONMENT.items():
         if stages > 1 and (value := os.environ.get(name, "0")) not in ("", "0"):
             raise LayoutError(f"{name} = {value} would stop a pipeline of {stages} stages for ever: {why}; unset it")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     try:
-        if "LOCAL_RANK" in os.environ:
-            check_architecture(torch.cuda.get_device_name(local_rank), torch.cuda.get_device_capability(local_rank))
-            torch.cuda.set_device(local_rank)
+        if "LOCAL_RANK" in os.environ:  # a process that only plans a run takes no memory of a device
+            _check_architecture(device)
+            torch.cuda.set_device(device)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise LayoutError(f"CUDA device {local_rank} can't be used ({why}); see nvidia-smi") from None
+        raise LayoutError(f"CUDA device {device.index} can't be used ({why}); see nvidia-smi") from None
     if chosen and os.environ.get("RANK") == "0":
         settings = ", ".join(f"{name}={value}" for name, value in chosen.items())
         print(f"set for messages between GPUs (docs/gpu.md): {settings}", flush=True)
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.backends.cudnn.benchmark = True
-    return torch.device("cuda", local_rank)
+    return device
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -98,12 +97,12 @@ def usable_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, UnicodeError):
         found = torch.device("meta")
     if found.type not in ("cpu", "cuda"):
-        raise LayoutError(f"device = {device} is none of cpu, cuda and a numbered one such as cuda:0; use one of them")
+        raise LayoutError(f"device = {device} is unknown; use cpu, cuda or a numbered one such as cuda:0")
     if found.type == "cuda":
         check_cuda(devices := torch.cuda.device_count())
         if (found.index or 0) >= devices:
             raise LayoutError(f"device = {device}, but this process has {devices} CUDA devices; use another, or cpu")
-        check_architecture(torch.cuda.get_device_name(found), torch.cuda.get_device_capability(found))
+        _check_architecture(found)
     return found
 
 
@@ -114,10 +113,10 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
-    """Return a device's bytes of memory; of a CPU, the share of one of ``sharing`` processes (default: this host's)."""
+    """Return a device's memory in bytes. A CPU's is shared by ``sharing`` processes (default: the run's here)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_memory() // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return host_memory() // (sharing or processes_on_host())
 
 
 def described(sharing: int) -> tuple[str, int]:
@@ -131,7 +130,7 @@ def share_threads(device: torch.device) -> None:
     """Give each process on this host its share of the cores, unless the environment sets the number of threads."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         threads = min(torch.get_num_threads(), processors())
-        torch.set_num_threads(max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, threads // processes_on_host()))
 
 
 def host_memory() -> int:
@@ -183,9 +182,12 @@ def check_cuda(devices: int) -> None:
     )
 
 
-def check_architecture(name: str, capability: tuple[int, int]) -> None:
-    """Raise LayoutError if this PyTorch has no kernels for a GPU."""
-    built = torch.cuda.get_arch_list()
+def _check_architecture(device: torch.device) -> None:
+    name, capability, built = (
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        torch.cuda.get_arch_list(),
+    )
     # Kernels run on later architectures of their major number, and code for compute_XY on all later ones.
     for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
         made_for = (int(major), int(minor))

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 EXIT_BAD_INPUT = 2
 EXIT_BAD_NUMBERS = 3
@@ -18,8 +18,8 @@ EXIT_PEER_LOST = 76
 
 LONGEST_LINE = 2000
 """Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
-ERROR = "ddpm_ds: error: "
-"""Beginning of a line in which a rank names its error."""
+ERROR, COMMAND_ERROR = "ddpm_ds: error: ", "ddpm-ds: error: "
+"""Beginning of a line in which a rank, or the command, names its error."""
 RAN_OUT, NEEDS_MORE = "ran out of memory", "needs about"
 LAST_LINES = 8
 """Lines of output that are shown where a program failed without naming an error."""
@@ -34,7 +34,7 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's workspace
     "bad_alloc",
 )
-"""Texts of the errors of libraries that ran out of memory."""
+"""Texts in the errors of libraries that ran out of memory."""
 
 
 def one_line(text: str) -> str:
@@ -97,6 +97,14 @@ class EvaluationError(UserError):
     """A requested score can't be computed here, or not from so few images, or an image is not finite."""
 
 
+class ProgramError(UserError):
+    """A program that was started has failed; it has the lines that explain why, and the program's exit code."""
+
+    def __init__(self, lines: Sequence[str], code: int) -> None:
+        super().__init__(*(line.removeprefix(ERROR).removeprefix(COMMAND_ERROR) for line in lines))
+        self.exit_code = code
+
+
 class BadNumbersError(Exception):
     """The loss is not finite, or the loss scale is at its floor; exit code 3."""
 
@@ -127,7 +135,7 @@ KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
 
 @contextlib.contextmanager
 def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Log any error of this block as one line: a missing report ends no run."""
+    """Log any error of this block as one line, since a missing report must not end a run."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -135,17 +143,18 @@ def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
-        log(f"no {what}, through an error of the program: {one_line(repr(error))} in {where}; all else is kept")
+        log(f"no {what}, because of a bug: {one_line(repr(error))} in {where}; all else is kept")
 
 
 def print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Print a line; on a terminal in place of the bar that another process may have drawn there."""
+    print("\r\x1b[K" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)
 
 
 def explanation(output: str) -> tuple[str, ...]:
     """Return the lines of a program's output that explain its failure: its errors, or else the last lines."""
     lines = [line.rstrip() for line in output.splitlines()]
-    errors = [line for line in lines if line.startswith(ERROR)]
+    errors = [line for line in lines if line.startswith((ERROR, COMMAND_ERROR))]
     return tuple(errors or [line for line in lines if line and not line.startswith("[20")][-LAST_LINES:])
 
 

@@ -40,7 +40,7 @@ def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> B
     """
     if fault := path_fault(path.absolute()):
         raise OSError(errno.EINVAL, fault, str(path))
-    with contextlib.suppress(FileNotFoundError):  # which opening it raises, unless it is made
+    with contextlib.suppress(FileNotFoundError):  # raised by opening it, unless that creates it
         kind = stat.S_IFMT(os.stat(path).st_mode)
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -51,7 +51,7 @@ def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> B
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line in one write, after the end of a line that was cut off, as by a full disk; raises OSError."""
+    """Append a line in one write, after a line break if a full disk has cut off the last line; raises OSError."""
     with open_regular(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
         cut_off = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -162,7 +162,7 @@ def sha256_of(path: Path, bar: "tqdm[NoReturn] | None" = None) -> str:
 
 
 def until_changed(work: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Return ``work`` on a file with a cache: it is done again only when the file has changed; raises OSError."""
+    """Return ``work`` on a file, with a cache: it runs again only when the file has changed; raises OSError."""
     kept = functools.lru_cache(maxsize=64)(lambda path, size, changed: work(path))
 
     @functools.wraps(work)

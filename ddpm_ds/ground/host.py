@@ -1,4 +1,4 @@
-"""Processors of this host, and the limits of control groups, such as a container's. Does not import torch."""
+"""Processors and processes of this host, and the limits of control groups, such as a container's. Imports no torch."""
 
 import contextlib
 import os
@@ -18,6 +18,11 @@ def control_groups(controller: str) -> Iterator[Path]:
             if not controllers or controller in controllers.split(","):
                 inside = (CGROUPS / controller if controllers else CGROUPS) / group.lstrip("/")
                 yield from (inside, *inside.parents)
+
+
+def processes_on_host(otherwise: int = 1) -> int:
+    """Return the run's number of processes on this host, as the launcher has set it, or ``otherwise`` without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", otherwise))
 
 
 def machine() -> str:

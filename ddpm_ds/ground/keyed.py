@@ -26,8 +26,8 @@ class Stream(IntEnum):
     """Purpose of a draw; two streams of one image are independent.
 
     Dropout of layer i uses DROPOUT + i, held-out noise at timestep t HELD_OUT + t. A sampled image starts from noise of
-    SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t is the percentile of
-    the held-out level, and the number of the sampler's step.
+    SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t stands for the
+    percentile of the held-out level, or for the number of the sampler's step.
     """
 
     TIMESTEP = 0
@@ -52,7 +52,6 @@ SAMPLE_SEED = 0
 """Default sampling seed, which is independent of the run's seed so that runs are compared from the same noise."""
 
 _WORD = 0xFFFFFFFF
-_ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
@@ -69,7 +68,7 @@ def check_key(seed: int, stream: int) -> None:
 
 
 def drop_threshold(drop: float) -> int:
-    """Return how many of the 2^16 values of an element's bits make `keep_mask` drop it.
+    """Return the number of values, out of 2^16, at which `keep_mask` drops an element.
 
     Raises ValueError unless drop is in [0, 1).
     """
@@ -85,7 +84,7 @@ def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tenso
     x1 = index & _WORD
     x2 = index >> 32 & _WORD
     x3 = torch.zeros_like(x0)
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         # Products of 32-bit words wrap in int64, but all 64 bits are right. x1 and x3 keep the whole product:
         # their high halves are noise that the mask on x0 and x2 removes one round later. The first two rounds
         # broadcast, so the shapes grow to (N, blocks) only when they must.
@@ -107,7 +106,7 @@ def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     return counters[None], streams[None]
 
 
-@functools.cache  # likewise
+@functools.cache  # for good, as above
 def _codes(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Return the counter of each block plus 2^32 times its stream, (blocks,) int64."""
     counters, streams = _columns(blocks, device)
@@ -131,17 +130,17 @@ def _fused(device: torch.device) -> Callable[..., None] | None:
 
 
 class Draws:
-    """Draws of several streams for the same images, by one Philox4x32-10, since operators take the host's time.
+    """Draws of several streams for the same images, by one Philox4x32-10, since each operator takes the host's time.
 
-    Key (seed, stream), counter (block, image low, image high, 0): four words per block. A stream has the bits that it
-    has alone, and its first ones don't depend on their number. Where Triton runs, one kernel makes all draws. Source:
-    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    Key (seed, stream), counter (block, image low, image high, 0): four words per block. A stream's bits depend neither
+    on the other streams nor on the number drawn. Where Triton runs, one kernel makes all draws. Source: Salmon et al.
+    2011, "Parallel random numbers: as easy as 1, 2, 3".
 
     Args:
         seed: integer in [0, 2^32), as streams; others raise ValueError.
         images: (N,) int64 image indices.
         words: number of 32-bit words of each stream of bits; a uniform draw or an integer takes one.
-        normals: number of normal draws of each other stream.
+        normals: number of normal draws of each stream that has some.
     """
 
     def __init__(

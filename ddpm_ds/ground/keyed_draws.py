@@ -1,8 +1,10 @@
 """Draws of several streams in one Triton kernel; imported only where Triton is installed.
 
-Words have the bits of :class:`ddpm_ds.ground.keyed.Draws`. Normal draws round as PyTorch's do on CUDA: log, sin
-and cos are those of CUDA's libdevice, of which PyTorch's kernels are made too.
+Words have the bits of :class:`ddpm_ds.ground.keyed.Draws`. Normal draws round as PyTorch's do on CUDA, since both use
+log, sin and cos of CUDA's libdevice.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ BLOCKS = 256
 def write(images: Tensor, codes: Tensor, seed: int, stream: int, words: Tensor, normals: Tensor) -> None:
     """Write the words, (N, 4 W) int64, and the normal draws, (N, 4 M) float32, of `images` (N,) int64.
 
-    `codes` (W + M,) int64 has the counter of each block, plus 2^32 times what its stream exceeds `stream` by; blocks of
-    words come first. All tensors are contiguous and on the current CUDA device.
+    `codes` (W + M,) int64 has the counter of each block, plus 2^32 times the distance of its stream from `stream`;
+    blocks of words come first. All tensors are contiguous and on the current CUDA device.
     """
     programs = triton.cdiv(len(codes), BLOCKS)
     of_words = words.shape[1] // 4
@@ -28,22 +30,11 @@ def write(images: Tensor, codes: Tensor, seed: int, stream: int, words: Tensor, 
     )
 
 
-# Streams and numbers of draws differ between callers, for which Triton must not compile the kernel again.
+# Streams and numbers of draws differ between callers; Triton must not compile the kernel for each of them.
 @triton.jit(
     do_not_specialize=["seed", "stream", "of_words", "count", "programs"], do_not_specialize_on_alignment=["images"]
 )
-def write_draws(
-    images: tl.tensor,
-    codes: tl.tensor,
-    words: tl.tensor,
-    normals: tl.tensor,
-    seed: tl.tensor,
-    stream: tl.tensor,
-    of_words: tl.tensor,
-    count: tl.tensor,
-    programs: tl.tensor,
-    BLOCKS: tl.constexpr,
-) -> None:
+def write_draws(images, codes, words, normals, seed, stream, of_words, count, programs, BLOCKS: tl.constexpr):
     """Write some blocks of an image: the first ``of_words`` of its ``count`` as words, the others as normal draws."""
     image = tl.cast(tl.program_id(0) // programs, tl.int64)
     first = (tl.program_id(0) % programs) * BLOCKS
@@ -65,8 +56,8 @@ def write_draws(
 
 
 @triton.jit
-def box_muller(radius_word: tl.tensor, angle_word: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return two normal draws of two words, by the operations of ``keyed.Draws.normal`` in their order."""
+def box_muller(radius_word, angle_word):
+    """Return two normal draws from two words, by the operations of ``keyed.Draws.normal`` in their order."""
     logarithm = libdevice.log((radius_word.to(tl.float32) + 0.5) * 2.3283064365386963e-10)  # 2^-32
     radius = tl.sqrt_rn(logarithm * -2.0)
     angle = angle_word.to(tl.float32) * 1.4629180792671596e-09  # 2 pi 2^-32

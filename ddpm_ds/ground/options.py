@@ -14,20 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddpm_ds.ground import units
 from ddpm_ds.ground.errors import OptionError
 from ddpm_ds.ground.files import expanded, path_fault
 from ddpm_ds.ground.formats import MOST_DIGITS
-from ddpm_ds.ground.units import (
-    MOST_BANDWIDTH,
-    MOST_BATCH,
-    MOST_BYTES,
-    MOST_COUNT,
-    MOST_FLOPS,
-    MOST_IMAGE,
-    MOST_IMAGES,
-    MOST_PROCESSES,
-    MOST_SEED,
-)
 
 HIDDEN = ""  # help of an option that --help leaves out
 
@@ -38,7 +28,7 @@ def option(
     """Return a field of a frozen dataclass that is an option of a command line; ``about`` is its help.
 
     ``kind`` parses a value. Without it the field's type does: a path, the choices of a Literal, or text. ``more`` are
-    ``default``, ``names`` such as ``-p`` (that of the field, by default; without dashes it is a positional argument),
+    ``default``, ``names`` such as ``-p`` (the field's by default; without dashes it is a positional argument),
     ``group`` (title and description), ``either`` (name of a group of exclusive options), and arguments of
     ``add_argument``.
     """
@@ -92,15 +82,15 @@ def whole(text: str, lowest: int, highest: int, what: str) -> int:
     return int(text)
 
 
-positive = partial(whole, lowest=1, highest=MOST_COUNT, what="a whole number from 1 to 1,000,000")
-natural = partial(whole, lowest=0, highest=MOST_COUNT, what="a whole number from 0 to 1,000,000")
-process_count = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
+positive = partial(whole, lowest=1, highest=units.MOST_COUNT, what="a whole number from 1 to 1,000,000")
+natural = partial(whole, lowest=0, highest=units.MOST_COUNT, what="a whole number from 0 to 1,000,000")
+process_count = partial(whole, lowest=1, highest=units.MOST_PROCESSES, what="a whole number from 1 to 65,536")
 """Option type: number of processes, stages or hosts."""
-batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
-image_number = partial(whole, lowest=0, highest=MOST_IMAGE, what="a whole number from 0 to 2^48")
+batch = partial(whole, lowest=1, highest=units.MOST_BATCH, what="a whole number from 1 to 1,048,576")
+image_number = partial(whole, lowest=0, highest=units.MOST_IMAGE, what="a whole number from 0 to 2^48")
 """Option type: number of an image among all those drawn from one seed."""
 port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
-seed = partial(whole, lowest=0, highest=MOST_SEED, what="a number from 0 to 2^32 - 1")
+seed = partial(whole, lowest=0, highest=units.MOST_SEED, what="a number from 0 to 2^32 - 1")
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
@@ -126,14 +116,14 @@ def step_range(text: str) -> range:
     if text == "none":
         return range(0)
     first, _, last = text.partition("-")
-    begin, end = (whole(step, 1, MOST_IMAGES, "a number of a step, from 1 on") for step in (first, last or first))
+    begin, end = (whole(step, 1, units.MOST_IMAGES, "a number of a step, from 1 on") for step in (first, last or first))
     if end < begin:
         raise OptionError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
     return range(begin, end + 1)
 
 
 def valid_text(text: str) -> str:
-    """Parse text that is written down, whose bytes must be UTF-8."""
+    """Parse text that will be written to files, and so must be UTF-8."""
     if text.encode(errors="replace").decode() != text:
         raise OptionError(f"{text!r} is not UTF-8 text")
     return text
@@ -144,20 +134,20 @@ _PREFIXES = _DECIMAL | {f"{prefix}i": 2.0 ** (10 * power) for power, prefix in e
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
 
 
-def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
-    """Parse a number with one of ``units`` into the unit of factor 1, from 1 to ``most``.
+def quantity(text: str, factors: Mapping[str, float], what: str, most: float) -> float:
+    """Parse a number with a unit of ``factors`` into the unit of factor 1, from 1 to ``most``.
 
-    Other texts raise OptionError, with ``what`` to give.
+    Another text raises OptionError, which says ``what`` to give.
     """
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:
         raise OptionError(f"{text!r} is not {what}")
-    if match[2] not in units:
-        near = [unit for unit in units if unit.lower() == match[2].lower()]
+    if match[2] not in factors:
+        near = [unit for unit in factors if unit.lower() == match[2].lower()]
         fix = f"; write {match[1]}{near[0]}" if near else ""
         unit = f"unknown unit {match[2]!r}" if match[2] else "no unit"
         raise OptionError(f"{text!r} has {unit}{fix}; give {what}")
-    found = float(match[1]) * units[match[2]]
+    found = float(match[1]) * factors[match[2]]
     if not 1 <= found <= most:
         raise OptionError(f"{text!r} is out of range; give {what}")
     return found
@@ -166,16 +156,16 @@ def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> f
 def memory_size(text: str) -> int:
     """Parse a size such as ``80GiB`` or ``24GB`` into bytes."""
     sizes = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
-    return int(quantity(text, sizes, "a size such as 80GiB or 24GB", MOST_BYTES))
+    return int(quantity(text, sizes, "a size such as 80GiB or 24GB", units.MOST_BYTES))
 
 
 link_speed = partial(
     quantity,
-    units={f"{prefix}B/s": size for prefix, size in _PREFIXES.items()}
+    factors={f"{prefix}B/s": size for prefix, size in _PREFIXES.items()}
     | {f"{prefix}bit/s": size / 8 for prefix, size in _DECIMAL.items()},
     what="a speed such as 300GB/s or 400Gbit/s",
-    most=MOST_BANDWIDTH,
+    most=units.MOST_BANDWIDTH,
 )
 """Option type: bytes per second."""
-teraflops = partial(quantity, units={"": 1e12}, what="a number of TFLOP/s such as 120", most=MOST_FLOPS)
+teraflops = partial(quantity, factors={"": 1e12}, what="a number of TFLOP/s such as 120", most=units.MOST_FLOPS)
 """Option type: flops per second."""

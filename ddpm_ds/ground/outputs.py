@@ -28,11 +28,8 @@ def check_outputs(*, overwrite: bool, **paths: Path | None) -> None:
 def check_output(path: Path, *, overwrite: bool, called: str = "", stream: bool = False) -> None:
     """Check that a file of the user's can be written: there is none of this name, or it may be overwritten.
 
-    A link, even a broken one, is never followed or replaced. A ``stream``, such as a pipe, is written to as it is.
-    ``called`` is the option that names the path.
-
-    Raises:
-        OutputError: it exists or can't be replaced, its folder is missing, or permissions forbid it.
+    A link, even a broken one, is never followed or replaced. A ``stream``, such as a pipe, is written to directly.
+    ``called`` is the option that names the path. Raises OutputError.
     """
     folder = path.absolute().parent
     if path.is_symlink() and not stream:

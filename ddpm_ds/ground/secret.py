@@ -1,7 +1,8 @@
 """Detection and removal of secrets in environment variables, addresses and other programs' messages. Imports no torch.
 
-Of an address only scheme, host, port and path are shown. Messages of MLflow, database drivers and HTTP clients lose all
-that the environment has in secret variables or in other parts of addresses. How users pass secrets: docs/security.md.
+Only scheme, host, port and path of an address are shown. Messages of MLflow, database drivers and HTTP clients lose
+every value that the environment has in secret variables or in other parts of addresses. How users pass secrets:
+docs/security.md.
 """
 
 import functools
@@ -69,7 +70,7 @@ def shown(name: str, value: str) -> str:
 
 
 def _addresses(name: str, value: str) -> list[str]:
-    """Return the addresses in a variable's value, which may be one, without a scheme if the name ends so."""
+    """Return the addresses in a variable's value. A variable ``..._URL`` is one address, perhaps without a scheme."""
     if _NAME_OF_ADDRESS.search(name) or "://" in _matched(_SCHEME, value):
         return [value]
     return _ADDRESS_IN_TEXT.findall(value)

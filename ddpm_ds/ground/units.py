@@ -45,6 +45,18 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what if number == 1 else plural}"
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """Format a number with some significant digits, thousands separators and no exponent: ``0.0123``, ``2,570``."""
+    return f"{float(f'{value:.{digits}g}'):,.15g}"
+
+
+def about(seconds: float) -> str:
+    """Format a duration that is roughly known: ``about 40 s``, ``about 21 min``, ``about 2.5 h``."""
+    units = ((86400, "days"), (3600, "h"), (60, "min"))
+    size, unit = next((one for one in units if seconds >= 2 * one[0]), (1, "s"))
+    return f"about {rounded(seconds / size, 2)} {unit}"
+
+
 def gib(size: float) -> str:
     """Format a size in GiB, or in MiB below 0.1 GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

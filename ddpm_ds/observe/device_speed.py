@@ -1,11 +1,10 @@
-"""Speed of this machine: seconds of each layer, peak flops of matrix products, and the start-up time of each layer.
+"""Speed of this machine: seconds of each layer, peak flops of matrix products, and start-up times of layers.
 
-The first two are measured once and cached in the user's cache folder; start-up times are kept with each run.
+The first two are measured once and stored in the user's cache folder; start-up times are kept with each run.
 """
 
 import contextlib
 import json
-import os
 import platform
 import statistics
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from ddpm_ds.ground.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.formats import read_json
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
@@ -32,7 +32,7 @@ from ddpm_ds.unet.tensor_group import TensorGroup
 ENOUGH_SECONDS = 0.2  # seconds of timing after which a layer is not run again; it runs at least once
 MOST_TIMES = 20
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
-"""Rows of the square matrices; a device reaches its peak on large ones, if they fit its caches."""
+"""Rows of square matrices; a device reaches its peak on large ones that fit its caches."""
 PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
 
 
@@ -153,7 +153,7 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
     Rank 0 caches it. All ranks measure at once, so that processes on one CPU share it as they do in training.
     """
     dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
-    where = _name(device) if device.type == "cuda" else f"{_name(device)} x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    where = _name(device) if device.type == "cuda" else f"{_name(device)} x {processes_on_host()}"
     facts = [where, str(dtype), torch.__version__]
     known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts), list[float] | None)
     if known is not None:
@@ -185,13 +185,13 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
         matmul.allow_tf32 = before
 
 
-FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute
+FEW_PIXELS = 2  # height and width of an image on which a layer computes next to nothing
 
 
 def startup_times(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> dict[str, LayerSeconds]:
-    """Return the seconds of a pass that do not depend on the images: kernel starts, Python, reading weights; by kind.
+    """Return the seconds of a pass that do not depend on images (kernel starts, Python, reading weights) by layer kind.
 
-    The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 seconds.
+    The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 s.
     """
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):

@@ -1,12 +1,12 @@
 """The flops profile: DeepSpeed's text for each stage, and a table of multiply-accumulates for each layer and stage.
 
-The JSON's ``flops_profiler`` block asks for it, with which DeepSpeed's own pipeline engine crashes. The first replica
+The JSON's ``flops_profiler`` block switches it on; DeepSpeed's own pipeline engine crashes with it. The first replica
 of each stage runs DeepSpeed's profiler around one forward pass, and rank 0 gathers the results. They have two sources:
 
-    parameters, multiply-accumulates, flops    the layers' own arithmetic (:attr:`Layer.macs`), of the whole stage
+    parameters, multiply-accumulates, flops    arithmetic on the stage's layers (:attr:`Layer.macs`)
     latency                                    DeepSpeed's profiler; its own count of flops is only in its text
 
-Of a tensor group the profiler runs on the first rank: its latency includes the sums, its text has its share of flops.
+In a tensor group the profiler runs on the first rank: its latency includes the sums, its text has its share of flops.
 """
 
 import contextlib
@@ -32,10 +32,6 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
-
-TENSOR_GROUPS = """\
-The ranks of a tensor group share the counts of a split layer; its latency is the first rank's, with the sums of the
-group."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class FlopsProfile(Observer):
         done = engine.global_steps
         if self._waits and not done < self._step <= steps and not (folder / NUMBERS).exists():
             comes = f"{done + 1:,} to {steps:,}" if done < steps else "none"
-            report.log(f"flops_profiler.profile_step = {self._step}, the steps to come are {comes}: name one of them")
+            report.log(f"flops_profiler.profile_step = {self._step} does not come (steps to come: {comes}); name one")
 
     def begin_step(self, step: int) -> None:
         self.finish()
@@ -143,7 +139,7 @@ class FlopsProfile(Observer):
         if instruction.name != "ForwardPass" or phase not in self._left:
             execute()
             return
-        modules = self._engine.own_layers(phase)
+        modules = self._engine.module.own_layers(phase)
         seconds, text = profile_layers(modules, execute, self._settings, step=self._step)
         images = self._engine.micro_batch_size
         costs = {
@@ -240,4 +236,9 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, object]) -> str:
         f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
         "without any wait for messages. The profiled step is slower than others.",
     ]
-    return "\n".join([*lines, TENSOR_GROUPS] if facts["tensor_size"] != 1 else lines)
+    if facts["tensor_size"] != 1:
+        lines.append(
+            "The ranks of a tensor group share the counts of a split layer; its latency is the first rank's, with"
+        )
+        lines.append("the sums of the group.")
+    return "\n".join(lines)

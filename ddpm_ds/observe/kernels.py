@@ -22,16 +22,16 @@ from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS, WIDEST_NAME = 100, 60
-SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
+SILENT = "6"  # log level of the profiler's library, which else announces itself and warns if there is no GPU
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
 """Our own ranges in a profile: an instruction of the schedule, work between two steps, and a wait of the host."""
 
 
 class KernelProfile(Observer):
-    """Observer that profiles the steps once, even if a rollback repeats them.
+    """Observer that profiles ``steps`` once, even if a rollback repeats them.
 
-    The step before them warms the profiler up. A process that exits before the last of them stops the profiler, which
-    would crash it otherwise, and writes nothing.
+    The step before them warms the profiler up. A process that exits before the last one stops the profiler, which would
+    crash otherwise, and writes nothing.
     """
 
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:

@@ -60,7 +60,7 @@ class Report(Protocol):
 
 
 class Observer:
-    """Observer of some of a run's optimizer steps; all ranks have the same ones, and call them at the same steps."""
+    """Observer of some optimizer steps; all ranks have the same observers, and call them at the same steps."""
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step ``step``, counted from 1 over the whole run; a rollback repeats some numbers.
@@ -123,7 +123,7 @@ def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[]
 
 @contextlib.contextmanager
 def reported(report: Report, path: Path) -> Iterator[None]:
-    """Log the OSError of a disk that refuses a file, as ``path`` if the error names none; training continues."""
+    """Log an OSError of this block as one line, with ``path`` if the error names no file; training continues."""
     try:
         yield
     except OSError as error:
@@ -197,7 +197,7 @@ class PauseClock(Observer):
 
 
 def read_pauses(run_dir: Path) -> Pauses:
-    """Read the pauses of a run; none if the file is missing, as after a run that was killed.
+    """Read the pauses of a run; a run that was killed has no file and no pauses.
 
     Raises:
         OSError, ValueError, TypeError: the file is damaged.
@@ -401,7 +401,7 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     for (name, ranks), number in itertools.product(sharing, range(len(traces[0].steps))):
         begun = [one for rank in ranks for one in moved[rank][number].events if one.instruction == name]
         latest = max((one.start for one in begun), default=0.0)
-        if any(one.end < latest for one in begun):  # who ends before the last begins has not waited for it
+        if any(one.end < latest for one in begun):  # a rank that ends before the last one begins did not wait for it
             continue
         for rank in ranks:
             events: list[Event] = []

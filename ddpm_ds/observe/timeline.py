@@ -2,15 +2,14 @@
 
 RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each event
 RUN_DIR/trace/steps-20-22.png    the step of median length, if there are several stages: a row for each rank, a box for
-                                 each instruction, grey where the rank waits; it can be read 400 pixels wide
-RUN_DIR/trace/summary.json       circumstances of the trace, and each rank's :func:`rank_seconds`
+                                 each instruction, grey where the rank waits; readable at a width of 400 pixels
+RUN_DIR/trace/summary.json       settings of the run, and each rank's :func:`rank_seconds`
 """
 
 import contextlib
 import io
 import json
 import math
-import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,8 @@ from typing import Any, BinaryIO
 
 from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
+from ddpm_ds.ground.host import processes_on_host
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -38,7 +39,7 @@ OWN = {
     "optimizer": ["OptimizerStep"],
     "agreement_wait": [WAIT_FOR_RANKS],  # for other ranks, in ReduceGrads and OptimizerStep
 }
-"""Events of a rank as a whole, by the name under which their seconds are summed."""
+"""Events that belong to no phase of a rank, by the name under which their seconds are summed."""
 PHASES = {
     "forward": ["ForwardPass"],
     "backward": ["BackwardPass", "InputGradients", "WeightGradients"],
@@ -46,7 +47,7 @@ PHASES = {
     "send": ["SendActivation", "SendGrad"],
 }
 """Events of one phase of a rank, by the name under which their seconds are summed."""
-NOTICEABLE = 0.001  # share of the time above which a pause is reported; less is only the check whether a pause is due
+
 LOOKS: dict[str, tuple[str, ...]] = {
     "ForwardPass": ("forward", "#3b7dd8", "#8fbcf0"),
     "BackwardPass": ("backward", "#e07b39", "#f5bd8b"),
@@ -68,9 +69,10 @@ LOOKS: dict[str, tuple[str, ...]] = {
 WAITING = "#e4e4e4"
 PROCESS, STEPS_ROW = 1, 1  # ids in a trace: the process of all, and the thread above the ranks, which shows the steps
 NUMBERED_BOXES = 600  # maximum number of boxes for which micro-batches are numbered
-CHARACTER = 0.014  # width of one, as a share of the picture's; a box that shows its number has room for one more
-VISIBLE = 0.001  # smallest width of a box that can be seen, as a share of the picture's
+CHARACTER = 0.014  # width of a character as a share of the step; a box with a number has room for one more
+VISIBLE = 0.001  # smallest width of a visible box, as a share of the step
 TITLE_CHARACTERS = 72
+LEGEND_LINE, LABELS = 0.17, 0.7  # inches of the picture's height: a line of legend or title; what is below the axis
 MOST_ROWS = 32  # maximum number of rows for which the picture grows, and of ranks that are named at its side
 
 
@@ -138,7 +140,7 @@ class Timeline(Observer):
             "precision": self._precision,
             "graphs": not engine.graph.why_eager,  # other steps are CUDA graphs; traced ones are not
             "world_size": len(ranks),
-            "host_processes": int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))),
+            "host_processes": processes_on_host(len(ranks)),
             "first_step": traces[0].steps[0].number,
             "last_step": traces[0].steps[-1].number,
             "step_seconds": fmean(rank["step_seconds"] for rank in ranks),
@@ -241,11 +243,6 @@ def timeline_metrics(summary: Summary, macs_per_image: int) -> dict[str, float]:
         "perf/mfu": flops / step_seconds / (summary["peak_flops_per_second"] * len(ranks)),
         "perf/data_wait_fraction": max(rank["data_wait_seconds"] / rank["step_seconds"] for rank in ranks),
     }
-    for pause in PAUSES:
-        whole = (rank["step_seconds"] + sum(rank[f"{kind}_seconds"] for kind in PAUSES) for rank in ranks)
-        share = fmean(rank[f"{pause}_seconds"] / seconds for rank, seconds in zip(ranks, whole, strict=True))
-        if share > NOTICEABLE:
-            values[f"perf/{pause}_fraction"] = share
     return values
 
 
@@ -295,7 +292,7 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str) -> bytes:
     waits = ("RecvActivation", "RecvGrad", "WaitForRanks")
     waited = sum(event.end - event.start for events in rows for event in events if event.instruction in waits)
     bubble = waited / sum(step.end - step.start for step in chosen)
-    title = f"step {chosen[0].number}: {title}\n{1e3 * seconds:,.4g} ms, bubble {bubble:.1%}"
+    title = f"step {chosen[0].number}: {title}\n{rounded(1e3 * seconds, 4)} ms, bubble {bubble:.1%}"
     names = [f"{trace.stages[0]}{_place(trace, ranks)}" for trace in ranks]
     picture = io.BytesIO()
     draw_step(rows, seconds, names, title, picture)
@@ -310,7 +307,7 @@ def draw_step(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(4.4, 2.6 + 0.3 * min(len(rows), MOST_ROWS)), dpi=300, layout="constrained")
+    figure = Figure(figsize=(4.4, 4.4), dpi=300, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.tick_params(labelsize=7.5)
@@ -343,5 +340,9 @@ def draw_step(
     figure.suptitle("\n".join(lines), fontsize=8.5)
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour, label=label) for colour, label in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+    columns = 2 if folds else 3
+    legend = LEGEND_LINE * math.ceil(len(handles) / columns)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=7.5)
+    plot = max(legend, 0.3 * min(len(rows), MOST_ROWS))
+    figure.set_figheight(LABELS + LEGEND_LINE * len(lines) + plot + legend)
     figure.savefig(file, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files

@@ -69,7 +69,7 @@ class Adam8bit(torch.optim.Optimizer):
         device = self._masters[0].device
         self._codes = {moment: code_of(moment, device) for moment in MOMENTS}
         self._steps = torch.zeros((), device=device)
-        self._first: dict[str, int] = {}  # place of a piece's first element, in the rows or among norms and biases
+        self._first: dict[tuple[str, int], int] = {}  # place of a piece's first element, in the rows or among vectors
         self._sizes: list[list[int]] = []  # of the parts of each gradient
         weights: list[tuple[int, Tensor, int]] = []  # part of the gradients, weights in it, first place in the rows
         vectors: list[tuple[int, Tensor, int]] = []
@@ -80,12 +80,12 @@ class Adam8bit(torch.optim.Optimizer):
                 if gap := piece.offset - sum(sizes):
                     sizes.append(gap)
                 if piece.dimensions <= 1:
-                    self._first[piece.name] = elements
+                    self._first[piece.name, piece.first] = elements
                     vectors.append((part + len(sizes), piece.of(master), elements))
                     elements += piece.length
                     sizes.append(piece.length)
                     continue
-                self._first[piece.name] = place = rows * BLOCK + piece.first % BLOCK
+                self._first[piece.name, piece.first] = place = rows * BLOCK + piece.first % BLOCK
                 rows += len(blocks_of(piece.first, piece.length))
                 left = piece.of(master)
                 while len(left):  # a chunk ends within large weights
@@ -183,7 +183,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def _places(self, piece: OwnedPiece) -> tuple[slice, slice]:
         """Return the places of a piece's elements, in all rows or among norms and biases, and the rows they are in."""
-        first = self._first[piece.name]
+        first = self._first[piece.name, piece.first]
         blocks = blocks_of(first, piece.length)
         return slice(first, first + piece.length), slice(blocks.start, blocks.stop)
 

@@ -87,19 +87,21 @@ def build_engine(
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.layout.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
+        module = kind(layers, bounds, seed, across, others, resolved.layout.tensor.size)
         with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
-                model=kind(layers, bounds, seed, across, others, resolved.layout.tensor.size),
+                model=module,
+                model_parameters=module.in_flat_order(),
                 config=resolved.for_deepspeed(),
                 optimizer=partial(Adam8bit, **resolved.eight_bit_settings) if resolved.eight_bit_settings else None,
             )
     assert isinstance(engine, UnetPipelineEngine)
-    if isinstance(engine.basic_optimizer, Adam8bit):
-        engine.basic_optimizer.own(insides.owned_pieces(engine))
     engine.objective, engine.schedule = objective, resolved.layout.schedule
-    engine.gradients = gradients_of(engine, engine.wanted_gradients)
+    engine.gradients = gradients_of(engine, module.arriving)
+    if isinstance(engine.basic_optimizer, Adam8bit):
+        engine.basic_optimizer.own(engine.gradients.owned())
     engine.graph = StepGraph(engine, resolved.config.graphs)
-    modules = list(engine.own_layers().values())
+    modules = list(module.own_layers().values())
     use_kernels(modules, choose_kernels(resolved.config.kernels, engine.device, captured=not engine.graph.why_eager))
     if resolved.config.compile:
         engine.compiled = True
@@ -113,7 +115,7 @@ def build_engine(
 
 @contextlib.contextmanager
 def quiet_deepspeed(verbose: bool) -> Iterator[None]:
-    """Discard DeepSpeed's prints, log only its errors here and its warnings afterwards, unless ``verbose``."""
+    """Discard DeepSpeed's prints, and log only its errors from here on, unless ``verbose``."""
     logger = logging.getLogger("DeepSpeed")
     if verbose:
         logger.setLevel(logging.INFO)
@@ -124,4 +126,3 @@ def quiet_deepspeed(verbose: bool) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):
         yield
-    logger.setLevel(logging.WARNING)

@@ -9,7 +9,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ from torch.utils.file_baton import FileBaton
 from ddpm_ds.ground.errors import HostError
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts
 from ddpm_ds.unet.shards import Shard
-from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 
 BUILD_SECONDS = 1800.0
 """Time after which an extension's build counts as hung, or its lock as forgotten; one takes minutes on a busy host."""
@@ -182,11 +182,6 @@ def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:
     engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
 
 
-def reduce_accumulated(engine: pipe_engine.PipelineEngine) -> None:
-    """Average bf16's flat gradient over replicas; assumes that ``_exec_reduce_grads`` does, once a step."""
-    engine._exec_reduce_grads()
-
-
 def offloads(engine: DeepSpeedEngine) -> bool:
     """Return whether the optimizer works on the host; assumes that only ZeRO's can, as ``cpu_offload`` says."""
     return bool(getattr(engine.optimizer, "cpu_offload", False))
@@ -198,10 +193,10 @@ class FlatOptimizer:
 
     places: dict[torch.nn.Parameter, int]
     """Index of each parameter's first element in the stage's flat weights."""
-    elements: int
-    """Elements of the flat weights, padded so that all replicas own as many."""
+    weights: Tensor
+    """Flat weights, padded so that all replicas own as many."""
     master: Tensor
-    """Flat fp32 weights of this rank's partition, which the basic optimizer steps."""
+    """Flat fp32 weights that the basic optimizer of this rank steps, as many as other replicas'."""
     group: dist.ProcessGroup
     """Process group of the replicas."""
     replicas: int
@@ -216,10 +211,6 @@ class FlatOptimizer:
     """Type in which they are reduced."""
     bucket: int
     """Largest number of elements that are reduced at a time, unless a parameter has more."""
-    scatters: bool
-    """Whether a rank gets the sums of its own partition only, as ``reduce_scatter`` says."""
-    to_owners: bool
-    """Whether each partition's sum goes to its owner alone."""
     host_gradient: Tensor | None
     """fp32 gradient of this rank's partition in host memory; None if the optimizer steps on the device."""
 
@@ -255,7 +246,7 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
     (group,) = optimizer.real_dp_process_group
     return FlatOptimizer(
         places={parameter: parameter.storage_offset() - weights.storage_offset() for parameter in parameters},
-        elements=weights.numel(),
+        weights=weights.detach(),
         master=master,
         group=group,
         replicas=dist.get_world_size(group),
@@ -265,16 +256,20 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
         dtype=optimizer.gradient_accumulation_dtype if zero else optimizer.grad_acc_dtype,
         wire=engine.communication_data_type,
         bucket=optimizer.reduce_bucket_size if zero else BUCKET_ELEMENTS,
-        scatters=zero and optimizer.reduce_scatter,
-        to_owners=zero and optimizer.reduce_scatter and not optimizer.use_multi_rank_bucket_allreduce,
         host_gradient=master.grad if offloads(engine) else None,
     )
 
 
-def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
-    """Return the fp32 master of each parameter of the unfused fp16 optimizer, in their order; none of the plain one."""
-    wide = {id(parameter): master for parameter, master in _unfused_masters(engine.optimizer)}
-    return [wide[id(parameter)] for parameter in engine.module.parameters()] if wide else []
+def separate_masters(engine: DeepSpeedEngine, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the fp32 master of each of the parameters; none if the optimizer steps them directly.
+
+    Assumes that the groups of the unfused fp16 optimizer have one order.
+    """
+    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return []
+    groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+    wide = {id(one): master for narrow, masters in groups for one, master in zip(narrow, masters, strict=True)}
+    return [wide[id(parameter)] for parameter in parameters]
 
 
 def checks_gradients(engine: DeepSpeedEngine) -> bool:
@@ -336,50 +331,9 @@ def masters(engine: DeepSpeedEngine) -> list[Tensor]:
     return [master for group in engine.basic_optimizer.param_groups for master in group["params"]]
 
 
-def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
-    """Return the pieces of this stage's parameters that this rank owns: its partition, or everything without ZeRO.
-
-    Assumes that ZeRO and BF16 optimizers link a parameter to its place in the flat partition by ``_hp_mapping`` (None
-    if another replica owns all of it).
-    """
-    named = list(engine.module.named_parameters())
-    optimizer = engine.optimizer
-    if isinstance(optimizer, ZeROOptimizer):
-        pieces = []
-        for name, parameter in named:
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                group = engine.basic_optimizer.param_groups[mapping.param_group_index]
-                (flat,) = group["params"]
-                here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                place = here.start, here.numel, flat, there.start
-                pieces.append(OwnedPiece(name, *place, parameter.dim(), shard_of(parameter)))
-        return pieces
-    wide = {id(parameter): master for parameter, master in _unfused_masters(optimizer)}
-    return [
-        OwnedPiece(name, 0, one.numel(), wide.get(id(one), one), 0, one.dim(), shard_of(one)) for name, one in named
-    ]
-
-
-def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield an unfused optimizer's parameters with their masters; assumes that both groups have one order."""
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        for narrow, wide in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            yield from zip(narrow, wide, strict=True)
-
-
 def is_partitioned(engine: DeepSpeedEngine) -> bool:
     """Return whether replicas own different pieces; assumes that only ZeRO and BF16 optimizers partition."""
     return isinstance(engine.optimizer, ZeROOptimizer)
-
-
-@torch.no_grad()
-def refresh_weights(engine: DeepSpeedEngine) -> None:
-    """Cast masters into weights; assumes that ZeRO, here a collective, calls ``update_lp_params`` after a step."""
-    if isinstance(engine.optimizer, ZeROOptimizer):
-        engine.optimizer.update_lp_params()
-    for parameter, master in _unfused_masters(engine.optimizer):
-        parameter.copy_(master)
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

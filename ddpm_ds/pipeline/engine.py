@@ -19,20 +19,22 @@ from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
-from ddpm_ds.pipeline.gradients import Gradients, PassKind
+from ddpm_ds.pipeline.gradients import Gradients
 from ddpm_ds.pipeline.graph import Pace, StepGraph
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, Start, at_once, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.schedule import (
+    KINDS,
     Instruction,
     Program,
     check_programs,
+    gradient_passes,
     loaded,
     most_in_flight,
     neighbours,
@@ -40,8 +42,8 @@ from ddpm_ds.pipeline.schedule import (
 )
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.blocks import Carry, set_context, transformer_blocks
-from ddpm_ds.unet.operations import EmbeddingProjection, KeyedDropout, arithmetic_dtype, set_image_index
-from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
+from ddpm_ds.unet.operations import KeyedDropout, arithmetic_dtype, set_image_index
+from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 
 
 class Objective(Protocol):
@@ -209,26 +211,11 @@ class UnetPipelineEngine(PipelineEngine):
             loaded(own) if self.readers and rank == self.stage_id else own for rank, own in enumerate(programs)
         )
         self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
-        for layer in self._weighted_parts():
-            layer.waiting = self._waiting
+        for layer in self.module.own_layers().values():
+            for part in weighted_parts(layer):
+                part.waiting = self._waiting
+        self.gradients.expect(gradient_passes(programs[self.stage_id]))
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
-
-    def own_layers(self, *phases: int) -> dict[int, nn.Module]:
-        """Return the layers of this rank's stages of some phases (default: all), by their index in the list."""
-        ends = (self.module.phase_bounds[phase] for phase in phases or range(self.phases))
-        return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
-
-    def _weighted_parts(self, *phases: int) -> list[Weighted]:
-        return [part for layer in self.own_layers(*phases).values() for part in weighted_parts(layer)]
-
-    def wanted_gradients(self, phase: int, kind: PassKind) -> list[nn.Parameter]:
-        """Return the parameters to which a pass of a phase gives gradients, in about the order of their arrival."""
-        deferred = {part.weight for part in self._weighted_parts(phase)}
-        layers = reversed(self.own_layers(phase).values())
-        everything = [parameter for layer in layers for parameter in reversed(list(layer.parameters()))]
-        wanted = [one for one in everything if kind == "whole" or (one in deferred) == (kind == "weights")]
-        projections = [part for part in self.module.modules() if isinstance(part, EmbeddingProjection)]
-        return sorted(wanted, key={one for part in projections for one in part.parameters()}.__contains__)  # at the end
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
@@ -289,7 +276,7 @@ class UnetPipelineEngine(PipelineEngine):
         for *_, phase, waits, size in cold if runs_behind(self.device) or self.compiled else ():
             self._waiting.open = waits
             warm_up(
-                self.own_layers(phase),
+                self.module.own_layers(phase),
                 self.module.sized_layers[size],
                 images,
                 gradients=gradients,
@@ -303,6 +290,7 @@ class UnetPipelineEngine(PipelineEngine):
     def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
         """Allow only forwards, without dropout; yields whether their messages go by the hosts, as the first ones do."""
         self.graph.drop()
+        self.gradients.gather_weights()
         self.module.eval()
         try:
             yield self.warm_up(images, gradients=False, sizes=sizes) and runs_behind(self.device)
@@ -381,7 +369,7 @@ class UnetPipelineEngine(PipelineEngine):
     def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor:
         """Execute a step's instructions and return its mean loss; reads no number of the host that changes by step."""
         self.loss_sum = torch.zeros((), device=self.device)
-        self.gradients.clear()
+        self.gradients.begin()
         sizes = self.sizes_of_step()
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host, start=start, sizes=sizes)
@@ -514,15 +502,16 @@ class UnetPipelineEngine(PipelineEngine):
             flight.kept_roots = flight.kept = ()
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
         self._begin(own)
-        with self.gradients.gathering(phase, "inputs" if self._waiting.open else "whole"):
+        with self.gradients.gathering(own.phase, KINDS[own.name]):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if phase == 0:
             flight.context = None
             set_context(self.readers, None)
 
     def _weight_gradients(self, own: Instruction) -> None:
-        with self.gradients.gathering(own.phase, "weights"):
-            parts = reversed(self._weighted_parts(own.phase))  # as buckets are: few gradients wait
+        with self.gradients.gathering(own.phase, KINDS[own.name]):
+            layers = reversed(self.module.own_layers(own.phase).values())  # as buckets are: few gradients wait
+            parts = [part for layer in layers for part in reversed(weighted_parts(layer))]
             self._waiting.compute(parts, own.micro_batches, self.gradients.give)
 
     def _send_gradients(self, own: Instruction) -> None:

@@ -5,33 +5,35 @@ views for each. :class:`FlatGradients` takes their place, so that the work of a 
 number of parameters::
 
     gradients of a pass ─▶ bucket ─▶ bucket ─▶ ...          one hook for each, on the parameter that arrives last
-        one foreach ──────────┘ averaged over the replicas under ZeRO-2
+        one foreach ──────────┘
                               ▼
-    flat sum ─▶ norm ─▶ fp32 gradient of the own partition, unscaled and clipped ─▶ AdamW ─▶ weights
+    flat sum ─▶ averaged over the replicas ─▶ norm ─▶ fp32 gradient of the own parts ─▶ AdamW ─▶ weights
+                   beside the backward              unscaled, clipped        gathered beside the next forward
 
 Weights, fp32 masters and the optimizer's state stay where DeepSpeed puts them: with ``offload_optimizer`` masters and
 state are in host memory, the fp32 gradient is copied there a bucket at a time, and AdamW steps there.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Literal
 
 import torch
-from deepspeed import comm
+import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.pipeline.own_step import OwnStep
+from ddpm_ds.pipeline.schedule import PassKind
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS
+from ddpm_ds.unet.operations import projections_of
+from ddpm_ds.unet.tensor_group import shard_of
 
-PassKind = Literal["whole", "inputs", "weights"]
-"""Parameters that get gradients in a pass: all of a phase, all but the deferred ones, or the deferred ones."""
 Wanted = Callable[[int, PassKind], Sequence[nn.Parameter]]
 """Function that returns the parameters that a pass of a phase gives gradients to, in about the order of arrival."""
 SUMMED = 2**16
@@ -39,19 +41,31 @@ SUMMED = 2**16
 norm of 35 million. A GPU adds up pairs of sums."""
 
 
+@dataclass(eq=False)
+class _Chunk:
+    """Equal share of the flat weights, of which each replica owns one part."""
+
+    weights: Tensor
+    own: slice
+    """Place of this rank's part among all that it owns."""
+    gathered: Callable[[], object] | None = None
+    """Function that waits for the new weights that are on their way here."""
+
+
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are added to the sum together."""
+    """Gradients of a pass that are added to the sum of one chunk together."""
 
+    chunk: int
     parameters: list[nn.Parameter]
-    """In the order of the flat weights, so that the part of each partition is contiguous."""
     slots: list[Tensor]
-    """Place of each gradient: in the flat sum, or in the scratch memory from which it is reduced or widened."""
-    length: int
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Range [begin, end) in the scratch memory that each replica owns."""
-    runs: list[Tensor] = field(default_factory=list)
-    """Contiguous pieces of the flat sum that this rank's part is added to."""
+    """Place of each gradient in the sum, or in the memory in which it is packed."""
+    ranges: list[tuple[int, int] | None]
+    """First and last element, plus 1, of each gradient that lie in this chunk; None for all of them."""
+    runs: list[tuple[int, int]]
+    """The same of the chunk, for all gradients together."""
+    done: list[nn.Parameter] = field(default_factory=list)
+    """Parameters whose gradients are needed no more after this bucket."""
     last: nn.Parameter | None = None
     """Parameter whose gradient arrives last; None before the first pass."""
 
@@ -69,46 +83,113 @@ class _Pass:
 class FlatGradients(OwnStep):
     """Flat gradients of a rank's stages, for ZeRO-1, ZeRO-2 and DeepSpeed's optimizer for bf16.
 
-    Under ZeRO-2 with replicas a rank keeps the sum of its own partition and reduces a bucket as soon as it is complete;
-    else it keeps the sum of all its parameters.
+    The flat weights are cut into chunks, and each chunk into a part for each replica::
+
+        flat weights   │ a0 a1 a2 │ b0 b1 b2 │ c0 c1 c2 │     replica 1 owns a1 b1 c1
+
+    So one reduce-scatter averages the gradients of a chunk while the backward goes on, and one all-gather brings its
+    new weights while the next step's first layers run. Under ZeRO-2 a chunk is reduced in each pass, and a rank keeps
+    the sum of its own parts; else in the last pass that adds to it, from the sum of all parameters.
     """
 
     def __init__(self, engine: PipelineEngine, wanted: Wanted) -> None:
         super().__init__(engine)
         self._wanted = wanted
         flat = self._flat = insides.take_over_gradients(engine)
-        self._reduces = flat.partitions and flat.replicas > 1
-        self._owned = flat.elements // flat.replicas
-        device, kept = engine.device, self._owned if self._reduces else flat.elements
-        if flat.accumulator is None:
-            self._sum = torch.zeros(kept, dtype=flat.dtype, device=device)
-        else:
+        device, stored = engine.device, flat.weights.dtype
+        self._replicas = Replicas(flat.group)
+        count, largest = flat.replicas, max(parameter.numel() for parameter in flat.places)
+        self._size = min(-(-max(flat.bucket, largest) // count) * count, len(flat.weights))  # of a chunk
+        starts = range(0, len(flat.weights), self._size)
+        self._chunks = [
+            _Chunk(part, slice(start // count, (start + len(part)) // count))
+            for start, part in zip(starts, flat.weights.split(self._size), strict=True)
+        ]
+        owned = len(flat.weights) // count
+        self._reduces = flat.partitions and count > 1
+        self.own_sum = torch.zeros(owned, dtype=flat.dtype, device=device)
+        self._sum = self.own_sum
+        if flat.accumulator is not None:
             self._sum = flat.accumulator
-        self._keeps = flat.accumulator is not None
-        self.own_sum = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
-        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
+        elif count > 1 and not self._reduces:
+            self._sum = torch.zeros(len(flat.weights), dtype=flat.dtype, device=device)
+        if count == 1:
+            self.own_sum = self._sum
+        """Sum of the own gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
+        self._keeps = False
         self._tensor = engine.module.tensor
         counted, self._partial, self._alike = map(self._runs, self._tensor.by_spread(flat.places))
         counted = [self.own_sum] if self._tensor.size == 1 else counted or [self.own_sum[:0]]
-        self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
-        stored = next(iter(flat.places)).dtype
-        largest = max(parameter.numel() for parameter in flat.places)
-        self._bucket = max(min(flat.bucket, flat.elements), largest)
-        packs = self._reduces or stored != flat.dtype
-        self._scratch = torch.zeros(self._bucket, dtype=stored, device=device) if packs else None
+        self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else owned)]
+        self._packed = None
+        if stored != flat.dtype and not self._reduces:
+            self._packed = torch.zeros(self._size, dtype=stored, device=device)
+        pairs = range(2) if count > 1 else ()
+        self._wires = [torch.zeros(self._size, dtype=flat.wire, device=device) for _ in pairs]
+        self._parts = [torch.zeros(self._size // count, dtype=flat.wire, device=device) for _ in pairs]
+        self._averaging: list[Callable[[], object] | None] = [None, None]
+        """Functions that finish the averages in the two buffers."""
+        self._new = flat.master.detach()  # own parts of the new weights
+        self._casts = count > 1 and (flat.master.dtype != stored or flat.master.device != device)
+        if self._casts:
+            self._new = torch.zeros(owned, dtype=stored, device=device)
+        self._stale = False
+        """Whether other replicas have newer weights of their parts."""
         self._passes: dict[tuple[int, PassKind], _Pass] = {}
+        self._additions: Counter[int] = Counter()
+        self._left = self._additions
+        """Number of passes of this step that will still add to a chunk."""
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
+        with torch.no_grad():
+            for chunk in self._chunks:  # DeepSpeed gave this rank other parts
+                flat.master[chunk.own].copy_(chunk.weights.chunk(count)[flat.replica])
+        self.refresh_weights()
+        self._arriving: list[_Chunk] = []  # in the order of the layers that need them
+        if count > 1:
+            self._wait_in_layers(engine.module.own_layers().values())
+
+    def _wait_in_layers(self, layers: Collection[nn.Module]) -> None:
+        """Let each layer wait for its weights before it first runs in a step; one computes all projections of emb."""
+        projections = [one for layer in layers for one in projections_of(layer)]
+        for layer in layers:
+            together = projections if projections_of(layer) else ()
+            parameters = [*layer.parameters(), *(one for part in together for one in part.parameters())]
+            numbers = dict.fromkeys(number for one in parameters for number, *_ in self._cut(one))
+            chunks = [self._chunks[number] for number in numbers]
+            self._arriving += [chunk for chunk in chunks if chunk not in self._arriving]
+            layer.register_forward_pre_hook(lambda module, inputs, chunks=chunks: _wait(chunks))
+
+    def _cut(self, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
+        """Yield the chunks of a parameter, and its first and last element, plus 1, in each."""
+        place, count = self._flat.places[parameter], parameter.numel()
+        for number in range(place // self._size, (place + count - 1) // self._size + 1):
+            start = number * self._size
+            yield number, max(start - place, 0), min(start + self._size - place, count)
+
+    def _pieces(self, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
+        """Yield the first and last element, plus 1, of what this rank owns of a parameter, and its place there."""
+        flat = self._flat
+        for number, first, stop in self._cut(parameter):
+            own = self._chunks[number].own
+            begin = number * self._size + flat.replica * (own.stop - own.start) - flat.places[parameter]
+            first, stop = max(first, begin), min(stop, begin + own.stop - own.start)
+            if first < stop:
+                yield first, stop, own.start + first - begin
+
+    def owned(self) -> list[OwnedPiece]:
+        """Return the pieces of this stage's parameters that this rank steps."""
+        return [
+            OwnedPiece(name, first, stop - first, self._flat.master, place, one.dim(), shard_of(one))
+            for name, one in self._engine.module.named_parameters()
+            for first, stop, place in self._pieces(one)
+        ]
 
     def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the contiguous pieces of the own partition's sum that belong to some parameters."""
-        first = self._flat.replica * self._owned
+        """Return the contiguous pieces of the own sum that belong to some parameters."""
         found: list[tuple[int, int]] = []
-        for parameter in sorted(parameters, key=self._flat.places.__getitem__):
-            place = self._flat.places[parameter] - first
-            start, stop = max(place, 0), min(place + parameter.numel(), self._owned)
-            if start >= stop:
-                continue
+        pieces = [(place, place + stop - first) for one in parameters for first, stop, place in self._pieces(one)]
+        for start, stop in sorted(pieces):
             if found and found[-1][1] == start:
                 start = found.pop()[0]
             found.append((start, stop))
@@ -119,33 +200,43 @@ class FlatGradients(OwnStep):
     @property
     def precision(self) -> torch.dtype:
         """Type in which gradients are computed."""
-        return next(iter(self._flat.places)).dtype
+        return self._flat.weights.dtype
 
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of the sum between steps, as addresses in a graph need, or give it back."""
-        self._keeps = keep or self._flat.accumulator is not None
-        self._release()
+        self._keeps = keep
+        self._release(self._sum, self.own_sum)
 
-    def clear(self) -> None:
-        """Allocate the sum, and fill it with zeros."""
-        storage = self._sum.untyped_storage()
-        if not storage.size():
-            storage.resize_(self._sum.numel() * self._sum.element_size())
+    def expect(self, passes: Counter[tuple[int, PassKind]]) -> None:
+        """Prepare for steps that have so many passes of each kind of a phase."""
+        self._passes = {key: self._planned(*key) for key in passes}
+        self._additions = Counter()
+        for key, own in self._passes.items():
+            for bucket in own.buckets:
+                self._additions[bucket.chunk] += passes[key]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a step's sum with zeros, and let the weights of other replicas come."""
+        for tensor in (self._sum, self.own_sum):
+            _take_memory(tensor)
         self._sum.zero_()
+        self._left = self._additions.copy()
+        if self._replicas.size > 1:
+            self._gather()
 
     @contextlib.contextmanager
     def gathering(self, phase: int, kind: PassKind) -> Iterator[None]:
         """Add a pass's gradients to the sum, bucket after bucket; raises RuntimeError if a parameter got none."""
-        running = self._passes.get((phase, kind)) or self._planned(phase, kind)
-        self._running, running.done = running, 0
+        running = self._running = self._passes[phase, kind]
+        running.done = 0
         yield
         self._add_ready()
         self._running = None
         if running.done < len(running.buckets):
             missing = [one for one in running.buckets[running.done].parameters if one.grad is None]
             raise RuntimeError(f"{len(missing)} parameters got no gradient, one of shape {tuple(missing[0].shape)}")
-        if (phase, kind) not in self._passes:
-            self._passes[phase, kind] = running
+        if all(bucket.last is not None for one in self._passes.values() for bucket in one.buckets):
             last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
             for parameter in self._hooks.keys() - last:  # others need no hook
                 self._hooks.pop(parameter).remove()
@@ -160,37 +251,39 @@ class FlatGradients(OwnStep):
 
     def _planned(self, phase: int, kind: PassKind) -> _Pass:
         """Return a pass that has not run yet, with a hook on each of its parameters to learn the order of arrival."""
-        groups: list[list[nn.Parameter]] = []
-        room = 0
-        for parameter in self._wanted(phase, kind):
-            if parameter.numel() > room:
-                groups.append([])
-                room = self._bucket
-            groups[-1].append(parameter)
-            room -= parameter.numel()
+        found: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
+        last: dict[int, int] = {}  # by chunk: when its last gradient arrives
+        for order, parameter in enumerate(self._wanted(phase, kind)):
+            for number, first, stop in self._cut(parameter):
+                found.setdefault(number, []).append((first, stop, parameter))
+                last[number] = order
             if kind != "weights" and parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._add_ready)
-        return _Pass([self._planned_bucket(sorted(group, key=self._flat.places.__getitem__)) for group in groups])
+        order_of = sorted(found, key=last.__getitem__)
+        planned = _Pass([self._planned_bucket(number, found[number], turn % 2) for turn, number in enumerate(order_of)])
+        missing = set[nn.Parameter]()
+        for bucket in reversed(planned.buckets):
+            bucket.done = [one for one in bucket.parameters if one not in missing]
+            missing.update(bucket.parameters)
+        return planned
 
-    def _planned_bucket(self, parameters: list[nn.Parameter]) -> _Bucket:
-        """Return the bucket of some parameters, which are in the order of the flat weights."""
-        places, lengths = [self._flat.places[one] for one in parameters], [one.numel() for one in parameters]
-        if self._scratch is None:
-            return _Bucket(parameters, _views(self._sum, places, parameters), sum(lengths))
-        starts = [*accumulate(lengths, initial=0)]
-        bucket = _Bucket(parameters, _views(self._scratch, starts, parameters), starts[-1])
-        kept, own = (self._owned, self._flat.replica) if self._reduces else (self._flat.elements, 0)
-        runs: list[tuple[int, int]] = []  # [first, stop) in the flat weights, of the own part
-        for place, length, start in zip(places, lengths, starts, strict=False):
-            for owner in range(place // kept, (place + length - 1) // kept + 1):
-                first, stop = max(place, owner * kept), min(place + length, (owner + 1) * kept)
-                begin, _ = bucket.parts.get(owner, (start + first - place, 0))
-                bucket.parts[owner] = begin, start + stop - place
-                if owner == own and runs and runs[-1][1] == first:
-                    runs[-1] = runs[-1][0], stop
-                elif owner == own:
-                    runs.append((first, stop))
-        bucket.runs = [self._sum.narrow(0, first - own * kept, stop - first) for first, stop in runs]
+    def _planned_bucket(self, number: int, parts: list[tuple[int, int, nn.Parameter]], buffer: int) -> _Bucket:
+        """Return the bucket of parts of some parameters that lie in a chunk."""
+        places, start = self._flat.places, number * self._size
+        parts.sort(key=lambda part: places[part[2]])
+        target = self._wires[buffer] if self._reduces else self._packed
+        if target is None:
+            target = self._sum.narrow(0, start, min(self._size, len(self._sum) - start))
+        bucket = _Bucket(number, [], [], [], [])
+        for first, stop, parameter in parts:
+            begin, whole = places[parameter] + first - start, stop - first == parameter.numel()
+            slot = target.narrow(0, begin, stop - first)
+            bucket.parameters.append(parameter)
+            bucket.slots.append(slot.view(parameter.shape) if whole else slot)
+            bucket.ranges.append(None if whole else (first, stop))
+            end = begin + stop - first
+            joined = bucket.runs.pop()[0] if bucket.runs and bucket.runs[-1][1] == begin else begin
+            bucket.runs.append((joined, end))
         return bucket
 
     @torch.no_grad()
@@ -200,66 +293,111 @@ class FlatGradients(OwnStep):
         while running is not None and running.done < len(running.buckets):
             bucket = running.buckets[running.done]
             gradients: list[Tensor] = []
-            for parameter in bucket.parameters:
+            for parameter, part in zip(bucket.parameters, bucket.ranges, strict=True):
                 if parameter.grad is None:
                     return
-                gradients.append(parameter.grad)
+                gradients.append(parameter.grad if part is None else parameter.grad.reshape(-1)[part[0] : part[1]])
             if bucket.last is None:
                 bucket.last = arrived  # type: ignore[assignment]
                 _match(bucket.slots, gradients)
-            if self._scratch is None:
-                torch._foreach_add_(bucket.slots, gradients)
-            else:
-                torch._foreach_copy_(bucket.slots, gradients)
+            self._add(bucket, gradients, running.done % 2)
             gradients.clear()
-            for parameter in bucket.parameters:
+            for parameter in bucket.done:
                 parameter.grad = None
-            if self._scratch is not None:
-                self._add(bucket, self._scratch.narrow(0, 0, bucket.length))
             running.done += 1
 
-    def _add(self, bucket: _Bucket, packed: Tensor) -> None:
-        """Add this rank's part of a bucket that is in scratch memory."""
-        flat = self._flat
+    def _add(self, bucket: _Bucket, gradients: list[Tensor], buffer: int) -> None:
+        """Add gradients to the sum of a chunk, or to the own part of it over all replicas."""
+        chunk = self._chunks[bucket.chunk]
         if self._reduces:
-            wire = packed.div_(flat.replicas).to(flat.wire)
-            if flat.to_owners:
-                for owner, (begin, end) in bucket.parts.items():
-                    comm.reduce(wire[begin:end], comm.get_global_rank(flat.group, owner), group=flat.group)
+            self._finish(buffer)
+            wire = self._wires[buffer].narrow(0, 0, len(chunk.weights))
+            if bucket.runs != [(0, len(wire))]:
+                wire.zero_()
+            torch._foreach_copy_(bucket.slots, gradients)
+            self._average(chunk, wire, buffer)
+            return
+        if self._packed is None:
+            torch._foreach_add_(bucket.slots, gradients)
+        else:
+            torch._foreach_copy_(bucket.slots, gradients)
+            sums = self._sum.narrow(0, bucket.chunk * self._size, len(chunk.weights))
+            for start, stop in bucket.runs:
+                sums[start:stop].add_(self._packed[start:stop])
+        self._left[bucket.chunk] -= 1
+        if self._replicas.size > 1 and not self._left[bucket.chunk]:
+            self._average_sum(bucket.chunk)
+
+    # ---------------------------------------------------------------- replicas
+
+    def _average_sum(self, number: int) -> None:
+        """Begin to average the sum of a chunk over the replicas; it is complete."""
+        del self._left[number]
+        chunk, buffer = self._chunks[number], number % 2
+        self._finish(buffer)
+        wire = self._sum.narrow(0, number * self._size, len(chunk.weights))
+        if wire.dtype != self._flat.wire:
+            wire = self._wires[buffer].narrow(0, 0, len(wire)).copy_(wire)
+        self._average(chunk, wire, buffer)
+
+    def _average(self, chunk: _Chunk, wire: Tensor, buffer: int) -> None:
+        """Begin to average gradients of a chunk over the replicas, for the own part of it."""
+        part, own = self._parts[buffer].narrow(0, 0, len(wire) // self._replicas.size), self.own_sum[chunk.own]
+        averaged = self._replicas.average(wire, part)
+
+        def finish() -> None:
+            averaged()
+            if self._reduces:
+                own.add_(part)
             else:
-                comm.all_reduce(wire, group=flat.group)
-            begin, end = bucket.parts.get(flat.replica, (0, 0))
-            packed = wire[begin:end]
-        if bucket.runs:
-            torch._foreach_add_(bucket.runs, packed.to(flat.dtype).split([run.numel() for run in bucket.runs]))
+                own.copy_(part)
+
+        self._averaging[buffer] = finish
+
+    def _finish(self, buffer: int) -> None:
+        """Wait for the average in a buffer, if there is one."""
+        finish, self._averaging[buffer] = self._averaging[buffer], None
+        if finish is not None:
+            finish()
+
+    def _gather(self) -> None:
+        """Begin to gather the weights of all chunks, those of the first layers first."""
+        for chunk in self._arriving:
+            chunk.gathered = self._replicas.gather(self._new[chunk.own], chunk.weights)
+        self._stale = False
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Gather weights that other replicas have stepped, for use outside a step; collective."""
+        if self._stale:
+            self._gather()
+            _wait(self._arriving)
+
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """Cast this rank's masters into its weights; :meth:`gather_weights` or the next step brings the others'."""
+        if self._replicas.size == 1:
+            self._flat.weights.copy_(self._flat.master)
+            return
+        if self._casts:
+            self._new.copy_(self._flat.master)
+        self._stale = True
 
     # ---------------------------------------------------------------- step
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Finish the step's gradients, averaged over the replicas."""
-        flat = self._flat
-        if flat.replicas > 1 and flat.accumulator is not None:
-            insides.reduce_accumulated(self._engine)
-        elif flat.replicas > 1 and not self._reduces:
-            self._scatter()
+        if self._replicas.size > 1:
+            if not self._reduces:
+                for number in range(len(self._chunks)):
+                    if number in self._left or number not in self._additions:  # nothing but padding
+                        self._average_sum(number)
+            for buffer in range(2):
+                self._finish(buffer)
+            if not self._reduces:
+                self._release(self._sum)
         self._tensor.agree(self._partial, self._alike)
-
-    @torch.no_grad()
-    def _scatter(self) -> None:
-        """Average the own partition over the replicas, a bucket at a time."""
-        flat = self._flat
-        partitions = self._sum.view(flat.replicas, self._owned)
-        width = -(-self._bucket // flat.replicas)
-        for part, own in zip(partitions.split(width, 1), self.own_sum.split(width), strict=True):
-            wire = part.contiguous().div_(flat.replicas).to(flat.wire)
-            if flat.scatters:
-                average = torch.empty_like(own, dtype=flat.wire)
-                comm.reduce_scatter_tensor(average, wire.view(-1), group=flat.group)
-            else:
-                comm.all_reduce(wire, group=flat.group)
-                average = wire[flat.replica]
-            own.copy_(average)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -267,7 +405,7 @@ class FlatGradients(OwnStep):
         norm = norm_of(self._summed)
         if self._flat.replicas > 1:
             norm.square_()
-            comm.all_reduce(norm, group=self._flat.group)
+            dist.all_reduce(norm, group=self._flat.group)
             norm.sqrt_()
         norm = over_stages(self._engine, norm)
         with self._unless_invalid(norm) as steps:
@@ -276,35 +414,82 @@ class FlatGradients(OwnStep):
                 if self._widens:
                     self._take([self.own_sum], factor)
                 elif (host := self._flat.host_gradient) is not None:
-                    for own, there in zip(self.own_sum.split(self._bucket), host.split(self._bucket), strict=True):
+                    for own, there in zip(self.own_sum.split(self._size), host.split(self._size), strict=True):
                         part = own.to(torch.float32, copy=True)
                         there.copy_(part if factor is None else part.mul_(factor))
                     self._take()
                 else:
                     gradient = self.own_sum
-                    if gradient.dtype is not torch.float32 or not (self._keeps or len(gradient) == len(self._sum)):
-                        gradient = gradient.to(torch.float32, copy=True)
-                        self._release()
+                    if gradient.dtype is not torch.float32:
+                        gradient = gradient.to(torch.float32)
+                        self._release(self.own_sum)
                     self._flat.master.grad = gradient
                     if factor is not None:
                         gradient.mul_(factor)
                     self._take()
                     self._flat.master.grad = None
-                insides.refresh_weights(self._engine)
-        self._release()
+                self.refresh_weights()
+        self._release(self._sum, self.own_sum)
 
-    def _release(self) -> None:
-        """Give the memory of the sum back, unless it is DeepSpeed's or a graph's; views of it stay valid."""
-        if not self._keeps:
-            self._sum.untyped_storage().resize_(0)
+    def end_step(self) -> None:
+        """Count the step; a graph has refreshed the weights without the host."""
+        super().end_step()
+        self._stale = self._replicas.size > 1
+
+    def _release(self, *sums: Tensor) -> None:
+        """Give the memory of sums back, unless it is DeepSpeed's or a graph's; views of it stay valid."""
+        for one in sums if not self._keeps else ():
+            if one is not self._flat.accumulator:
+                one.untyped_storage().resize_(0)
 
 
-def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return views of a flat tensor in the shapes of the parameters, each from its first element on."""
-    return [
-        flat.narrow(0, first, parameter.numel()).view(parameter.shape)
-        for first, parameter in zip(firsts, parameters, strict=False)
-    ]
+class Replicas:
+    """Ranks that hold the same stages, and sums and copies among them that run beside other work.
+
+    On a GPU NCCL averages. Gloo has no reduce-scatter that sends each value once, so there each rank sends every other
+    its part, and adds up in fp32, in the order of the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.size = group, dist.get_world_size(group)
+
+    def average(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        """Begin to average ``whole`` (size x n,) over the ranks; ``part`` (n,) gets the own share, of as many values,
+        once the returned function has been called. Until then neither may change.
+        """
+        if whole.is_cuda:
+            work = dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group=self._group, async_op=True)
+            return work.wait  # type: ignore[union-attr]
+        received = torch.empty_like(whole)
+        work = dist.all_to_all_single(
+            received.view(torch.uint8), whole.view(torch.uint8), group=self._group, async_op=True
+        )
+
+        def finish() -> None:
+            work.wait()  # type: ignore[union-attr]
+            part.copy_(received.view(self.size, -1).mean(0, dtype=torch.float32))
+
+        return finish
+
+    def gather(self, part: Tensor, whole: Tensor) -> Callable[[], object]:
+        """Begin to copy the ``part`` (n,) of each rank into ``whole`` (size x n,), for which the function waits."""
+        work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
+        return work.wait  # type: ignore[union-attr]
+
+
+def _wait(chunks: Iterable[_Chunk]) -> None:
+    """Wait for the new weights of chunks."""
+    for chunk in chunks:
+        if chunk.gathered is not None:
+            chunk.gathered()
+            chunk.gathered = None
+
+
+def _take_memory(tensor: Tensor) -> None:
+    """Take the memory of a tensor that gave it back."""
+    storage = tensor.untyped_storage()
+    if not storage.size():
+        storage.resize_(tensor.numel() * tensor.element_size())
 
 
 def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -325,7 +510,7 @@ def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
     if engine.grid.get_model_parallel_world_size() == 1:
         return norm
     squared = norm.square()
-    comm.all_reduce(squared, group=engine.grid.get_model_parallel_group())
+    dist.all_reduce(squared, group=engine.grid.get_model_parallel_group())
     return squared.sqrt_()
 
 
@@ -334,10 +519,10 @@ class SeparateGradients(OwnStep):
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)
-        self._parameters = list(engine.module.parameters())
+        self._parameters = engine.module.in_flat_order()
         self._tensor = engine.module.tensor
         self._counted, self._partial, self._alike = self._tensor.by_spread(self._parameters)
-        self._masters = insides.separate_masters(engine)
+        self._masters = insides.separate_masters(engine, self._parameters)
         sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
         views = self._flat.split(sizes) if sizes else ()
@@ -345,8 +530,26 @@ class SeparateGradients(OwnStep):
         """fp32 gradients; none if the weights are fp32 themselves."""
         self._release()
 
-    def clear(self) -> None:
+    def owned(self) -> list[OwnedPiece]:
+        masters = dict(zip(self._parameters, self._masters or self._parameters, strict=True))
+        return [
+            OwnedPiece(name, 0, one.numel(), masters[one], 0, one.dim(), shard_of(one))
+            for name, one in self._engine.module.named_parameters()
+        ]
+
+    def expect(self, passes: Counter[tuple[int, PassKind]]) -> None:
         pass
+
+    def begin(self) -> None:
+        pass
+
+    def gather_weights(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        if self._masters:
+            torch._foreach_copy_(self._parameters, self._masters)
 
     def gathering(self, phase: int, kind: PassKind) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -386,8 +589,7 @@ class SeparateGradients(OwnStep):
         """Step the fp32 masters, and cast them into weights of 16 bits."""
         if self._widens:
             self._take(gradients, factor)
-            if self._masters:
-                torch._foreach_copy_(self._parameters, self._masters)
+            self.refresh_weights()
             return
         if self._wide:
             self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
@@ -403,7 +605,7 @@ class SeparateGradients(OwnStep):
             for master in self._masters:
                 master.grad = None
             self._release()
-            torch._foreach_copy_(self._parameters, self._masters)
+            self.refresh_weights()
 
     def _release(self) -> None:
         self._flat.untyped_storage().resize_(0)
@@ -427,6 +629,6 @@ def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _average(gradients: list[Tensor], engine: PipelineEngine) -> None:
     """Average gradients over the replicas in one reduction."""
     flat = _flatten_dense_tensors(gradients).to(engine.communication_data_type)
-    comm.all_reduce(flat, group=engine.grid.get_data_parallel_group())
+    dist.all_reduce(flat, group=engine.grid.get_data_parallel_group())
     flat.mul_(1.0 / engine.dp_world_size)
     torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))

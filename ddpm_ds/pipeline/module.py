@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
+from ddpm_ds.pipeline.schedule import PassKind
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.unet.blocks import Carry, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
-from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.operations import projections_of, set_image_index
 from ddpm_ds.unet.tensor_group import TensorGroup
+from ddpm_ds.unet.weight_gradients import weighted_parts
 
 
 class UnetLayerSpec(LayerSpec):
@@ -75,6 +77,25 @@ class UnetPipelineModule(PipelineModule):
         self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
         ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
+
+    def own_layers(self, *phases: int) -> dict[int, nn.Module]:
+        """Return the layers of this rank's stages of some phases (default: all), by their index in the list."""
+        ends = (self.phase_bounds[phase] for phase in phases or range(self.phases))
+        return {index: self.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
+
+    def arriving(self, phase: int, kind: PassKind) -> list[nn.Parameter]:
+        """Return the parameters to which a pass of a phase gives gradients, in about the order of their arrival."""
+        layers = self.own_layers(phase).values()
+        wait = {part.weight for layer in layers for part in weighted_parts(layer)}
+        everything = [one for layer in reversed(layers) for one in reversed(list(layer.parameters()))]
+        wanted = [one for one in everything if kind == "whole" or (one in wait) == (kind == "weights")]
+        last = {one for layer in layers for part in projections_of(layer) for one in part.parameters()}
+        return sorted(wanted, key=last.__contains__)
+
+    def in_flat_order(self) -> list[nn.Parameter]:
+        """Return this rank's parameters so that neighbours get their gradients in the same pass, one after another."""
+        kinds: tuple[PassKind, ...] = "inputs", "weights"
+        return [one for phase in reversed(range(self.phases)) for kind in kinds for one in self.arriving(phase, kind)]
 
     def size_number(self, size: tuple[int, int]) -> int:
         """Return the index in :attr:`sized_layers` for images of this height and width."""

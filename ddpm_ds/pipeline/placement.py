@@ -18,6 +18,7 @@ from functools import cached_property
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.pipeline.cuts import segments, sent_elements
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import Layer
@@ -119,19 +120,16 @@ class Sharing:
 def sharing(config: DsConfig, layout: Layout) -> Sharing:
     """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
-    Without ZeRO, and by DeepSpeed's optimizer for bf16, gradients are all-reduced once. ZeRO-1 takes that optimizer if
-    it adds bf16 gradients up in fp32; otherwise it scatters gradients. ZeRO-2 all-reduces them, although only the owner
-    needs a gradient, unless ``use_multi_rank_bucket_allreduce`` is off. ZeRO and the optimizer for bf16 gather the
-    weights that each replica has stepped.
+    Flat gradients, of ZeRO and bf16, are scattered, and the weights that each replica has stepped are gathered. Others
+    are all-reduced.
     """
-    zero, precision, stage = config.zero_optimization, config.precision, layout.zero_stage
-    to_owner = stage == 1 or not zero.use_multi_rank_bucket_allreduce
-    everywhere = stage == 0 or (stage == 1 and precision == "bf16" and config.adds_in_fp32)
+    precision, stage = config.precision, layout.zero_stage
+    flat = stage > 0 or precision == "bf16"
     return Sharing(
         reductions=layout.micro_batches if stage == 2 else 1,
-        passes=1 if not everywhere and to_owner and zero.reduce_scatter else 2,
+        passes=1 if flat else 2,
         gradient_bytes=ELEMENT_BYTES[config.communication_data_type or precision],
-        weight_bytes=ELEMENT_BYTES[precision] if stage or precision == "bf16" else 0,
+        weight_bytes=ELEMENT_BYTES[precision] if flat else 0,
     )
 
 
@@ -281,7 +279,7 @@ def launched_hosts(world_size: int) -> tuple[str, ...]:
     A process knows the number of processes on its host. If hosts differ in that, the result is empty, and only the
     rendezvous knows the ranks' hosts.
     """
-    on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    on_a_host = processes_on_host(world_size)
     count = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's
     hosts = int(count) if count else -(-world_size // on_a_host)
     if hosts * on_a_host != world_size:

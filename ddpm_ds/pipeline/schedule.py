@@ -42,6 +42,9 @@ BACKWARDS: tuple[Name, ...] = ("BackwardPass", "InputGradients")
 """Passes that send gradients to the previous stage: a whole backward, and one that defers weight gradients."""
 PASSES: tuple[Name, ...] = ("ForwardPass", *BACKWARDS, "WeightGradients")
 """Instructions that compute with the layers."""
+PassKind = Literal["whole", "inputs", "weights"]
+"""Parameters that get gradients in a pass: all of a phase, all but the deferred ones, or the deferred ones."""
+KINDS: dict[Name, PassKind] = {"BackwardPass": "whole", "InputGradients": "inputs", "WeightGradients": "weights"}
 
 
 class Instruction(NamedTuple):
@@ -111,6 +114,11 @@ def most_kept(own: Program) -> int:
 def split_passes(own: Program) -> set[tuple[int, int]]:
     """Return the phases and micro-batches whose weight gradients have passes of their own."""
     return {(one.phase, number) for one in own if one.name == "InputGradients" for number in one.micro_batches}
+
+
+def gradient_passes(own: Program) -> Counter[tuple[int, PassKind]]:
+    """Return how many passes of each phase and kind add to the gradients in a step."""
+    return Counter((one.phase, KINDS[one.name]) for one in own if one.name in KINDS)
 
 
 def weight_passes(programs: Sequence[Program], schedule: Schedule) -> tuple[tuple[int, ...], ...]:

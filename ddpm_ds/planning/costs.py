@@ -1,6 +1,6 @@
 """Model of time: seconds of each rank's instructions, and the bytes that they send.
 
-The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.planning.verdict`).
+The machine's rates come from a data sheet, or from a traced step (:mod:`ddpm_ds.planning.verdict`).
 """
 
 import functools
@@ -32,14 +32,12 @@ from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
-EIGHT_BIT_BYTES = 226
-"""The same for Adam in 8 bits, whose operations each pass over memory."""
-EMA_BYTES = 12
-"""Bytes per parameter that an average of the weights reads and writes."""
+EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory several times
+EMA_BYTES = 12  # bytes per parameter that an average of the weights reads and writes
 
 DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
-"""Launches that draw a micro-batch's noise, timesteps and flips, those of the optimizer's step with averages, and those
-of Adam in 8 bits for the elements that it steps at a time."""
+"""Kernels launched to draw a micro-batch's noise, timesteps and flips; by the optimizer's step with averages; and by
+Adam in 8 bits for each ``BUCKET_ELEMENTS``."""
 
 LAUNCHES: dict[type[Layer], tuple[int, int]] = {
     AttentionLayer: (5, 11),
@@ -50,10 +48,10 @@ LAUNCHES: dict[type[Layer], tuple[int, int]] = {
     DownsampleLayer: (2, 3),
     OutputLayer: (3, 4),
 }
-"""Launches of a forward and a backward of layers for which these are always the same; of other kinds 1 and 2."""
+"""Kernels launched by a forward and a backward of a layer, where its kind decides them; other kinds launch 1 and 2."""
 PRODUCTS = 1.75
-"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block's products of
-matrices. It fits what was measured and published of SDXL (docs/planner.md)."""
+"""Speed of a transformer block's matrix products on a GPU in half precision, as a multiple of the convolutions' speed.
+It fits measured and published times of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
@@ -65,9 +63,9 @@ def weight_share(layer: Layer) -> float:
 
 
 def update_bytes(job: Workload, layout: Layout) -> int:
-    """Return the bytes per parameter that the optimizer's step and averages, but for the host's, read and write."""
+    """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
-    return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
+    return (EIGHT_BIT_BYTES if job.config.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
 
 
 def planned_costs(
@@ -88,9 +86,16 @@ def planned_costs(
     sends, replicas = sharing(job.config, layout), layout.replicas
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
+    size = job.config.zero_optimization.reduce_bucket_size
+    chunk = BUCKET_ELEMENTS if size == "auto" else size
 
-    def reduce(rank: int, parameters: int) -> float:
-        return ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
+    def around(rank: int, parameters: int, width: int, beside: float) -> tuple[float, float]:
+        """Return the seconds that a rank waits for elements of this width, besides work, and for the last chunk."""
+        chunks = -(-parameters // chunk)
+        wire = ring_seconds(machine, layout, rank, parameters * width, sends.passes, chunks)
+        if not sends.weight_bytes:  # one after the other, at the end of the step
+            return 0.0, wire
+        return max(wire - beside, 0.0), wire / chunks
 
     costs = []
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
@@ -101,7 +106,6 @@ def planned_costs(
             if layout.checkpoint_interval:
                 backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
             weights = sum(one.backward * weight_share(layer) for one, layer in zip(own, layers, strict=True))
-            reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
             sent, received = (
                 round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
                 for elements in (stage.sent_elements, stage.received_elements)
@@ -109,14 +113,20 @@ def planned_costs(
             if with_sums and layout.tensor.size > 1:
                 down, up = (sum_seconds(job, machine, layout, sums) for sums in sums_of(layers, layout.interval))
                 forward, backward = forward + down, backward + up
-            backward += reduction
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, SPLIT_COST * weights))
-        reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
+            each = layout.zero_stage == 2
+            beside = weights if layout.schedule == "planned" else backward
+            longer = around(rank, stage.parameters, sends.gradient_bytes, beside)[0] if each else 0.0
+            backward += longer
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, longer, SPLIT_COST * weights))
+        beside = 0.0 if layout.zero_stage == 2 else sum(phase.backward_seconds for phase in phases)
+        waited, last = around(rank, parameters, sends.gradient_bytes, beside)
+        reduction = last if layout.zero_stage == 2 else max(waited, last)
         if layout.tensor.size > 1:  # sums of partial gradients, and on GPUs copies of others
             layers = tuple(layer for stage in stages for layer in job.layers[stage.start : stage.stop])
             agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
             reduction += _group_seconds(machine, layout, 1, agreed)
-        gathering = ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
+        first = sum(phase.forward_seconds for phase in phases)  # a later stage has the forwards before it as well
+        gathering = max(around(rank, parameters, sends.weight_bytes, (rank + 1) * first))
         updating = update_seconds(job, machine, layout, owned_share * parameters)
         costs.append(RankCosts(tuple(phases), reduction, updating + gathering))
     return costs
@@ -125,7 +135,7 @@ def planned_costs(
 def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
     """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank."""
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
-    count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
+    count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.config.is_8bit else 0)
     seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
     if layout.offload:
         seconds += owned * (4 + job.stored_bytes) / min(machine.host_bandwidth, PCIE_BANDWIDTH)
@@ -133,11 +143,11 @@ def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float
 
 
 def launches(layer: Layer) -> tuple[int, int]:
-    """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
+    """Return about how many kernels the host launches in a layer's forward and backward; draws count for the first one.
 
-    They are operators that are neither views nor allocations, within a tenth (tests/planning/test_launches.py); a
-    library's may be several kernels. A convolution's three gradients count as three, as in weight-gradient passes. A
-    split layer also launches its sums, the padding of its parts, and copies of gradients.
+    They are the operators that are neither views nor allocations, within a tenth (tests/planning/test_launches.py). A
+    convolution's three gradients count as three, as in weight-gradient passes. A split layer also launches its sums,
+    the padding of its parts, and copies of gradients.
     """
     match layer:
         case BlockLayer():
@@ -153,12 +163,12 @@ def launches(layer: Layer) -> tuple[int, int]:
 
 
 def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
-    """Return the seconds of the host for each kernel; none in a graph, which has launched them all."""
+    """Return the host's seconds for each kernel; 0 if a CUDA graph launches them all."""
     return 0.0 if job.is_replayed(layout) else machine.launch_seconds
 
 
 def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes:
-    """Return a function that estimates layers' times: arithmetic and memory traffic, or launches if longer."""
+    """Return a function that estimates layers' times: the longer of arithmetic with memory traffic, and launches."""
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
@@ -169,9 +179,6 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
         return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
 
     return lambda layers, images: [seconds(layer, images) for layer in layers]
-
-
-# ---------------------------------------------------------------- links
 
 
 @functools.lru_cache(maxsize=256)
@@ -194,7 +201,7 @@ def links(machine: Machine, layout: Layout) -> Links:
 
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
-    """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
+    """Return a rank's seconds for each element of an image that crosses one of its cuts, and for the gradient."""
     slowest = min((link.bytes_per_second for link in links(machine, layout)), default=machine.link_bandwidth)
     return 2 * layout.micro_batch_images * job.stored_bytes / slowest
 
@@ -208,12 +215,14 @@ def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
     return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
 
 
-def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int) -> float:
-    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes) or gather them (one)."""
+def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int, chunks: int = 1) -> float:
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes), or scatter or gather them
+    (one), in so many chunks.
+    """
     count = layout.replicas
     if count == 1 or not size:
         return 0.0
-    latency = passes * math.ceil(math.log2(count)) * machine.latency_seconds
+    latency = chunks * passes * math.ceil(math.log2(count)) * machine.latency_seconds
     return passes * size * (count - 1) / count / ring_bandwidth(machine, layout, rank) + latency
 
 
@@ -236,7 +245,7 @@ def step_traffic(
 ) -> Traffic:
     """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
     reductions = None
-    if programs is not None:  # which may have fewer micro-batches
+    if programs is not None:  # they may have fewer micro-batches than the layout
         many = max(number for own in programs for one in own for number in one.micro_batches) + 1
         counts = weight_passes(programs, layout.schedule)
         reductions = [[count * layout.micro_batches / many for count in own] for own in counts]

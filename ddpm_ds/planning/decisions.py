@@ -27,10 +27,10 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.ds_model import changed
 from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.ground.units import GIB, gib
+from ddpm_ds.ground.units import GIB, gib, rounded
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
-from ddpm_ds.planning.inputs import Workload, usable
+from ddpm_ds.planning.inputs import NEARLY, Workload, usable
 from ddpm_ds.planning.memory import ACTIVATION_SHARE, activation_bytes, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
@@ -39,12 +39,10 @@ from ddpm_ds.unet.shards import can_split, level_of
 
 MOST_MICRO_BATCHES_PER_STAGE = 64
 """Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
-LARGEST_GROUP = 8
-"""Largest tensor group that is tried."""
-INTERVALS = (1, 2, 4)
-"""Numbers of layers per activation checkpoint that are tried."""
+LARGEST_GROUP = 8  # largest tensor group that is tried
+INTERVALS = (1, 2, 4)  # numbers of layers per activation checkpoint that are tried
 MOST_GROUPED = 48
-"""Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""
+"""Most layouts with tensor groups that are tried in the order of lower bounds, then by memory if none fits."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class Plan:
 
     predictor: Predictor = field(repr=False)  # predictor of the job on its machine
     best: tuple[Prediction, ...]
-    """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
+    """Layouts that differ in stages, schedule, micro-batch or tensor group: those within ``NEARLY`` of the fastest
+    step by their memory, least first, then the others by their step."""
     fitting: int
     misfits: int  # number of layouts that don't fit the memory
     fastest_misfit: Prediction | None  # fastest layout that doesn't fit, if it would beat the best
@@ -68,9 +67,6 @@ class Plan:
             raise LayoutError(f"number = {number!r} is no layout of the plan; use one from 0 to {len(self.best) - 1}")
         layout = self.best[number].layout
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
-
-
-# ---------------------------------------------------------------- all layouts
 
 
 def tensor_splits(job: Workload, devices_per_node: int, size: int | None = None) -> Iterator[TensorSplit]:
@@ -91,11 +87,11 @@ def layouts(
     ``offload`` allows Adam's state in host memory.
     """
     batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
-    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
+    needs_zero = job.config.data_types.grad_accum_dtype == "fp32" or job.config.fp16_needs_zero
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
     needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
-    zeros += [(1, True), (2, True)] if offload and not job.is_8bit else []
+    zeros += [(1, True), (2, True)] if offload and not job.config.is_8bit else []
     for stages in divisors(devices // tensor.size):
         replicas = devices // tensor.size // stages
         if stages > len(job.layers) or batch % replicas:
@@ -130,21 +126,18 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
     return changed(job.config, keys).given
 
 
-# ---------------------------------------------------------------- the fastest of them
-
-
 def search(
     predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
 ) -> Plan:
-    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
+    """Return the ``top`` best layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
 
-    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
+    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned (:class:`Plan`).
 
     Raises:
         LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
     """
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
-    limit = _fastest(predictor, fitting, top)[-1].step_seconds if len(fitting) >= top else math.inf
+    limit = max(one.step_seconds for one in _fastest(predictor, fitting, top)) if len(fitting) >= top else math.inf
     found, misfits_in_groups = _sort_out_groups(predictor, grouped, limit)
     in_groups = next(iter(_fastest(predictor, found, 1)), None)
     if not fitting and not found:
@@ -160,7 +153,7 @@ def search(
     for kind in filter(kinds.get, kinds):
         nearest, device = _nearest(predictor, kinds[kind])
         lacking.append(f"{kind} nothing fits: {nearest}; devices of {device} would do.")
-    limit = best[0].step_seconds
+    limit = min(one.step_seconds for one in best)
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
     misfit = next(faster, None)
@@ -193,7 +186,7 @@ def _sort_out_groups(
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
-    """Return layouts that training accepts; recomputing ones have the interval that needs least memory.
+    """Return layouts that training accepts; layouts that recompute have the interval that needs least memory.
 
     ``path`` is of the DeepSpeed JSON, for messages; DsConfigError if training would refuse it with every layout.
     """
@@ -234,25 +227,36 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
 def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
-    """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
+    """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``.
 
-    def order(prediction: Prediction) -> tuple[float, int]:
-        return prediction.step_seconds, prediction.peak.total
+    ZeRO-2, which averages the gradients of each micro-batch, is left out where ZeRO-1 fits and there are several.
+    """
+    fitting = set(among)
+    among = [
+        one
+        for one in among
+        if not (one.zero_stage == 2 and one.micro_batches > 1 and replace(one, zero_stage=1) in fitting)
+    ]
 
-    best: dict[tuple[int, str, int, int], Prediction] = {}
+    def kind(layout: Layout) -> tuple[int, str, int, int]:
+        return layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size
+
+    found, steps, near = list[Prediction](), dict[tuple[int, str, int, int], float](), 0.0
     for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
-        prediction = predictor.predict(layout)
-        key = (layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size)
-        best[key] = min(best.get(key, prediction), prediction, key=order)
-        if len(best) >= top:
-            limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
-    return tuple(sorted(best.values(), key=order)[:top])
+        found.append(predictor.predict(layout))
+        steps[kind(layout)] = min(steps.get(kind(layout), math.inf), found[-1].step_seconds)
+        near = (1 + NEARLY) * min(steps.values())
+        if len(steps) >= top:
+            limit = min(limit, max(sorted(steps.values())[top - 1], near))
+    best: dict[tuple[int, str, int, int], Prediction] = {}
+    for one in sorted(found, key=lambda one: (max(one.step_seconds, near), one.peak.total, one.step_seconds)):
+        best.setdefault(kind(one.layout), one)
+    return tuple(best.values())[:top]
 
 
 def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
-    """Return the error with which training would refuse a layout's JSON."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
         spec = predictor.job.spec
@@ -323,7 +327,7 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
         splits = [*tensor_splits(job, world_size, given.size)] or splits
     elif open_split:
         splits += tensor_splits(job, math.gcd(*Counter(hosts).values()))
-    for split in reversed(splits):  # a refusal is of the smallest groups
+    for split in reversed(splits):  # so that a refusal names the smallest groups
         for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
             config = with_split(job.config, split)
             try:
@@ -336,11 +340,11 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
         raise refusal
     whole = [one for one in found if one.tensor.size == 1 and predictor.cut(one) is not None]
     first, *others = search(predictor, len(found), whole, [one for one in found if one.tensor.size > 1]).best
-    why = f"on {predictor.machine.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
+    why = f"on {predictor.machine.kind} {first.layout.words()} would take {rounded(first.step_seconds)} s a step"
     grouped = first.layout.tensor.size > 1
     if others:  # of the other kind, if there is one
         other = min(others, key=lambda one: (one.layout.tensor.size > 1) == grouped)
-        why += f", {other.layout.words()} {other.step_seconds:.3g} s"
+        why += f", {other.layout.words()} {rounded(other.step_seconds)} s"
     ways = ["-p"] * open_stages + ["pipeline.tensor"] * open_split
     line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(ways)} chooses otherwise"
     return Choice(first.layout.stages, first.layout.tensor if open_split else None, line)

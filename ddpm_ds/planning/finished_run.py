@@ -25,17 +25,14 @@ from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import EVALUATIONS, MACHINE, METRICS, SPEC, STAGES, RunFolder
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
-SUMMARY = Path("trace") / "summary.json"
-"""File in a run's folder with the summary of the traced steps."""
+SUMMARY = Path("trace") / "summary.json"  # file in a run's folder with the summary of the traced steps
 LAID_OUT = (
     *("schedule", "pipeline_ranks", "replicas", "tensor_size", "micro_batches", "micro_batch_images"),
     *("zero_stage", "precision"),
 )
-"""Facts of a trace's summary that must be those of the run's last start."""
-MOST_STARTUP = 0.9
-"""Maximum share of a stage's seconds that counts as start-up, which is measured separately and later."""
-LEAST_BACKWARD = 0.2
-"""Smallest share of a checkpointed backward pass that is not recomputation."""
+"""Keys of a trace's summary whose values must equal those of the run's last start."""
+MOST_STARTUP = 0.9  # maximum share of a stage's seconds that counts as start-up, which is measured separately and later
+LEAST_BACKWARD = 0.2  # smallest share of a checkpointed backward pass that is not recomputation
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,6 @@ class FinishedRun:
     pauses: Pauses
     evaluation_seconds: float  # seconds of validation between steps
     machine: Machine  # machine that the run was planned for
-    startup: Mapping[str, LayerSeconds]
-    """Seconds of a layer's pass that do not depend on the images, by kind of layer; empty if unknown."""
     host_devices: int = 1  # number of devices of a host; 1 if unknown
     replayed: bool = False  # whether steps are CUDA graphs, in which no kernel is launched by the host
 
@@ -118,7 +113,7 @@ class FinishedRun:
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
         own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
-        known, unknown = {} if self.replayed else self.startup, LayerSeconds(0.0, 0.0)
+        known, unknown = {} if self.replayed else self.machine.startup, LayerSeconds(0.0, 0.0)
         starts, macs = [known.get(type(layer).__name__, unknown) for layer in own], sum(layer.macs for layer in own)
 
         def rate(measured: float, startup: float) -> tuple[float, float]:
@@ -160,10 +155,16 @@ class FinishedRun:
         return sum(start.forward + start.backward for start, _ in self.rates) / self.layout.stages
 
 
-def machine_json(machine: Machine, startup: Mapping[str, LayerSeconds]) -> str:
+def machine_json(machine: Machine) -> str:
     """Return the text of :data:`ddpm_ds.tracking.run_folder.MACHINE`."""
-    record = {"machine": asdict(machine), "startup": {kind: asdict(seconds) for kind, seconds in startup.items()}}
-    return f"{json.dumps(record, indent=2)}\n"
+    return f"{json.dumps(asdict(machine), indent=2)}\n"
+
+
+def _machine(path: Path) -> Machine:
+    record = read_json(path)
+    startup = {kind: LayerSeconds(**seconds) for kind, seconds in record["startup"].items()}
+    times = record["layer_times"] and tuple(LayerSeconds(**seconds) for seconds in record["layer_times"])
+    return Machine(**record | {"startup": startup, "layer_times": times})
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
@@ -181,12 +182,16 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    run, summary, machine = RunFolder(run_dir), read_json(run_dir / SUMMARY), read_json(run_dir / MACHINE)
+    run, summary = RunFolder(run_dir), read_json(run_dir / SUMMARY)
     config, points = DS_CONFIG.read(run.ds_config), run.points(METRICS)
     last = points[-1] if points else {}
     job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
     layout = _layout(run, job, summary)
-    ranks, step_seconds = mean_ranks(summary), summary["step_seconds"]
+    ranks = tuple(
+        _mean([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
+        for rank in range(summary["pipeline_ranks"])
+    )
+    step_seconds = summary["step_seconds"]
     own_seconds = [point["usage/step_seconds"] for point in points[len(points) // 2 :] if "usage/step_seconds" in point]
     if replayed := bool(own_seconds and summary.get("graphs")):
         step_seconds = median(own_seconds)
@@ -208,15 +213,14 @@ def _read(run_dir: Path) -> FinishedRun:
         evaluation_seconds=math.fsum(
             point.get("usage/evaluation_seconds", 0.0) for point in run.points(EVALUATIONS)[:-1]
         ),
-        machine=Machine(**machine["machine"]),
-        startup={kind: LayerSeconds(**seconds) for kind, seconds in machine["startup"].items()},
+        machine=_machine(run_dir / MACHINE),
         host_devices=summary.get("host_processes", 1),
         replayed=replayed,
     )
 
 
 def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
-    """Return the seconds of a replayed step: in proportion shorter, but for loading, which no graph has."""
+    """Scale a traced rank's seconds to a replayed step; loading, which no graph has, stays."""
     loading = rank.data_wait_seconds + rank.load_seconds
     factor = max(replayed - loading, 0.0) / (traced - loading) if traced > loading else 1.0
 
@@ -229,12 +233,12 @@ def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
 
 
 def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout:
-    """Return the layout of the traced step; raises if the run was resumed on another one since."""
+    """Return the layout of the traced step; OutputError if the run was resumed on another one since."""
     bounds, stages, replicas = run.bounds, summary["pipeline_ranks"], summary["replicas"]
     if bounds[-1] != len(job.layers):
         raise ValueError(f"{STAGES} has {bounds[-1]} layers, the U-Net {len(job.layers)}")
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == rank["part"] == 0)
-    with suppress(DsConfigError, LayoutError):  # the JSON is of other ranks
+    with suppress(DsConfigError, LayoutError):  # the JSON is for another number of ranks
         world_size = stages * replicas * summary["tensor_size"]
         layout = resolve(job.config, job.spec, world_size=world_size, stages=None, path=run.folder).layout
         now = vars(layout) | layout.sizes | {"precision": job.precision, "pipeline_ranks": layout.stages}
@@ -246,13 +250,8 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
     )
 
 
-def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
-    """Return the ranks of one pipeline from a trace's summary, each the mean of the processes that have it."""
-    ranks = range(summary["pipeline_ranks"])
-    return tuple(_mean([one for one in summary["ranks"] if one["pipeline_rank"] == rank]) for rank in ranks)
-
-
 def _mean(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
+    """Return a rank of one pipeline: the mean of the processes that have it in a trace's summary."""
     names = [field.name for field in fields(RankFacts) if field.name != "phases"]
     own = {
         name: fmean(one[name] if name in one else math.fsum(phase[name] for phase in one["phases"]) for one in replicas)

@@ -1,11 +1,17 @@
-"""Inputs of every prediction: a machine, by its discounted data sheet, and a run without its layout. No torch."""
+"""Inputs of every prediction: a machine, by its discounted data sheet, and a run without its layout.
+
+PyTorch is not imported.
+"""
+
+from __future__ import annotations
 
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
 from ddpm_ds.config.ds_model import DsConfig
@@ -17,6 +23,9 @@ from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, Te
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import split_layers
 
+if TYPE_CHECKING:
+    from ddpm_ds.observe.device_speed import LayerSeconds  # imports PyTorch
+
 REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
 """Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
 precision, and of a processor core's. The first two fit what was measured and published (docs/planner.md)."""
@@ -25,18 +34,17 @@ LAUNCH_SECONDS = 5.5e-5
 H100 and an H200 (docs/gpu.md)."""
 SUM_SECONDS = 1.3e-3
 """Seconds that a sum over two processes takes in a step on a CPU; 1.0 to 1.6 ms were measured on two cores."""
-REACHED_MEMORY = 0.8
-"""Share of the data sheet's memory bandwidth that normalisations and activations reach."""
-REACHED_LINK = 0.7
-"""Share of a link's nominal bandwidth that long messages reach."""
+REACHED_MEMORY = 0.8  # share of the data sheet's memory bandwidth that normalisations and activations reach
+REACHED_LINK = 0.7  # share of a link's nominal bandwidth that long messages reach
 HOST_BANDWIDTH = 6.4e10
 """Bytes per second of a host's memory that steps of Adam reach, shared by its devices: 1.4 billion parameters a second
 with averaged weights, 1.9 without. Published are 11.6 in 8.2 s (DeepSpeed's pull request 735) and, on hosts of 8 A100,
 18 in 10 s (its issue 6834)."""
-PCIE_BANDWIDTH = 2.2e10
-"""Bytes per second between a device and its host, at most."""
-USABLE_MEMORY = 0.94
-"""Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
+PCIE_BANDWIDTH = 2.2e10  # bytes per second between a device and its host, at most
+USABLE_MEMORY = 0.94  # share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps
+
+NEARLY, TIGHT = 0.02, 0.05
+"""Share of the fastest step within which layouts are ordered by memory, and little of the usable memory, as a share."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class DeviceKind:
 
 
 KINDS = {
+    "b300": DeviceKind(2250, 1125, 268, 8000, 900, 100),
     "b200": DeviceKind(2250, 1125, 180, 8000, 900, 50),
     "h200": DeviceKind(989, 494, 141, 4800, 450, 50),
     "h100": DeviceKind(989, 494, 80, 3350, 450, 50),
@@ -60,18 +69,26 @@ KINDS = {
     "l40s": DeviceKind(362, 183, 48, 864, 32, 12.5),
     "a10": DeviceKind(125, 62, 24, 600, 32, 12.5),
     "l4": DeviceKind(121, 60, 24, 300, 32, 12.5),
+    "mi300x": DeviceKind(1307, 654, 192, 5300, 448, 50),
     "v100": DeviceKind(125, 15.7, 32, 900, 150, 12.5),
     "t4": DeviceKind(65, 8.1, 16, 320, 16, 6.25),
+    "rtxpro6000": DeviceKind(504, 252, 96, 1792, 64, 12.5),
+    "rtx5090": DeviceKind(209, 105, 32, 1792, 64, 12.5),
+    "a6000": DeviceKind(155, 77, 48, 768, 32, 12.5),
     "rtx4090": DeviceKind(165, 82, 24, 1008, 32, 12.5),
     "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
     "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
 }
-"""Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single."""
+"""Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single.
+
+Sources: data sheets of NVIDIA's HGX, RTX A6000 and RTX PRO 6000 Blackwell and of AMD's Instinct MI300X, and the white
+paper of the RTX Blackwell architecture (5090). Tensor cores are dense, with sums in fp32, and links in one direction.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices in equal nodes, with the rates that they reach."""
+    """Devices in equal nodes, the rates that they reach, and times measured on them: a run's ``machine.json``."""
 
     kind: str
     devices: int
@@ -85,6 +102,10 @@ class Machine:
     """Bytes per second of the host's memory that each device of a node has, to step there and to copy."""
     layer_seconds: float  # fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn
     launch_seconds: float  # seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU
+    layer_times: tuple[LayerSeconds, ...] | None = None
+    """Seconds of each layer's passes for a micro-batch; None if they were not measured."""
+    startup: Mapping[str, LayerSeconds] = field(default_factory=dict)
+    """Seconds of a layer's passes that do not depend on the images, by kind of layer; empty if not measured."""
 
     @property
     def is_cpu(self) -> bool:
@@ -110,7 +131,7 @@ class Machine:
         """Seconds of each of the log2 T rounds of a sum over T ranks; on a CPU gloo's threads hinder the others."""
         return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
 
-    def on(self, hosts: Sequence[Hashable]) -> "Machine":
+    def on(self, hosts: Sequence[Hashable]) -> Machine:
         """Return the machine with its devices on ``hosts``, one for each rank, if they are known and of equal size."""
         nodes = len(set(hosts)) if len(set(Counter(hosts).values())) == 1 else 1
         return replace(self, nodes=nodes, host_bandwidth=self.host_bandwidth * nodes / self.nodes)
@@ -165,7 +186,7 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of a device by CUDA's name, such as ``NVIDIA A100-SXM4-80GB``, or ``cpu``; None if unknown."""
-    plain = name.lower().replace("rtx ", "rtx")
+    plain = name.lower().replace("rtx ", "rtx").replace("pro ", "pro")
     if re.search(r"a100(?!\d)", plain):
         return "a100-80" if "80gb" in plain else "a100-40"
     return next((kind for kind in KINDS if re.search(rf"{kind}(?!\d)", plain)), None)  # an L40 is no L4
@@ -191,9 +212,9 @@ class Workload:
     encoder_elements: int = 0
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
     tensor: TensorSplit = field(default_factory=TensorSplit)  # split of the layers
-    _by_split: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _by_split: dict[TensorSplit, Workload] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def of(self, layout: Layout) -> "Workload":
+    def of(self, layout: Layout) -> Workload:
         """Return the run with its layers split as in a layout; the same one for the same split."""
         if layout.tensor == self.tensor:
             return self
@@ -206,7 +227,7 @@ class Workload:
 
     @functools.cached_property
     def largest_layers(self) -> tuple[Layer, ...]:
-        """Layers for the images that need most memory: those of the largest bucket."""
+        """Layers for images of the largest bucket, which need most memory."""
         sizes = [size for size, _ in self.sizes]
         return layers_for(self.spec, max(sizes, key=math.prod), self.tensor) if sizes else self.layers
 
@@ -217,7 +238,7 @@ class Workload:
 
     @property
     def mean_pixels(self) -> float:
-        """Pixels of the mean image of all buckets, likewise."""
+        """Pixels of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
         return self._mean(math.prod)
 
     def _mean(self, of: Callable[[tuple[int, int]], int]) -> float:
@@ -243,31 +264,26 @@ class Workload:
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
 
     def takes_graphs(self, *, whole: bool) -> bool:
-        """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
-        asked, able = self.config.graphs, self.is_fused or self.is_8bit
+        """Return whether steps may be CUDA graphs, if each device has the ``whole`` U-Net or only a part."""
+        asked, able = self.config.graphs, self.is_fused or self.config.is_8bit
         return able and not self.on_cpu and (asked is True or (asked == "auto" and whole))
 
     def is_replayed(self, layout: Layout) -> bool:
-        """Return whether each step of a layout is CUDA graphs, which the host launches as a whole."""
+        """Return whether CUDA graphs replay each step of a layout."""
         flat = not layout.offload and (layout.zero_stage > 0 or self.precision == "bf16")
         return flat and self.takes_graphs(whole=layout.stages == layout.tensor.size == 1)
 
     @property
-    def is_8bit(self) -> bool:
-        """Whether Adam keeps the moments of weights in 8 bits."""
-        return self.config.is_8bit
-
-    @property
     def is_fused(self) -> bool:
         """Whether PyTorch's fused Adam steps, in place."""
-        return not self.is_8bit and bool(self.config.optimizer.params.fused)
+        return not self.config.is_8bit and bool(self.config.optimizer.params.fused)
 
     @functools.cached_property
     def moment_bytes(self) -> tuple[int, ...]:
         """Bytes of Adam's two moments of each layer: in fp32, or of weights in 8 bits, with a scale for each block."""
 
         def size(dimensions: int, elements: int) -> int:
-            wide = dimensions == 1 or not self.is_8bit
+            wide = dimensions == 1 or not self.config.is_8bit
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
         return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)

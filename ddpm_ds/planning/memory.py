@@ -1,4 +1,4 @@
-"""Model of memory: peak bytes of each rank of a pipeline in a step, by part; of buckets of aspect, with the largest.
+"""Model of memory: peak bytes of each rank of a pipeline in a step, by part, with images of the largest bucket.
 
 The planner, the advice of a verdict and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
@@ -24,18 +24,14 @@ from ddpm_ds.unet.layers import (
     context_elements,
 )
 
-ACTIVATION_SHARE = 0.5
-"""Largest share of a device's memory for activations; beyond it "auto" recomputes them."""
+ACTIVATION_SHARE = 0.5  # largest share of a device's memory for activations; beyond it "auto" recomputes them
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
-EIGHT_BIT_INTERMEDIATES = 17
-"""Bytes that Adam in 8 bits needs for each element that it steps at a time."""
+EIGHT_BIT_INTERMEDIATES = 17  # bytes that Adam in 8 bits needs for each element that it steps at a time
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
-TEXT_BYTES = 2
-"""Bytes of a stored element of an encoded text."""
-FILLING = 4
-"""Micro-batches per rank beyond which the peak no longer grows."""
+TEXT_BYTES = 2  # bytes of a stored element of an encoded text
+FILLING = 4  # micro-batches per rank beyond which the peak no longer grows
 _MANY_PARAMETERS = 10**9
 
 
@@ -48,16 +44,11 @@ class Memory:
     optimizer: int
     """Bytes of Adam's two moments, in fp32 or 8 bits, and of fp32 master weights if the layers have others."""
     ema: int
-    activations: int
-    """Bytes of tensors kept for the backward pass, with received messages that are differentiated."""
-    buffers: int
-    """Bytes of messages in flight, gradients being reduced, and workspace of the running layer."""
-    communicators: int = 0
-    """Bytes of NCCL's own buffers."""
-    encoders: int = 0
-    """Bytes of frozen encoders of text, and of what they compute."""
-    host: int = 0
-    """Bytes in host memory, of offloaded state and of averages."""
+    activations: int  # bytes of tensors kept for the backward pass, with received messages that are differentiated
+    buffers: int  # bytes of messages in flight, gradients being reduced, and workspace of the running layer
+    communicators: int = 0  # bytes of NCCL's own buffers
+    encoders: int = 0  # bytes of frozen encoders of text, and of what they compute
+    host: int = 0  # bytes in host memory, of offloaded state and of averages
 
     @property
     def total(self) -> int:
@@ -139,7 +130,7 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
 
 class _State:
-    """Bytes of a rank's weights, gradients and optimizer, whatever the images; ``moments`` are Adam's for all of it."""
+    """Bytes of a rank's weights, gradients and optimizer; ``moments`` are Adam's for all of the rank's parameters."""
 
     def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
@@ -150,10 +141,11 @@ class _State:
         self.ema = 4 * owned
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
             self.ema, self.host = 0, self.ema + 4 * owned
-        summed = 4 if zero and job.config.adds_in_fp32 else stored  # bytes of an element while it is added up
+        wide = job.config.adds_in_fp32(zero, layout.micro_batches)
+        summed = 4 if wide else stored  # bytes of an element while it is added up
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
-        if job.is_8bit:
+        if job.config.is_8bit:
             self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
@@ -162,28 +154,29 @@ class _State:
         if not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0
-            wide = 4 * parameters if job.precision == "fp16" and not job.is_8bit else 0
+            masters = 4 * parameters if job.precision == "fp16" and not job.config.is_8bit else 0
             # a CPU steps one tensor after the other
-            intermediates = 0 if job.on_cpu and not job.is_8bit else self._intermediates
-            self.update = self.gradients + max(averaged, wide + intermediates)
+            intermediates = 0 if job.on_cpu and not job.config.is_8bit else self._intermediates
+            self.update = self.gradients + max(averaged, masters + intermediates)
         else:
-            reduces = zero == 2 and layout.replicas > 1
-            scratch = elements * stored if reduces or summed != stored else 0
+            several = layout.replicas > 1
+            packed = elements * stored if summed != stored and (zero < 2 or not several) else 0
+            copies = 2 + 2 / layout.replicas + (2 if job.on_cpu else 0)  # two chunks, their own parts; gloo receives
+            scratch = packed + round(elements * stored * copies) * several
             self.bucket = elements * stored + scratch
-            # the sum is the fp32 gradient, or the optimizer widens it part by part
-            alias = job.is_8bit or (summed == 4 and (owned == parameters or reduces))
-            released = 0 if zero else self.gradients  # BF16_Optimizer's sum stays
-            widening = self.gradients if alias else self.gradients + 4 * owned
-            stepping = self._intermediates + (self.gradients if alias else 4 * owned + released)
-            scattering = elements * summed if zero == 1 and layout.replicas > 1 else 0
+            own = owned * summed if several and zero < 2 else 0  # average of the own part, beside the sum
+            if several and (stored != 4 or layout.offload):
+                self.weights += owned * stored  # that the others gather
+            widened = 0 if summed == 4 or job.config.is_8bit else 4 * owned
+            stays = job.precision == "bf16" and (zero == 0 or (zero == 1 and wide))  # the sum of BF16_Optimizer
+            left = self.gradients if stays and (own or widened) else 0
+            widening = (left if own else 0) + (own or self.gradients) + widened
+            stepping = left + (widened or own or self.gradients) + self._intermediates
             if layout.offload:  # the gradient in 16 bits, in fp32 a bucket at a time, and the stepped weights
                 self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
                 self.optimizer = self.ema = 0
-                widening = stepping = self.gradients + 4 * min(elements, owned)
-            self.update = max(self.gradients + scattering, widening, stepping) + scratch
-
-
-# ---------------------------------------------------------------- activations
+                widening = stepping = (own or self.gradients) + 4 * min(elements, owned)
+            self.update = max(self.gradients + own, widening, stepping) + scratch
 
 
 @dataclass(frozen=True)
@@ -311,13 +304,12 @@ def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
 
 
 def _copies_its_input(layer: Layer) -> bool:
-    """Return whether autograd keeps a padded, joined or enlarged copy of h instead of h."""
     padded = isinstance(layer, DownsampleLayer) and layer.asymmetric
     return padded or (isinstance(layer, BlockLayer) and layer.skip_channels > 0) or isinstance(layer, UpsampleLayer)
 
 
 def _beyond_kept(layers: Sequence[Layer]) -> int:
-    """Return the maximum elements that a running layer adds to all activations, since a backward frees them in turn."""
+    """Return the most elements that a running layer needs beyond all activations, which a backward frees in turn."""
     beyond = after = 0
     for layer in reversed(layers):
         beyond = max(beyond, _working_elements(layer) - after)
@@ -326,8 +318,8 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 
 def _working_elements(layer: Layer) -> int:
-    """Return the elements of a layer's input, output and gradients; of a transformer block's gated network these are
-    eight times as wide. A tensor group sums a copy of the input's gradient.
+    """Return the elements of a layer's input, output and gradients; a transformer block's gated network has eight times
+    as many. A tensor group sums a copy of the input's gradient.
     """
     width = layer.in_channels + layer.skip_channels
     summed = width * math.prod(layer.in_size) if layer.sums else 0

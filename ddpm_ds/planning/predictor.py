@@ -26,12 +26,10 @@ from ddpm_ds.unet.shards import Sums
 
 HIDDEN = (0.0, 0.3, 1.0)
 """Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
-SQUEEZES = 4
-"""Maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers."""
+SQUEEZES = 4  # maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers
 HALVINGS = 8
 """Number of searches for the cuts that need least memory, each with half of the uncertainty of the one before."""
-FEW_PER_RANK = 4
-"""Number of micro-batches per rank for comparing cuts."""
+FEW_PER_RANK = 4  # number of micro-batches per rank for comparing cuts
 SIMULATED = 2048
 """Maximum ranks times micro-batches of a fully simulated step; beyond it each micro-batch adds the same time."""
 MOST_IMPROVED, LEAST_GAIN = 8, 1e-3
@@ -66,7 +64,7 @@ class Predictor:
     job: Workload
     machine: Machine
     times: LayerTimes | None = None  # times of the layers; without them they are computed
-    with_sums: TensorSplit | None = None  # split of a run whose given times have the sums of its tensor groups in them
+    with_sums: TensorSplit | None = None  # split whose given times include the sums of its tensor groups
     _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)  # cuts made for one layout alone
@@ -75,7 +73,7 @@ class Predictor:
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def cut(self, layout: Layout) -> Bounds | None:
-        """Return the fastest cuts, or those with which :meth:`fits` found it to fit; None if there are none."""
+        """Return the cuts that :meth:`fits` or :meth:`improve` found, else the fastest; None if there are none."""
         if layout in self._own_cuts:
             return self._own_cuts[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
@@ -84,7 +82,7 @@ class Predictor:
         return self._cuts[key]
 
     def bounds(self, layout: Layout) -> Bounds:
-        """Return the cuts of a layout that is known to have some."""
+        """Return the cuts of a layout that has some."""
         bounds = self.cut(layout)
         assert bounds is not None
         return bounds
@@ -122,7 +120,7 @@ class Predictor:
         return best
 
     def improve(self, layout: Layout) -> None:
-        """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and fits."""
+        """Move the cuts of a layout for good, as long as its simulated step gets shorter and it fits."""
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
         few, usable = _few(layout), self.machine.usable_bytes
@@ -142,7 +140,7 @@ class Predictor:
 
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
-        given = self.job, self.machine, layout, bounds or self.bounds(layout), self._layer_times(layout)
+        given = self.job, self.machine, layout, bounds or self.bounds(layout), self.layer_times(layout)
         return planned_costs(*given, with_sums=layout.tensor != self.with_sums)
 
     def least_seconds(self, layout: Layout) -> float:
@@ -184,9 +182,9 @@ class Predictor:
         most = max(SIMULATED // layout.stages, 4 * layout.most_kept)
         step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
-        alone = planned_costs(self.job, self.machine, layout, bounds, self._layer_times(layout), with_sums=False)
+        alone = planned_costs(self.job, self.machine, layout, bounds, self.layer_times(layout), with_sums=False)
         summing = sum(rank.pass_seconds for rank in costs) - sum(rank.pass_seconds for rank in alone)
-        # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
+        # ZeRO-2 reduces in the order of the passes, which the first micro-batches show
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
         return Prediction(
             layout=layout,
@@ -213,11 +211,11 @@ class Predictor:
         return longer + further * (longer - step), busier + further * (busier - busy)
 
     def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
-        """Return what the times of layers depend on: images, split and, if computed, the seconds of a launch."""
+        """Return the facts that times of layers depend on: images, split and, if computed, the seconds of a launch."""
         launch = launch_seconds(self.job, self.machine, layout) if self.times is None else 0.0
         return layout.micro_batch_images, layout.tensor, launch
 
-    def _layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
+    def layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
         """Return the seconds of each layer of a layout for a micro-batch, in the mean over buckets of aspect."""
         key = images, _, launch = self._times_key(layout)
         if key not in self._times:
@@ -228,7 +226,7 @@ class Predictor:
 
     def _fastest_cut(self, layout: Layout, room: Room | None = None) -> Bounds | None:
         """Return the cuts with the shortest simulated step, or with ``room`` the least work of the busiest rank."""
-        seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
+        seconds = [layer.forward + layer.backward for layer in self.layer_times(layout)]
         if layout.tensor.size > 1 and layout.tensor != self.with_sums:
             for number, layer in enumerate(self.job.of(layout).layers):
                 sums = Sums(2 * layer.sums, sum(layer.summed_elements))

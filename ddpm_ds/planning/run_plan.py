@@ -11,6 +11,7 @@ PyTorch and DeepSpeed are imported when they are needed.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,16 +29,17 @@ from ddpm_ds.config.ds_config import (
     with_split,
 )
 from ddpm_ds.config.ds_model import DsConfig
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
-from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
+from ddpm_ds.ground.host import processes_on_host
+from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, about, gib
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
 from ddpm_ds.schema.layout import Layout, Precision, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
 if TYPE_CHECKING:
@@ -50,8 +52,12 @@ if TYPE_CHECKING:
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
-Hosts = Sequence[Hashable]
-"""Name or number of each rank's host; empty if unknown."""
+Hosts = Sequence[Hashable]  # name or number of each rank's host; empty if unknown
+SAVED_BYTES, SAVED_BYTES_PER_SECOND = 16, 5e8
+"""Bytes of a checkpoint for each parameter, and bytes per second that a disk takes, for a forecast."""
+FIRST_PICTURE_SECONDS = 30.0  # longest time for the picture before the first step, as predicted
+TIMED_LAYERS, TIMED_MACS = 3, 10**9
+"""Number of layers that a forecast times, and multiply-accumulates of the images of each."""
 MEMORY_ERROR = 0.1
 """Largest error of predicted memory, as a share (docs/planner.md): between a refusal and a run there are warnings."""
 
@@ -108,7 +114,7 @@ class RunPlan(RunDraft):
 
     job: Workload
     machine: Machine
-    programs: tuple[Program, ...] | None  # programs of the ranks of a pipeline; None if the schedule's name says them
+    programs: tuple[Program, ...] | None  # programs of a pipeline's ranks; None if the schedule's name defines them
 
 
 def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFiles:
@@ -125,9 +131,7 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
 
 
 def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
-    """Return the planner's choices for ``device`` (as in ``--device``) if stages or tensor groups are open, else None;
-    DsConfigError or LayoutError, in one line, if there are none.
-    """
+    """Return the planner's choices, on a ``--device``, of stages and tensor groups that are open; None if none is."""
     if not leaves_layout_open(files.config, ranks, stages):
         return None
     from ddpm_ds.ground.device import choose_device
@@ -174,23 +178,84 @@ def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the cuts, by times of layers on the ``device``, and the order of a planned schedule, where
     the JSON asks for them. Collective: rank 0 decides. LayoutError if no measured cuts fit.
     """
-    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.observe.device_speed import LayerSeconds, measured_times
     from ddpm_ds.pipeline.schedule import Program, weight_passes
     from ddpm_ds.planning.decisions import measured_cuts
     from ddpm_ds.planning.predictor import Predictor
     from ddpm_ds.processes.process_group import decided_by_rank_0
 
-    ds, layout, bounds, programs, passes = plan.ds, plan.ds.layout, plan.bounds, None, None
-    measured = ds.partition == "measured" and layout.stages > 1
+    ds, layout, bounds = plan.ds, plan.ds.layout, plan.bounds
+    measured, times = ds.partition == "measured" and layout.stages > 1, None
     predictor = Predictor(plan.job, plan.machine, measured_times(device, plan.job.precision) if measured else None)
     if measured:
-        bounds = decided_by_rank_0(lambda: measured_cuts(predictor, ds), tuple[int, ...])
-    if ds.is_ordered:
-        programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...])
-        passes = weight_passes(programs, layout.schedule) if programs else None
+        bounds, times = decided_by_rank_0(
+            lambda: (measured_cuts(predictor, ds), tuple(predictor.layer_times(layout))),
+            tuple[tuple[int, ...], tuple[LayerSeconds, ...]],
+        )
+    programs = decided_by_rank_0(lambda: predictor.programs(layout, bounds), tuple[Program, ...] | None)
+    passes = weight_passes(programs, layout.schedule) if programs else None
     stages, grid, exchange, encoding = _places(ds, plan.layers, bounds, plan.grid.hosts, passes)
     cut = replace(plan, bounds=bounds, stages=stages, grid=grid, exchange=exchange, encoding_ranks=encoding)
-    return replace(cut, programs=programs)
+    return replace(cut, programs=programs, machine=replace(plan.machine, layer_times=times))
+
+
+def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
+    """Return the line on the time to the first picture and to the end of a run that has ``seen`` some images.
+
+    Pictures, held-out losses and checkpoints count. On a CPU some layers are timed for a second; every rank calls this.
+    """
+    spec, step, end, batch = plan.spec, _step_seconds(plan, device), plan.spec.train.images, plan.ds.layout.batch_images
+    forward = step / (PASSES_PER_STEP * batch)  # seconds of an image on all devices
+    by_time = math.ceil(60 * minutes / step) * batch if (minutes := spec.checkpoint.every_minutes) else end
+    tasks = (
+        (spec.samples.every_images, forward * spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)),
+        (spec.evaluation.every_images, forward * spec.data.held_out_images * len(HELD_OUT_QUANTILES)),
+        (min(spec.checkpoint.every_images or end, by_time), SAVED_BYTES * plan.parameters / SAVED_BYTES_PER_SECOND),
+    )
+    every, picture = spec.samples.every_images or end, tasks[0][1] if spec.samples.every_images else 0.0
+    before = 0.0 if seen or picture_seconds(plan) > FIRST_PICTURE_SECONDS else picture
+
+    def seconds(until: int) -> str:
+        more = until == end  # everything is due at the end
+        regular = sum(((until + more * (every - 1)) // every - seen // every) * each for every, each in tasks if every)
+        return about(before + step * (until - seen) / batch + regular)
+
+    first = (seen // every + 1) * every
+    return f"forecast     {f'first picture after {seconds(first)}, ' if first < end else ''}done after {seconds(end)}"
+
+
+def picture_seconds(plan: RunPlan) -> float:
+    """Predict the seconds of a picture by its flops alone, which decide whether one comes before the first step."""
+    import torch
+
+    spec, cores = plan.spec, torch.get_num_threads() if plan.machine.is_cpu else 1
+    flops = 2 * plan.macs * spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
+    return flops / (plan.machine.flops * plan.machine.devices * cores)
+
+
+def _step_seconds(plan: RunPlan, device: torch.device) -> float:
+    """Predict a step's seconds. On a CPU the data sheet of a core is corrected by the heaviest layers' times."""
+    from ddpm_ds.ground.device import DTYPES
+    from ddpm_ds.observe.device_speed import LayerSeconds, time_layer
+    from ddpm_ds.planning.costs import analytic_times, launch_seconds, links, planned_costs
+    from ddpm_ds.planning.simulate import simulate
+
+    job, machine, layout = plan.job, plan.machine, plan.ds.layout
+    predicted = analytic_times(job, machine, launch_seconds(job, machine, layout))
+    taken = expected = 0.0
+    if machine.layer_times is None and machine.is_cpu:
+        layers = sorted({replace(one, name=""): one for one in plan.layers}.values(), key=lambda one: -one.macs)
+        for layer in layers[:TIMED_LAYERS]:
+            images = min(layout.micro_batch_images, max(1, TIMED_MACS // layer.macs))
+            timed, guess = time_layer(layer, images, device, DTYPES[job.precision][1]), predicted([layer], images)[0]
+            taken, expected = taken + timed.forward + timed.backward, expected + guess.forward + guess.backward
+    slower = job.mean_macs * (taken / expected if expected else 1.0)
+    times = machine.layer_times or [
+        LayerSeconds(slower * one.forward, slower * one.backward)
+        for one in predicted(job.of(layout).layers, layout.micro_batch_images)
+    ]
+    costs, wires = planned_costs(job, machine, layout, plan.bounds, times), links(machine, layout)
+    return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=plan.programs).step_seconds
 
 
 def _places(
@@ -200,7 +265,6 @@ def _places(
     hosts: Hosts,
     weight_passes: Sequence[Sequence[float]] | None = None,
 ) -> tuple[tuple[Stage, ...], Grid, Exchange, tuple[int, ...]]:
-    """Return the fields of a draft that depend on the cuts."""
     layout, across = ds.layout, across_hosts(ds, layers, bounds, hosts)
     return (
         describe(whole_layers(layers), bounds, layout.schedule),
@@ -222,12 +286,12 @@ def machine_here(precision: Precision, devices: int) -> Machine:
     """Read this process's device; all ``devices`` of the run are taken to be like it, on one host."""
     from ddpm_ds.ground.device import described
 
-    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    name, memory = described(processes_on_host(devices))
     return machine_like(name, memory, half=precision != "fp32", devices=devices)
 
 
 class Need(NamedTuple):
-    """Predicted bytes of training as a ``share`` of the bytes that there are, and of which device."""
+    """Predicted bytes of training, also as a ``share`` of the ``limit`` of the device or host ``where`` they are."""
 
     share: float
     size: int
@@ -236,7 +300,7 @@ class Need(NamedTuple):
 
 
 def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
-    """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller."""
+    """Return the need of the fullest device on a ``rank``'s host, or of the host if it is fuller."""
     from ddpm_ds.ground.device import host_memory
     from ddpm_ds.planning.decisions import fitted
     from ddpm_ds.planning.memory import pipeline_memory
@@ -254,10 +318,8 @@ def memory_need(draft: RunDraft, machine: Machine, rank: int) -> Need:
 def check_memory(
     draft: RunDraft, machine: Machine, rank: int, again: Callable[[Sequence[str], int], RunDraft], *, new: bool
 ) -> str | None:
-    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does, and raise a
-    LayoutError if it does not, which names the first change with which it does.
-
-    ``again`` lays the same run out with more overrides and a number of stages. The U-Net of a ``new`` run may change.
+    """Return a warning if a run hardly fits the memory of a ``rank``'s host; LayoutError, with a change that helps,
+    if it does not. ``again`` lays the run out with more overrides and stages; a ``new`` U-Net may change.
     """
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:
@@ -279,7 +341,7 @@ def check_memory(
 
 
 def _smaller(layout: Layout, channels: int, *, on_cpu: bool) -> Iterator[tuple[list[str], int]]:
-    """Yield overrides and stages of runs that need less memory, the smallest changes first; none of 0 channels."""
+    """Yield overrides and stages of runs that need less memory, the smallest changes first; 0 ``channels`` stay."""
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
     offload = [[], *([] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]])]
     ways: list[list[str]] = [[], ["ds.pipeline.activation_checkpoint_interval=1"]]
@@ -350,7 +412,7 @@ def plan(
 
 
 def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:
-    """Return a run to plan for, whose buckets of aspect are weighed by the images that preparation has ``counted``.
+    """Return a run to plan for. Buckets of aspect are weighed by the images that preparation has ``counted``.
 
     Raises:
         DataError: the autoencoder or the encoders can't be used, or there are too few images.

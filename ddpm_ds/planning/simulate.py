@@ -46,8 +46,7 @@ from ddpm_ds.pipeline.schedule import (
 )
 from ddpm_ds.schema.layout import Layout, Schedule
 
-Pass = tuple[Literal["forward", "backward"], int]
-"""Kind and phase of a pass."""
+Pass = tuple[Literal["forward", "backward"], int]  # kind and phase of a pass
 NAMES: dict[Literal["forward", "backward"], Name] = {"forward": "ForwardPass", "backward": "InputGradients"}
 PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
     1: ((("backward", 0), ("forward", 0)), (("forward", 0), ("backward", 0))),
@@ -111,7 +110,7 @@ class RankCosts:
 
     @property
     def weight_pass_seconds(self) -> float:
-        """Part of these seconds for :attr:`PhaseCosts.weight_pass_seconds`."""
+        """Part of ``pass_seconds`` that weight-gradient passes take once for all micro-batches."""
         return sum(phase.weight_pass_seconds for phase in self.phases)
 
 
@@ -229,10 +228,10 @@ class _Rank:
 def planned(
     schedule: Schedule, micro_batches: int, costs: tuple[RankCosts, ...], links: Links = (), *, most_kept: int
 ) -> tuple[Program, ...]:
-    """Return the programs with the shortest simulated step that is found; a function of the arguments alone.
+    """Return the programs with the shortest simulated step; equal arguments give equal programs.
 
     ``schedule`` decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried. ``most_kept``
-    is the maximum of a rank's micro-batches between their first forward and their last gradients.
+    is the most micro-batches that a rank has between their first forward and their last gradients.
     """
     ranks, preferences = len(costs), PREFERENCES[phases_of(schedule)]
     links = links or (FREE,) * (ranks - 1)
@@ -265,7 +264,7 @@ def planned(
 def _whole(
     programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
 ) -> tuple[Program, ...]:
-    """Merge input gradients with the same micro-batch's weight gradients directly after them, ``where`` it is so."""
+    """Merge input gradients with the same micro-batch's weight gradients if these follow at once, ``where`` asked."""
     joined = []
     for rank, own in enumerate(programs):
         passes: list[Instruction] = []

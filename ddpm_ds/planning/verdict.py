@@ -27,7 +27,7 @@ from typing import Any
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.files import replace_file
-from ddpm_ds.ground.units import counted, gib
+from ddpm_ds.ground.units import counted, gib, rounded
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.placement import sharing
@@ -42,16 +42,14 @@ from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import DS_CONFIG, MACHINE, SPEC, VERDICT
 
-LEAST_GAIN, MUCH_MORE = 0.01, 0.2
-"""Smallest share of an image's time that makes a change worth trying, and the additional share that another number of
-stages has to save: its messages are not measured."""
-MOST_LAYOUTS = 4
-"""Number of layouts of which the one with the fewest settings is taken, if they save about the same."""
-MOST_WORKERS, PAUSE_SHARE = 16, 0.01
-"""Most reading threads, and share of the time that pauses may take, after a change."""
+LEAST_GAIN, ABOUT, MUCH_MORE = 0.1, 0.01, 0.2
+"""Smallest share of an image's time that makes a change worth trying, the difference of shares that are about the same,
+and the additional share that another number of stages has to save: its messages are not measured."""
+MOST_LAYOUTS = 4  # number of the fastest layouts to choose from
+MOST_WORKERS, PAUSE_SHARE = 16, 0.01  # most reading threads, and share of the time that pauses may take, after a change
 SLOWEST_LINK, FASTEST_LINK, HALVINGS, ORDERS = 1e3, 1e13, 14, 2
-"""Range of bytes per second in which the speed of links is searched, how often it is halved, and for how many orders of
-a planned schedule: that for free links, then that for those found."""
+"""Range of bytes per second in which the links' speed is searched, how often it is halved, and the number of searches:
+the second takes the planned order for the speed that the first has found."""
 USEFUL = "useful work"
 MEASURED = {
     "communication": ("send_seconds", "reduce_seconds"),
@@ -60,11 +58,10 @@ MEASURED = {
     "optimizer": ("optimizer_seconds",),
 }
 """Seconds of a rank's step that a cost takes beside waiting."""
-HEALTHY = 0.05
-"""Share below which no cost is worth a change."""
-BAR, LINE = 40, 112
-"""Characters of a bar that stands for all of the time, and of a line, unless it is a command."""
-SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
+HEALTHY = 0.05  # share below which no cost is worth a change
+BAR, LINE, SHOWN_SHARE = 40, 100, 5e-4
+"""Characters of a bar for all of the time, and of a line that is no command; and the smallest share that is shown."""
+SHOWN = {"low utilisation": "operator start-up", "sampling pauses": "sampling and validation"}
 """Names shown to users for shares whose MLflow tag is less clear."""
 
 
@@ -91,7 +88,7 @@ class Verdict:
     """Shares of all devices' time: useful work, then the costs, the largest first; they sum to 1."""
     top: str  # the largest cost
     evidence: str  # its numbers, in a sentence
-    change: Change | None  # change to try next; None if none is predicted to make the run faster
+    change: Change | None  # change to try next; None if none is predicted to save :data:`LEAST_GAIN`
     processes: int
 
     @property
@@ -105,7 +102,7 @@ def verdict(facts: FinishedRun) -> Verdict:
     _, top, *_ = found
     possible = changes(facts, predictor, found)
     most = max((change.gain for change in possible), default=0.0)
-    about = [change for change in possible if LEAST_GAIN <= change.gain > most - LEAST_GAIN]
+    about = [change for change in possible if LEAST_GAIN <= change.gain > most - ABOUT]
     best = min(about, key=lambda change: len(change.settings), default=None)
     evidence = _evidence(facts, top, found[top], predictor.machine.link_bandwidth)
     return Verdict(found, top, evidence, best, predictor.machine.devices)
@@ -115,16 +112,17 @@ def conclude(run_dir: Path, startup: Mapping[str, LayerSeconds]) -> Verdict:
     """Judge a run at its end, on rank 0, with the ``startup`` of its layers, and write both; takes up to some seconds.
     OutputError or OSError if no step was traced, or the run's files can't be read or written.
     """
-    facts = replace(facts_of(run_dir), startup=startup)
-    found = verdict(facts)
-    replace_file(run_dir / MACHINE, machine_json(facts.machine, startup).encode())
+    facts = facts_of(run_dir)
+    machine = replace(facts.machine, startup=startup)
+    found = verdict(replace(facts, machine=machine))
+    replace_file(run_dir / MACHINE, machine_json(machine).encode())
     replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found
 
 
 def text(found: Verdict, run_dir: Path) -> str:
     """Return a table of the shares, and conclusions in a few sentences, with the command to try next."""
-    shares = {SHOWN.get(name, name): share for name, share in found.shares.items()}
+    shares = {SHOWN.get(name, name): share for name, share in found.shares.items() if share >= SHOWN_SHARE}
     width = max(map(len, shares))
     lines = ["where the time went", ""]
     lines += [f"  {name:<{width}}  {share:6.1%}  {'#' * round(BAR * share)}".rstrip() for name, share in shares.items()]
@@ -134,7 +132,7 @@ def text(found: Verdict, run_dir: Path) -> str:
     else:
         lines += ["", textwrap.fill(f"{largest}: {found.evidence}.", LINE, break_on_hyphens=False)]
     if (change := found.change) is None:
-        lines.append("try next: nothing; with the same batch no setting is predicted to make it faster")
+        lines.append(f"try next: nothing; no change with the same batch would save {LEAST_GAIN:.0%} of the time")
     else:
         spec, config = (shlex.quote(printable(str(run_dir / name))) for name in (SPEC, DS_CONFIG))
         files = f"--spec {spec} --deepspeed_config {config}"
@@ -219,7 +217,7 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
     """Return a clause with the numbers of a cost, by its share of the time and the links' bytes per second."""
     now, ranks, pauses, overflows = facts.layout, facts.ranks, facts.pauses, facts.overflows
     step = f"a {_seconds(facts.step_seconds)} step"
-    lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {pauses.seconds:,.3g} s"
+    lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {rounded(pauses.seconds)} s"
     losses, wires = min(facts.evaluation_seconds, pauses.sampling_seconds), ""
 
     def slowest(part: str, takes: str, times: int = 1) -> str:
@@ -228,8 +226,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
 
     if now.stages > 1:
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
-        slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {bandwidth / 1e6:,.3g} MB/s"
-        wires = f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
+        slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {rounded(bandwidth / 1e6)} MB/s"
+        wires = f"; {rounded(now.micro_batches * messages / 1e6)} MB cross between stages{slow}"
     wires += f"; {_seconds(facts.mean('reduce_seconds'))} to gradients of replicas" if now.replicas > 1 else ""
     reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
     return {
@@ -245,9 +243,9 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         f"thrown away; the loss scale began at {overflows.first_scale:,.0f} and is {overflows.last_scale:,.0f}",
         "optimizer": f"{slowest('optimizer_seconds', 'takes')} of {counted(now.batch_images, 'image')} for the "
         "optimizer and the averaged weights, however few images",
-        "checkpoint pauses": f"checkpoints took {pauses.checkpoint_seconds:,.3g} s {stopped}",
-        "sampling pauses": f"samples took {pauses.sampling_seconds - losses:,.3g} s, validation {losses:,.3g} s "
-        f"{stopped}",
+        "checkpoint pauses": f"checkpoints took {rounded(pauses.checkpoint_seconds)} s {stopped}",
+        "sampling pauses": f"samples took {rounded(pauses.sampling_seconds - losses)} s, validation "
+        f"{rounded(losses)} s {stopped}",
         "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
         f"time, {_seconds(facts.recomputation_seconds)} of {step}",
         "low utilisation": f"of the {_seconds(facts.mean('pass_seconds'))} of a rank for a micro-batch of "
@@ -259,7 +257,7 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
 
 
 def _seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    return f"{rounded(1e3 * seconds)} ms" if seconds < 0.9995 else f"{rounded(seconds)} s"
 
 
 # ---------------------------------------------------------------- changes
@@ -325,7 +323,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
     now = facts.layout
 
     def respects(one: Layout) -> tuple[object, ...]:
-        """Return properties of which a change may alter one."""
+        """Return the properties; a change alters one of them."""
         return (one.stages, folds(one.schedule)), one.micro_batch_images, one.checkpoint_interval, one.zero_stage
 
     near = [
@@ -350,7 +348,7 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     needs = peak_bytes(job, replace(now, checkpoint_interval=0), facts.bounds)
     if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
         return
-    # sums cross links that few runs have measured: they are no faster than a data sheet has them
+    # few runs have measured the links that sums cross: take no more than the data sheet's speed
     slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, facts.machine.link_bandwidth))
     grouped = [
         one
@@ -381,7 +379,7 @@ def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: 
 
 
 def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a JSON whose wanted value is another than the given one."""
+    """Yield the keys of a JSON whose wanted and given values differ, with the wanted value."""
     for name, value in wanted.items():
         if isinstance(value, Mapping):
             yield from _differences(given.get(name, {}), value, f"{prefix}{name}.")
@@ -390,14 +388,14 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
 
 
 def _other_settings(facts: FinishedRun, before: float, shares: Mapping[str, float]) -> Iterator[Change]:
-    """Yield changes of other settings than the layout's, with which a step took ``before`` seconds."""
+    """Yield changes of settings that are not the layout's; a step took ``before`` seconds."""
     if skipped := shares["overflow steps"]:
         scale = facts.overflows.last_scale
         settings: dict[str, Any] = {"ds.fp16.enabled": False, "ds.bf16.enabled": True}
         words = "bf16 has fp32's range and needs no loss scale"
         if scale < facts.overflows.first_scale:
             settings = {"ds.fp16.initial_scale_power": max(int(math.log2(scale)), 0)}
-            words = "A loss scale that begins where it ended overflows in no step at the beginning"
+            words = "A loss scale that begins where this run's ended overflows in no step at the beginning"
         yield Change(words, skipped, settings)
     wait = max(rank.data_wait_seconds for rank in facts.ranks)
     readers = facts.spec.data.workers

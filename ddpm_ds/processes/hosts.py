@@ -27,16 +27,16 @@ from ddpm_ds.ground.units import MOST_PROCESSES
 from ddpm_ds.ground.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
-"""Variables with ssh options for pdsh: one replaces its usual ones, the other precedes them."""
+"""Variables with ssh options for pdsh: the first replaces its usual options, the second comes before them."""
 USUAL_ARGUMENTS = "-a -x"  # forward neither agent nor X11
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # of DeepSpeed's launcher
 ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
-"""File of variables that are sent to all hosts, and the variable that names another file, as in DeepSpeed."""
+"""DeepSpeed's file of variables that are sent to all hosts, and the variable that names another file."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable that names gloo's interface; its default belongs to the host's name, and fails if that is loopback."""
+"""Variable that names gloo's interface. By default gloo takes the host name's, and fails if that is loopback."""
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Prefixes of variables that DeepSpeed's launcher puts on command lines; NCCL only with its CUDA accelerator. It prints
-every variable with NCCL in its name, with its value, on every host."""
+"""Prefixes of variables that DeepSpeed's launcher puts on command lines; NCCL only with its CUDA accelerator. It also
+prints the value of every variable with NCCL in its name, on every host."""
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 """Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
 
@@ -59,7 +59,7 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 
 def answer_of(words: Sequence[str], seconds: int) -> tuple[list[str], str]:
-    """Return the lines that a command prints, of which a login shell may have printed some, and why it failed."""
+    """Return the lines that a command or its login shell prints, and why it failed; "" if it did not."""
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
@@ -73,7 +73,7 @@ def answer_of(words: Sequence[str], seconds: int) -> tuple[list[str], str]:
 
 
 def address_of(host: str) -> str:
-    """Return a host's first address, as DeepSpeed asks for it, but over ssh as pdsh calls it; raises SpecError."""
+    """Return a host's first address by DeepSpeed's command, over ssh with pdsh's options; raises SpecError."""
     lines, why = answer_of(words := ssh(host, ["hostname", "-I"]), 60)
     if why or not lines:
         raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
@@ -99,7 +99,7 @@ def ssh_to(host: str) -> list[str]:
 
 
 def _lines_of(path: Path, what: str, fix: str) -> list[tuple[str, str]]:
-    """Return the lines of a file that are not empty, with their places for messages; raises SpecError."""
+    """Return the lines of a file that are not empty, each after its place for messages; raises SpecError."""
     try:
         lines = map(str.strip, read_text(path, MOST_CONFIG_BYTES).splitlines())
     except OSError as error:
@@ -131,8 +131,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def this_host(names: Iterable[str]) -> str | None:
-    """Return the first of ``names`` that means this machine: its host name, its address or an ssh alias; USER@ may
-    precede it. Raises SpecError as :func:`ssh_to`.
+    """Return the first of ``names`` that is this machine's host name, address or ssh alias, perhaps after USER@.
+
+    Raises SpecError as :func:`ssh_to`.
     """
     named, own = {name: name.rpartition("@")[2] for name in names}, socket.gethostname()
     for wanted in (own, own.partition(".")[0]):
@@ -164,11 +165,11 @@ def read_environment(path: Path) -> dict[str, str]:
 
 
 def find_environment() -> dict[str, str]:
-    """Return the variables of the user's file, overridden by the working folder's; raises SpecError."""
+    """Return the variables of the file in the home folder, overridden by the working folder's; raises SpecError."""
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
     for path in (Path(os.path.expanduser("~"), name), Path(name)):
-        if os.path.isfile(path):  # False if the home folder is somebody else's, as in containers
+        if os.path.isfile(path):  # False if the home folder can't be read, as in containers
             values |= read_environment(path)
     return values
 
@@ -199,9 +200,9 @@ def use_interface_towards(address: str, *, local: bool = True) -> str:
 
 
 def facts(documents: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """Return everything in which hosts must agree, by the beginning of its name in a message.
+    """Return the facts that must be equal on all hosts, by the prefix of their names in messages.
 
-    ``documents`` are the contents of the spec and the DeepSpeed JSON, by file name. Missing packages are left out.
+    ``documents`` has the contents of the spec and the DeepSpeed JSON, by file name. Missing packages are left out.
     """
     found: dict[str, object] = {"python": ".".join(map(str, sys.version_info[:2])), "ddpm_ds": __version__}
     for package in PACKAGES:
@@ -219,4 +220,4 @@ REMEDIES = {
     "version of ": "install the same versions on all hosts",
     "": "bring all hosts to one commit, with the same changes",
 }
-"""Fixes for hosts that differ, by the beginning of the names of :func:`facts`; for all others: one file."""
+"""Fixes for hosts that differ, by the prefix in :func:`facts`; other facts are contents of files."""

@@ -44,12 +44,12 @@ class Cell(NamedTuple):
 
 
 Findings = tuple[dict[str, str], dict[str, Cell], bool]
-"""What training compares (:func:`ddpm_ds.processes.hosts.facts`); all else, by column; whether the host has GPUs."""
+"""Facts that training compares (:func:`ddpm_ds.processes.hosts.facts`); other columns; whether the host has GPUs."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Hosts and their ``slots``, and how a program is started there; ``local``: this machine alone, without ssh."""
+    """Hosts and their ``slots``, and how to start a program there; ``local`` means this machine, without ssh."""
 
     slots: Mapping[str, int]
     python: str
@@ -59,7 +59,7 @@ class Fleet:
     seconds: int
 
     def ask(self, what: str, questions: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
-        """Return the answer of each host to its question; a :class:`Cell` with the reason if there is none."""
+        """Return each host's answer to its question, or a :class:`Cell` with the reason for having none."""
 
         def answer(host: str) -> Any:
             program = [self.python, "-u", "-m", __name__, what, json.dumps(questions[host]), str(self.seconds)]
@@ -131,7 +131,7 @@ def look(
 
 
 def all_reduce(rank: int, world: int, address: str, port: int, on_gpus: bool, seconds: int) -> str:
-    """Add up the ranks' numbers, or raise any exception; return the name of the backend."""
+    """Add up the ranks' numbers and return the backend's name; may raise any exception."""
     use_interface_towards(address)
     import torch
     import torch.distributed as dist
@@ -155,7 +155,7 @@ def main() -> None:
         os._exit(0)
     except Exception as error:
         print(" ".join(str(error).split()) or type(error).__name__, file=sys.stderr, flush=True)
-        os._exit(1)  # a group that is broken can hang when it is destroyed
+        os._exit(1)  # destroying a broken group can hang
 
 
 if __name__ == "__main__":

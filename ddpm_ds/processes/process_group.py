@@ -1,4 +1,4 @@
-"""Process group of a program: its time-outs, its construction and the errors if it can't be made."""
+"""Process group of a program: its time-outs, its construction, and errors in it."""
 
 import contextlib
 import os
@@ -21,9 +21,9 @@ from ddpm_ds.processes.rendezvous import connect, port_taken
 PAUSE_SECONDS = 1800.0
 """Time for which process groups wait for a rank that checkpoints, validates or compiles."""
 JOIN_TIMEOUT = timedelta(minutes=30)
-"""Time limit for all ranks to join the group, which after a rendezvous they do at once."""
+"""Time limit for joining the group, which takes a moment after a rendezvous."""
 LONGEST_SECONDS = 365 * 86400.0
-"""Much longer time-outs overflow clocks that count nanoseconds."""
+"""Longest time-out; much longer ones overflow clocks that count nanoseconds."""
 
 Value = TypeVar("Value")
 
@@ -37,8 +37,8 @@ def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD
 def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     """Make the process group for DeepSpeed, and destroy it at the end, since gloo aborts a process that exits with one.
 
-    Groups made inside have the same time-out. All ranks know of a UserError that leaves the block. Raises LayoutError
-    if another job has the port, HostError if ranks of two hosts can't connect.
+    Groups made inside have the same time-out. A UserError may leave the block only if all ranks raise it. Raises
+    LayoutError if another job has the port, HostError if ranks of two hosts can't connect.
     """
     timeout, rank, world_size = timeout or group_timeout(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master, local = os.environ["MASTER_ADDR"], not on_several_hosts()

@@ -1,5 +1,5 @@
-"""Start and end of a process as a rank: it finds its rank, whichever launcher started it, and records its exit code for
-``ddpm-ds run``, since it may still fail as it exits. Does not import torch.
+"""Start and end of a process as a rank: it finds its rank under any launcher, and records its exit code for ``ddpm-ds
+run``, since a process may still fail as it exits. Does not import torch.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, handle
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Default silence after which a rank counts as dead, and time without a step after which a run counts as hanging."""
 OTHERS_WAIT_SECONDS = 5.0
-"""Time for which other ranks delay an error, so that rank 0 prints it."""
+"""Time for which ranks other than 0 delay an error, so that rank 0 prints it."""
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
@@ -39,18 +39,18 @@ LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of DeepSpeed's and PyTorch's launchers; without them the parent may be a shell, which may exit."""
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
-"""First of Slurm's step numbers for other than srun's tasks: batch script, interactive shell, external processes."""
+"""First step number that Slurm gives to batch scripts, interactive shells and external processes."""
 
 
 def set_environment() -> None:
     """Set missing variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .deepspeed_env.
 
-    Without a launcher's rank it is Slurm's, or the process is a single rank. Raises SpecError if variables can't be
-    parsed or contradict each other, or the first host is unknown.
+    The rank is the launcher's, else Slurm's, else 0 of 1. Raises SpecError if variables can't be parsed or contradict
+    each other, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     if "LOCAL_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]  # DeepSpeed's; overrides that of an outer program
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]  # DeepSpeed's overrides an outer program's
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     started = {} if "RANK" in os.environ else _of_slurm()
     unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
@@ -62,7 +62,7 @@ def set_environment() -> None:
     for name, value in (find_environment() | secret).items():
         os.environ.setdefault(name, value)
     _check_environment([name for name in alone if started or name not in unknown])
-    if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two cores that are shared
+    if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two shared cores
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         several = f"{os.environ['WORLD_SIZE']} ranks were started on several hosts"
@@ -74,7 +74,7 @@ def set_environment() -> None:
 
 
 def _check_environment(given: Collection[str]) -> None:
-    """Raise SpecError if a number in the environment is none, or if two ``given`` ones contradict each other."""
+    """Raise SpecError if a variable is no number within its range, or ``given`` ones contradict each other."""
     ranges = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"), (1, MOST_PROCESSES))
     ranges |= {"RANK": (0, MOST_PROCESSES), "LOCAL_RANK": (0, MOST_PROCESSES), "MASTER_PORT": (0, 2**16 - 1)}
     numbers = {}
@@ -124,7 +124,7 @@ def host_name() -> str:
 
 
 def free_port() -> int:
-    """Return a port of this host on which nobody listens, and which Linux lends to no connection."""
+    """Return a free port of this host, outside of the range that Linux lends to connections."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)  # 32,768: the first that Linux lends
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def free_port() -> int:
 
 
 class Launcher:
-    """Launcher of this process: gone if the parent, the :class:`ExitFile`, or the reader of the output is."""
+    """Launcher of this process. It is gone if the parent, the :class:`ExitFile` or the output's reader is gone."""
 
     def __init__(self) -> None:
         self._parent = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
@@ -148,7 +148,7 @@ class Launcher:
                     self._outputs.register(descriptor, 0)
 
     def is_gone(self) -> bool:
-        """Return whether the launcher is gone; from then on output is discarded, since writing it would fail."""
+        """Return whether the launcher is gone; an output without a reader is discarded from then on."""
         for descriptor, _ in self._outputs.poll(0):
             self._outputs.unregister(descriptor)
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -161,7 +161,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def for_good() -> Iterator[None]:
-    """Keep the slow garbage collector away for good from objects made inside, such as PyTorch's modules."""
+    """Exclude objects made inside, such as PyTorch's modules, from the slow garbage collector for good."""
     gc.disable()
     try:
         yield
@@ -178,17 +178,16 @@ def print_once(line: str) -> None:
 
 
 def record_exit(code: int) -> int:
-    """Record that this rank exits as intended with ``code``, and return it. Never fails."""
+    """Record that this rank exits with ``code``, and return it. Never fails."""
     record(str(code))
     return code
 
 
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
-    """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
+    """Run a rank's ``main``, and record its start and its exit code; exceptions record nothing.
 
     With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself.
     """
-
     faulthandler.enable(2)  # for a crash outside of Python, as on an image file truncated while it is read
     if stoppable:
         SignalThread(lambda number: os._exit(record_exit(EXIT_PREEMPTED)))
@@ -204,7 +203,7 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
 
 
 def record(word: str) -> None:
-    """Record an exit code, :data:`STARTED`, or :data:`TRAINING`: this rank watches the others and may outlive them."""
+    """Record an exit code, :data:`STARTED`, or :data:`TRAINING`, after which this rank may outlive lost ones."""
     if path := _exit_file():
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:  # its supervisor may just have ended
             file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())  # in one write, so that lines don't mix
@@ -214,13 +213,13 @@ def _exit_file() -> Path | None:
     """Return the supervisor's :class:`ExitFile`; None without a supervisor on this host, or when it has ended."""
     path, _, name = os.environ.get(EXIT_FILE_VARIABLE, "").rpartition("@")
     with contextlib.suppress(OSError):
-        if os.readlink(path) == f"/memfd:{name} (deleted)":  # else that process is another one, or on another host
+        if os.readlink(path) == f"/memfd:{name} (deleted)":  # else the path is another process's, or another host's
             return Path(path)
     return None
 
 
 class ExitRecord(NamedTuple):
-    """Records of all ranks of a start."""
+    """Records of a start's ranks."""
 
     failure: int | None = None  # first exit code other than 0
     unfinished: tuple[str, ...] = ()  # ranks that started but have not recorded their end

@@ -1,15 +1,15 @@
-"""Rendezvous of all ranks before they have a process group, and the run's key-value store, on rank 0, where they meet.
+"""Rendezvous of all ranks before they have a process group, and the key-value store on rank 0 where they meet.
 
 Building a process group would wait for ever for a rank that has exited or trains something else. So each rank first
-writes its plans to a key-value store on rank 0, which answers with all plans, equal ones once, or with the reason why
-the run can't start. Then all exit for the same reason, or all continue.
+writes its facts to a key-value store on rank 0. Rank 0 answers with the facts of all, or with the reason why the run
+can't start. Then all continue, or all exit for the same reason.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
 
 PyTorch's store takes commands from anyone who connects. So it listens on loopback if the run has one host, else at the
-address by which others reach it. Ranks seal their values with the run's secret, if the environment has one, and ignore
-values without a valid seal. docs/security.md names the remaining risks.
+address by which other hosts reach it. Ranks seal their values with the run's secret, if the environment has one, and
+ignore values without a valid seal. docs/security.md names the remaining risks.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048
 BEAT_SECONDS, SILENCE_SECONDS = 2.0, 60.0
-"""Time between beats, and silence after which a rank counts as lost; imports can keep a process busy for long."""
+"""Time between beats, and silence after which a rank counts as lost; imports may keep a process busy for long."""
 POLL_SECONDS, MOST_LOOKS = 0.01, 5000
-"""Time between looks at the store, and most looks a second of all waiting ranks together."""
+"""Time between looks at the store, and most looks per second by all waiting ranks together."""
 MOST_VALUE_BYTES = 2**23
 """Maximum size of a value in PyTorch's store."""
 REFUSING_SECONDS = 10.0
 """Time for which a rank that can't take part tries to report it."""
 CHECK = "ddpm-ds doctor --hostfile FILE checks it"
 REFUSAL, OVER = "refusal", "over"
-"""Keys: why a rank can't take part; the rendezvous has ended, so a rank that comes later belongs to another run."""
+"""Keys: the reason why a rank can't take part; the end of the rendezvous, after which a new rank is another run's."""
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -62,7 +62,7 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at an address of ``host``; None if none is this machine's, or the port is taken."""
+    """Return a socket that listens at this machine's address of ``host``; None without one, or if the port is taken."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if address[0] != host and is_loopback(str(address[0])) and on_several_hosts():
             continue  # elsewhere the host's name means another address
@@ -108,7 +108,7 @@ class SealedStore(dist.Store):
         return self._store.check(list(keys))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set a value if the current one is ``expected`` ("" also: none or an invalid one); return the new value."""
+        """Set a value if the current one is ``expected`` ("" is none or an invalid one); return the new one."""
         there = self._store.get(key) if self._store.check([key]) else b""
         if there and there != self._sealed(key, "").encode() and not self._opened(key, there):
             self._store.set(key, self._sealed(key, ""))
@@ -131,7 +131,7 @@ class SealedStore(dist.Store):
 
 
 class Rendezvous:
-    """Rendezvous of the ranks of a start, until their process group exists; ``store`` stays open afterwards.
+    """Rendezvous of a start's ranks, until their process group exists; ``store`` stays open afterwards.
 
     Raises LayoutError if another job has the port, PeerLostError if rank 0 can't be reached.
     """
@@ -139,7 +139,7 @@ class Rendezvous:
     def __init__(self, start_seconds: float) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.hosts: tuple[str, ...] = (host_name(),) * self.world_size
-        """Host name of every rank; this one's until they have agreed on anything."""
+        """Host name of every rank; this host's before the first :meth:`agree`."""
         self._start_seconds = start_seconds
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self.store = _store(self.rank, start_seconds) if self.world_size > 1 else SealedStore(dist.HashStore())
@@ -156,7 +156,7 @@ class Rendezvous:
         self._beating.start()
 
     def name(self, rank: int, stage: int | None = None, part: int | None = None) -> str:
-        """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, the host if not alone."""
+        """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, without an only host."""
         host = self.hosts[rank] if len(set(self.hosts)) > 1 else None
         facts = {"stage": stage, "tensor part": part, "host": host}
         known = ", ".join(f"{what} {value}" for what, value in facts.items() if value is not None)
@@ -188,7 +188,7 @@ class Rendezvous:
         return [answer["written"][place] for _, place in answer["places"]]
 
     def _collect(self, topic: str) -> None:
-        """Write the answer: each host and each different text about a topic once, and for each rank their places."""
+        """Write the answer: each host and each different text once, and for each rank their places."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         try:
             self._wait(keys, awaited=range(self.world_size))
@@ -197,7 +197,7 @@ class Rendezvous:
                 raise self._different_secrets(strangers)
         except (HostError, PeerLostError) as error:
             self.store.set(topic, json.dumps({"why": str(error), "lost": isinstance(error, PeerLostError)}))
-            time.sleep(4 * self._poll_seconds)  # the store ends with this rank; until then the others read why
+            time.sleep(4 * self._poll_seconds)  # the others read the reason before the store ends with this rank
             return
         pairs = [text.partition("\n")[::2] for text in texts]
         hosts, written = (list(dict.fromkeys(ones)) for ones in zip(*pairs, strict=True))
@@ -210,7 +210,7 @@ class Rendezvous:
         return HostError(f"{who} have different values of {RUN_SECRET}; set one on all hosts, or none")
 
     def refuse(self, error: UserError) -> None:
-        """Let the others know why this rank can't take part; rank 0 also gives them time to read it."""
+        """Write the reason why this rank can't take part; rank 0 gives the others time to read it."""
         with contextlib.suppress(dist.DistError):
             faults = [f"rank {self.rank} (host {host_name()}): {fault}" for fault in str(error).splitlines()]
             self.store.compare_set(REFUSAL, "", json.dumps(faults))
@@ -221,7 +221,7 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """End the rendezvous once the process group exists, or before this rank exits."""
+        """End the rendezvous, when the process group exists or this rank is about to exit."""
         self._closed.set()
         with contextlib.suppress(dist.DistError):
             if self.rank == 0:
@@ -230,7 +230,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let the others know of a user's error that ends this rank inside this context."""
+        """Report a UserError of this block to the other ranks."""
         try:
             yield
         except UserError as error:
@@ -239,7 +239,7 @@ class Rendezvous:
             raise
 
     def _wait(self, keys: list[str], awaited: Sequence[int]) -> None:
-        """Wait for the keys of the ``awaited`` ranks, looking up missing ones no more often than ranks beat."""
+        """Wait for the keys of the ``awaited`` ranks, and look for lost ranks once a beat."""
         store, started = self.store, time.monotonic()
         looked_at = started
         received = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
@@ -264,7 +264,7 @@ class Rendezvous:
 
 
 def refuse_alone(error: UserError) -> None:
-    """Report an error to the other ranks before this one has joined their rendezvous."""
+    """Report an error of a rank that has not joined the rendezvous to the other ranks."""
     with contextlib.suppress(UserError, PeerLostError):
         Rendezvous(REFUSING_SECONDS).refuse(error)
 
@@ -280,7 +280,7 @@ def _store(rank: int, seconds: float) -> SealedStore:
         except BaseException as error:
             met.set_exception(error)
 
-    # In a thread, since PyTorch waits for ever for one who accepts the connection and is silent.
+    # In a thread, since PyTorch waits for ever for a program that accepts the connection and is silent.
     threading.Thread(target=meet, daemon=True).start()
     try:
         store = met.result(seconds + BEAT_SECONDS)

@@ -4,7 +4,7 @@
                                              has ended, leaves at once
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
     checkpoint.every_minutes                 rank 0's clock
-    a launcher that is gone                  save, leave: nobody would end this rank or read its output
+    a launcher that is gone                  save, leave, since nobody would end this rank or read its output
 
 Requests are combined once a step, and read a step later, so that all ranks do the same at the same step.
 """
@@ -25,7 +25,7 @@ FILES = ("save", "save_and_stop")
 
 
 class SaveOrStop(NamedTuple):
-    """Requests that all ranks agree on; ``abandoned`` is the name of a rank whose launcher is gone."""
+    """Requests that all ranks have agreed on; ``abandoned`` is the name of a rank whose launcher is gone."""
 
     save: bool = False
     stop: bool = False
@@ -33,7 +33,7 @@ class SaveOrStop(NamedTuple):
 
 
 class Requests:
-    """Listener to a run's requests, and from :meth:`listen` on to signals, until :meth:`close`; collective."""
+    """Listener to a run's requests, and from :meth:`listen` to :meth:`close` to signals; collective."""
 
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
@@ -46,7 +46,7 @@ class Requests:
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
 
     def listen(self) -> None:
-        """Let signals ask to stop from now on, once there is something to save; before, they end the process."""
+        """Let signals ask to stop, once there is something to save; before, they end the process."""
 
         def receive(number: int) -> None:
             if self._signalled_at is not None and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
@@ -59,7 +59,7 @@ class Requests:
     def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""
         if dist.get_rank() == 0:
-            # unlike Path.exists, False where the file system fails for a moment: no reason to end a run
+            # False where the file system fails for a moment; Path.exists would end the run
             self._files = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
         save = dist.get_rank() == 0 and (late or "save" in self._files)
@@ -83,7 +83,7 @@ class Requests:
         self._saved_at = time.monotonic()
         for name in self._files:
             (self._run_dir / name).unlink(missing_ok=True)
-        if self._under_way is not None:  # it repeats the same requests
+        if self._under_way is not None:  # its answer still has the request to save
             work, wishes = self._under_way
             work.wait()
             wishes[0] = False

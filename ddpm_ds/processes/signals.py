@@ -1,6 +1,6 @@
-"""Signals that ask a program to stop. Those that its parent ignores, as under nohup, stay ignored.
+"""Signals that ask a program to stop. Signals that its parent ignores, as under nohup, stay ignored.
 
-Imports nothing slow, so that a program can handle them before it imports anything else.
+Imports nothing slow, so that a program can handle signals before it imports anything else.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def handle(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Let signals that this process does not ignore call ``handler``; return their handlers before."""
+    """Let signals that this process does not ignore call ``handler``; return their former handlers."""
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heeded}
 
 
 def leave_on(numbers: Iterable[signal.Signals], code: int) -> None:
-    """Let signals end this process at once, without a word, with exit code ``code``."""
+    """Let signals end this process at once and silently, with exit code ``code``."""
     handle(numbers, lambda number, frame: os._exit(code))
 
 
@@ -61,8 +61,8 @@ class SignalThread:
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if leaving else handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        # Workers of the loader have copies of the socket, so closing does not end the thread. If it ended with them,
-        # while Python shuts down, it would release collectives of the process group, which aborts the process.
+        # Workers of the loader have copies of the socket, so closing it does not end the thread. A thread that ended
+        # while Python shuts down would release collectives of the process group, which aborts the process.
         self.wakeup.shutdown(socket.SHUT_WR)
         self._thread.join()
         self.wakeup.close()
@@ -70,7 +70,7 @@ class SignalThread:
 
 @contextlib.contextmanager
 def received_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
-    """Yield the list of received stop signals; afterwards they are handled as before, or with ``leaving`` ignored."""
+    """Yield a list that receives stop signals; afterwards they are handled as before, or with ``leaving`` ignored."""
     received, received_at = list[signal.Signals](), -math.inf
 
     def receive(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
-"""Supervisor of a run's ranks, which are children of this process, or of DeepSpeed's launcher on several hosts: orderly
-stops, exit codes, leftover processes and restarts. Does not import torch.
+"""Supervisor of a run's ranks: orderly stops, exit codes, leftover processes and restarts. Does not import torch.
 
-Ranks of this host are signalled to finish their step and save; all ranks follow a request to one. When one has failed,
-others that train notice it by themselves. DeepSpeed's launcher alone would kill the ranks 30 s after SIGTERM, would
-exit with 0 if part of it is killed, and never restarts.
+The ranks are children of this process, or of DeepSpeed's launcher on several hosts. To stop them, it signals the ranks
+of this host; a request to one rank counts for all. When a rank has failed, others that train notice it by themselves.
+DeepSpeed's launcher alone would kill the ranks 30 s after SIGTERM, would exit with 0 if part of it is killed, and never
+restarts.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options with which ssh gives up a host after 15 to 20 s without an answer; by default it may wait for hours."""
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
-"""Exit codes after which a restart would be wrong or is up to the scheduler."""
+"""Exit codes without a restart: it would not help, or the scheduler decides."""
 PRINTED_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
-"""Exit codes of errors that all ranks find and rank 0 prints, while the others hold back."""
+"""Exit codes of errors that all ranks find and rank 0 prints, while the others wait."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
 POLL_SECONDS, KILL_SECONDS = 0.1, 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
-"""Pauses before a restart: the first, after which each is twice as long as the one before, and the longest."""
+"""Pauses before a restart: the first, and the longest; each is twice as long as the one before."""
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive them."""
 LOSING_SECONDS = 45.0
-"""Time for which ranks may go on after one has failed, or the launcher after a rank here has lost others: it gives its
-ranks 30 s to end, and ssh gives up a lost host after 20 s."""
+"""Time for which ranks may go on after one has failed, or the launcher after a rank of this host has lost others. The
+launcher gives its ranks 30 s to end, and ssh gives up a lost host after 20 s."""
 
 
 def gpus() -> int:
@@ -110,7 +110,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a run's ranks: this host, one of ``nodes`` on which the same command is typed, or a hostfile's hosts.
+    """Hosts of a run's ranks: this one, or ``nodes`` on each of which the command is typed, or a hostfile's.
 
     ``master`` is the address of the first node.
     """
@@ -147,7 +147,7 @@ class Place:
         return dict.fromkeys(nodes, self.processes)
 
     def check(self) -> None:
-        """Raise SpecError if the ranks can't be started from this host, or their end can't be seen here."""
+        """Raise SpecError if this host can't start the ranks, or can't see their end."""
         names = self.hosts()
         if self.hostfile is None:
             return
@@ -173,10 +173,10 @@ class Outcome(NamedTuple):
 def supervise(
     program: Sequence[str], place: Place, *, max_restarts: int, grace_seconds: float, log: Callable[[str], None]
 ) -> Outcome:
-    """Start the ranks of a training program, again if that helps; return how the last start ended.
+    """Start the ranks of a training program, and again if that helps; return how the last start ended.
 
-    ``program`` is ``-m MODULE`` or a script, with its options. Each start reads the hostfile again, and each restart of
-    its hosts uses another port, so that no straggler can join. Call it in the main thread, as the last work of a
+    ``program`` is ``-m MODULE`` or a script, with its options. Each start reads the hostfile again, and takes another
+    port of its hosts, so that no rank of the last start can join. Call it in the main thread, as the last work of a
     process: afterwards stop signals are ignored. Raises SpecError without a --run-dir, and as :meth:`Place.check`.
     """
     if not (run_dir := split_option(program, "--run-dir")[0]):
@@ -196,7 +196,7 @@ def supervise(
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
             resume, others = split_option(program, "--resume")
-            if saved or resume == "never":  # the folder is the run's own now
+            if saved or resume == "never":  # resume from this run's own folder
                 program = others
             why = f"exit code {ended.code} ({MEANINGS.get(ended.code, 'of the script')})"
             if restarts > max_restarts:
@@ -215,13 +215,14 @@ def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool)
     """Return the exit code of a start that has not finished the run.
 
     ``first`` is the code of the rank that failed first, negative for a signal; or of DeepSpeed's launcher, which also
-    exits with 0 if its children were killed. ``stopping``: ranks were asked to stop; ``orphaned``: some outlived it.
+    exits with 0 if its children were killed. ``stopping``: ranks were asked to stop; ``orphaned``: ranks outlived the
+    launcher.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
     killed = bool(record.unfinished) or not 0 <= first < 128  # a rank, perhaps before it could record its start
     if record.failure == EXIT_PREEMPTED and killed and not stopping:
-        return EXIT_PEER_LOST  # a signal to the others after that is no request to stop the run
+        return EXIT_PEER_LOST  # the signal that the others received came after the kill
     if record.failure in FINAL:
         return record.failure
     if 0 < first < 128:  # others record that they lost it
@@ -267,7 +268,7 @@ class _Start:
         return Outcome(code, killed=failed is not None and failed[1] == -signal.SIGKILL and not self.received)
 
     def _launcher(self, cleanup: contextlib.ExitStack) -> Processes:
-        """Start DeepSpeed's launcher without secrets, which it would print; this host's ranks get them otherwise."""
+        """Start DeepSpeed's launcher without secrets, which it would print; this host's ranks read them from a file."""
         found = hosts.find_environment()
         taken = {name: os.environ[name] for name in os.environ if name.startswith(hosts.OF_DEEPSPEED) or "NCCL" in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
@@ -280,7 +281,7 @@ class _Start:
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= exits | {hosts.ENVIRONMENT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{file}"}
         quiet = ["-m", "deepspeed.launcher.runner", "--log_level", "critical"]
-        if len(names := self.place.hosts()) > 1:  # which DeepSpeed would do by an ssh without pdsh's options
+        if len(names := self.place.hosts()) > 1:  # DeepSpeed would ask by an ssh without pdsh's options
             quiet += ["--no_ssh_check", "--master_addr", hosts.address_of(next(iter(names)))]
         words = [sys.executable, *quiet, *self.place.deepspeed(self.program)]
         given = ours.get(hosts.PDSH_MORE_ARGUMENTS, "")
@@ -295,7 +296,7 @@ class _Start:
             now = time.monotonic()
             if self.received and grace_end == math.inf:
                 grace_end = now + self.grace_seconds
-                # Ranks that have all ended have given their reason; the launcher notices within a second.
+                # If all ranks have ended, they have given the reason; the launcher notices within a second.
                 if not self._ask_to_stop(self.received[-1].name) and self._exits.read() == ExitRecord():
                     self.log(f"{self.received[-1].name}: stopped before any rank had started")
                     return EXIT_PREEMPTED
@@ -320,7 +321,7 @@ class _Start:
         return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=orphaned)
 
     def _patience(self) -> float:
-        """Return for how many seconds ranks may go on since one has failed; infinity if none has."""
+        """Return how many seconds ranks may go on after one has failed; infinity if none has."""
         record, ago = self._exits.read(), f"{LOSING_SECONDS:g} s ago"
         if self.place.hostfile is not None:
             self._lost = f"ranks were lost {ago} and the launcher has not ended: ending it"

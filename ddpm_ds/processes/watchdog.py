@@ -1,8 +1,8 @@
 """Watchdog that notices a dead or hanging rank, names it, and ends this one, whose collective would wait for ever.
 
 Every rank has two threads besides its main one. The heartbeat reports the rank's progress and place in the code to a
-key-value store on rank 0. The judge uses its own clock and never the store, which may not answer. Rank 0 judges all
-ranks by their reports; the others read rank 0's report and verdict alone, and name rank 0 when its report grows old.
+key-value store on rank 0. The judge has its own clock and never uses the store, which may not answer. Rank 0 judges all
+ranks by their reports. The others only read rank 0's report and verdict, and name rank 0 when its report grows old.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
@@ -39,14 +39,14 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 
 BEAT_SECONDS, JUDGE_SECONDS = 0.5, 0.2
 LAST_WORDS_SECONDS = 3.0
-"""Time for which rank 0 keeps the store open at its end, so that the others can read that it leaves, and why."""
+"""Time for which rank 0 keeps the store open at its end, so that the others can read why it leaves."""
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2
 """Time limit for a device's answer whether it has unfinished work."""
 KEY, VERDICT = "alive/{}", "verdict"
 CULPRIT_SECONDS, BLAMING_SECONDS = 2.5, 6.0
-"""Silence that makes a rank the lost one after a collective has failed, and time for which this is awaited."""
+"""After a collective has failed: silence of a rank that counts as lost, and longest wait for this to be found."""
 TOGETHER_BEATS = 3
 """Maximum beats between the last signs of ranks that are lost at once: their beat, ours, and delays."""
 
@@ -71,7 +71,7 @@ class Peer:
 
 
 class Judgement(NamedTuple):
-    """Reason why the run can't continue, and the exit code; the first in the store counts for all ranks."""
+    """Reason why the run can't continue, and the exit code; the first in the store ends all ranks."""
 
     ranks: list[int]
     reason: str
@@ -79,7 +79,7 @@ class Judgement(NamedTuple):
 
 
 class DeviceWork:
-    """Query whether a device has unfinished work, in a thread: a busy driver, which blocks it, counts as unfinished."""
+    """Query for unfinished work of a device, in a thread; a busy driver, which blocks it, counts as unfinished work."""
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self._is_done, self._done = is_done, False
@@ -122,7 +122,7 @@ class Heartbeat(threading.Thread):
         self.verdict: Judgement | None = None  # counts for all ranks
 
     def leave(self) -> None:
-        """Let the others know that this rank leaves, and end the thread."""
+        """Report that this rank leaves, and end the thread."""
         self._leaving.set()
         if self.is_alive():
             self.join(timeout=LAST_WORDS_SECONDS + BEAT_SECONDS)
@@ -171,7 +171,7 @@ class Heartbeat(threading.Thread):
 
 def waits_for_a_rank(frame: FrameType) -> bool:
     """Return whether the thread with this innermost Python frame waits in a collective or for a message."""
-    if "wait" in frame.f_code.co_names:  # a message's is not Python code, so its caller is innermost; a thread's is
+    if "wait" in frame.f_code.co_names:  # the call of a message's wait(), which is no Python code
         return True
     return any(at.f_globals.get("__name__", "").startswith(COMMUNICATION) for at, _ in traceback.walk_stack(frame))
 
@@ -186,7 +186,7 @@ class Watchdog:
         store: of the ranks' rendezvous; None watches nothing.
         dead_seconds: silence after which a rank counts as dead.
         hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
-        work: work of this rank's device; None for a CPU.
+        work: query for work of this rank's device; None for a CPU.
     """
 
     _log: Callable[[str], None] = staticmethod(print_to_stderr)  # may block
@@ -230,9 +230,9 @@ class Watchdog:
             self._heartbeat.pauses -= 1
 
     def fail(self, line: str, code: int) -> None:
-        """End all ranks with exit code ``code`` for a reason that perhaps only this rank knows; it prints ``line``.
+        """Print ``line``, a reason that perhaps only this rank knows, and end all ranks with exit code ``code``.
 
-        Of several ranks that fail at once one gives the reason. Returns only for a single rank.
+        If several ranks fail at once, one of them gives the reason. Returns only for a single rank.
         """
         heartbeat = self._heartbeat
         if len(self.names) > 1 and heartbeat.is_alive():
@@ -242,7 +242,7 @@ class Watchdog:
                 self._end(heartbeat.proposal)
 
     def stop(self, failure: str | None = None) -> None:
-        """Stop watching and let the others know that this rank exits, with a ``failure`` that ends them too."""
+        """Stop watching and report that this rank exits; a ``failure`` ends the other ranks too."""
         if failure:
             self._heartbeat.proposal = Judgement([self._rank], f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
@@ -259,7 +259,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Surround collective work; if a lost rank made it fail, all ranks end with its name as the reason."""
+        """Surround collective work; if it fails because a rank is lost, all ranks end and name the lost one."""
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):
@@ -301,7 +301,7 @@ class Watchdog:
         return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
-        """Judge a hanging run, on rank 0: a hanging rank soon stops all others, so who does not wait is to blame."""
+        """Judge a hanging run, on rank 0: a hanging rank soon makes all others wait, so it is the one that does not."""
         at_work = self._at_work()
         last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
         if self._rank or self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():

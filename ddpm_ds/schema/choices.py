@@ -142,8 +142,3 @@ SAMPLERS = {
     "dpm_solver": SamplerChoice("DPM-Solver++ 2M, fast and deterministic", steps=20),
 }
 """Samplers by `sampler.kind`."""
-
-
-def samplers_with(option: str) -> str:
-    """Return the names of the samplers that read an option, for messages, such as ``ddim or other``."""
-    return " or ".join(name for name, kind in SAMPLERS.items() if option in kind.options)

@@ -30,7 +30,7 @@ class TensorSplit:
     """Names of the layers that are split instead, or patterns of names, such as ``up.0.*``."""
 
     def levels_words(self) -> str:
-        """Return the levels in words, if some are named."""
+        """Return the levels in words, or "" if they are not numbered."""
         if self.levels == "all" or not self.levels:
             return ""
         first, last = self.levels[0], self.levels[-1]
@@ -85,8 +85,8 @@ class Layout:
     def most_kept(self) -> int:
         """Most micro-batches that a rank of a planned pipeline keeps, usually two for each stage, as in DualPipeV.
 
-        If ZeRO-2 reduces gradients after each pass of weight gradients, passes take more of them at once. A single
-        stage usually keeps one; of several it computes the weight gradients together.
+        If ZeRO-2 reduces gradients after each pass of weight gradients, passes take more micro-batches at once. A
+        single stage usually keeps one; if it keeps several, it computes their weight gradients together.
         """
         if self.in_flight != "auto":
             return self.in_flight
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def keys(self) -> dict[str, object]:
-        """Dotted keys of the JSON that ask for this layout, but for those of ZeRO."""
+        """Dotted keys of the JSON that ask for this layout, except ZeRO's."""
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch_images,
             "gradient_accumulation_steps": self.micro_batches,

@@ -25,7 +25,7 @@ from ddpm_ds.ground.units import limit
 MOST_EXACT = 2**53
 """Largest number up to which floats represent every whole number."""
 REMOVED = object()
-"""Value that takes a key away, where keys of a section are changed."""
+"""Value that removes a key where keys of a section are changed."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def broken_rule(rule: str) -> PydanticCustomError:
 
 
 def no_switch(value: object) -> object:
-    """Refuse true and false where 0 and 1 are choices, since Python has them equal."""
+    """Refuse true and false where 0 and 1 are choices, since they are equal in Python."""
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
     return value
@@ -60,7 +60,7 @@ class Needs:
 
     conditions: tuple[str | Callable[[], str], ...]
     value: str = ""
-    """The only value that needs them, as YAML has it; "*" means all but the default, and "" that they are of no use."""
+    """The value that needs them, in YAML; "*" is any but the default. "" marks a field that is unused without them."""
 
     @property
     def texts(self) -> list[str]:
@@ -77,10 +77,10 @@ class Needs:
 
 
 def only_with(*conditions: str | Callable[[], str]) -> Needs:
-    """Return the mark of a field whose default is its only value unless all conditions hold.
+    """Return the mark of a field whose default is its only value unless all conditions are met.
 
-    A condition is a key, which is set or true, or ``key=value|value``; `` or `` joins alternatives. A key without a dot
-    is of the same section. A function gives the condition where names may be registered later.
+    A condition is a key, which must be set or true, or ``key=value|value``; `` or `` joins alternatives. A key without
+    a dot belongs to the same section. A function returns the condition where names may be registered later.
     """
     return Needs(conditions)
 
@@ -134,7 +134,7 @@ def value_at(root: object, key: str) -> Any:
 
 
 def plain(value: object) -> str:
-    """Return a value as YAML has it, without the quotes that it does not need."""
+    """Return a value as YAML writes it, without needless quotes."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(plain, value))}]"
     return shown(value).strip('"')

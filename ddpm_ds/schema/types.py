@@ -70,7 +70,7 @@ def _possible(path: Path | str) -> Path:
 
 
 FilePath = Annotated[Path, AfterValidator(_possible)]
-"""Path, in which ``~`` is expanded: a run's record names the files that were read, whoever looks at it later."""
+"""Path with ``~`` expanded, so that a run's record names the files that were read, whoever looks at it later."""
 GivenPath = Annotated[Path | str, AfterValidator(_possible)]
 """Path in Python, in which ``~`` is expanded."""
 

@@ -1,4 +1,4 @@
-"""Addresses of MLflow's stores and of the pages of its UI. MLflow is not imported."""
+"""Addresses of MLflow's stores and of the pages of its UI. Does not import MLflow."""
 
 import logging
 import os
@@ -15,39 +15,39 @@ from ddpm_ds.ground.secret import public_address, without_secrets
 
 SQLITE = "sqlite:///"
 LOCAL_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens
-TRAINING_MODE = "workflowType=machine_learning"  # of MLflow's UI, which otherwise opens in the one for language models
-REASON_CHARACTERS = 400  # of an error of MLflow's; its fix may stand at its end
+TRAINING_MODE = "workflowType=machine_learning"  # MLflow's UI opens in its mode for language models by default
+REASON_CHARACTERS = 400  # kept of an MLflow error, which may end with its fix
 SERVERS = ("http", "https", "databricks")  # schemes of tracking URIs
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 PLUGINS = "mlflow.tracking_store"  # entry points of packages that add schemes
 EXAMPLES = ("http://HOST:5000", "sqlite:////FOLDER/mlflow.db", "mysql+pymysql://USER:PASSWORD@HOST:3306/DATABASE")
 EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
 DRIVERS = {"MySQLdb": "mysqlclient", "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary"}
-"""Packages that have another name than their module, by the module's name."""
+"""Packages to install for modules of another name."""
 MLFLOW = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender retries by itself, and can be woken while it waits
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Default environment of MLflow's client: a server that is down is noticed soon."""
+"""Defaults for MLflow's client, with which it soon reports a server that is down."""
 
 
 def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
-    """Return the address of a page (``/#/...``) of MLflow's UI, and the command to serve it, None if a server does."""
+    """Return the address of a page (``/#/...``) of MLflow's UI, and the command that serves it; None for a server."""
     uri = public_address(tracking_uri)
     if page:
         page += f"{'&' if '?' in page else '?'}{TRAINING_MODE}"
     if uri.startswith(("http://", "https://")):
         return f"{uri.rstrip('/')}{page}", None
     serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-    if uri != tracking_uri:  # a secret is on no command line
+    if uri != tracking_uri:  # keep the secret off the command line
         serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
     return f"{LOCAL_UI}{page}", serve
 
 
 def quiet() -> None:
-    """Give MLflow's client our defaults, where the user has set no others, and let nothing of it print."""
+    """Silence MLflow, and set :data:`MLFLOW` where the user has set nothing else."""
     logging.disable(logging.CRITICAL)
     for name, value in MLFLOW.items():
         os.environ.setdefault(name, value)
@@ -61,7 +61,7 @@ def reason(error: BaseException) -> str:
 
 
 def resolve_uri(output_root: Path | str) -> str:
-    """Return the tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
+    """Return the tracking URI of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{output_root}/mlflow.db"
 
 
@@ -72,7 +72,7 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def uri_fault(uri: str) -> str | None:
-    """Return why MLflow can keep nothing at a tracking URI, with the fix, or None."""
+    """Return why MLflow can't use a tracking URI, with the fix; None if it can."""
     address = public_address(uri)
     named = f"MLFLOW_TRACKING_URI={address}"
     try:
@@ -108,7 +108,7 @@ def uri_fault(uri: str) -> str | None:
 
 
 def check_tracking_uri(output_root: Path) -> str:
-    """Return the tracking URI of the runs in an output root; raises SpecError if MLflow can keep nothing there."""
+    """Return the tracking URI of the runs in an output root; raises SpecError if MLflow can't use it."""
     uri = resolve_uri(output_root.resolve())
     if fault := uri_fault(uri):
         raise SpecError(fault)
@@ -116,15 +116,15 @@ def check_tracking_uri(output_root: Path) -> str:
 
 
 def check_experiment(name: str, output_root: Path) -> None:
-    """Check that the runs of an output root can be logged to an experiment, as far as no server has to be asked.
+    """Check, without asking a server, that the runs of an output root can be logged to an experiment.
 
     Raises:
-        SpecError: MLflow takes no such tracking URI, the environment names another experiment, or it is deleted.
+        SpecError: MLflow can't use the tracking URI, or the environment names another experiment, or it is deleted.
     """
     uri = check_tracking_uri(output_root)
     if (other := os.environ.get(EXPERIMENT, name)) != name:
         raise SpecError(
-            f"{EXPERIMENT}={other}, but logging.experiment = {name} decides; give --set "
+            f"{EXPERIMENT}={other} differs from logging.experiment = {name}, which counts; give --set "
             f"{shlex.quote(f'logging.experiment={other}')}, or unset {EXPERIMENT}"
         )
     if (file := sqlite_file(uri)) is None or not file.is_file():
@@ -136,7 +136,7 @@ def check_experiment(name: str, output_root: Path) -> None:
 
 
 def deleted_experiment(name: str, experiment_id: str, uri: str) -> str:
-    """Return a line on an experiment that takes no runs since it is deleted, with the fix."""
+    """Return the error line for a deleted experiment, with the command that restores it."""
     where = f"env {shlex.quote(f'MLFLOW_TRACKING_URI={uri}')} " if public_address(uri) == uri else ""
     return (
         f"logging.experiment = {name} is deleted in MLflow; name another, or restore it: "

@@ -1,7 +1,7 @@
-"""Pictures: uint8 tensors as PNG files, as grids with a title and labels, and grids as an animation; drawn images
-beside the images of their inputs: input, members, mean, spread, truth; fields in colours.
+"""Pictures of drawn images: grids with a title and labels, PNG files, animations of them; for images that were drawn
+for inputs, rows of input, members, mean, spread and truth.
 
-Images in a grid may be enlarged for viewing; read the tensors to get exact pixels.
+A grid may enlarge its images for viewing; read the tensors to get exact pixels.
 """
 
 import math
@@ -50,9 +50,9 @@ def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, diffusio
 def grid(
     images: Tensor, title: str = "", labels: Sequence[str] = (), *, columns: int | None = None, footer: str = ""
 ) -> Image.Image:
-    """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible or in so many ``columns``.
+    """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible unless ``columns`` is given.
 
-    The title is above, labels (one for each image, or none) are below their images, the ``footer`` is at the bottom.
+    ``title`` is above all images, each of the ``labels`` below its image, and ``footer`` at the bottom.
     """
     if columns is None:
         columns = min(len(images), math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3])))
@@ -103,16 +103,16 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
 
 
 def write_png(image: Image.Image, path: Path) -> None:
-    """Write a PNG file that is complete or does not exist."""
+    """Write a PNG file atomically."""
     temporary = temporary_beside(path)
     image.save(temporary, format="PNG")
     temporary.replace(path)
 
 
 def write_animation(files: Sequence[Path], path: Path) -> None:
-    """Write picture files as a GIF that is complete or does not exist, in the size of the last, at most 720 pixels.
+    """Write picture files as a GIF, atomically, in the size of the last one but at most 720 pixels.
 
-    If there are more than 32 files, 32 are shown, including the first and the last.
+    Of more than 32 files it shows 32, including the first and the last.
     """
     count = min(len(files), MOST_FRAMES)
     with Image.open(files[-1]) as last:
@@ -136,20 +136,21 @@ class Drawn:
     images: Tensor
     """(N, C, H, W) uint8, or float32 in physical units for fields"""
     members: int = 1
-    """Number of images of each input: image i is one of input i // members."""
+    """Number of images of each input: image i belongs to input i // members."""
     given: Tensor | None = None
-    """What the images were drawn for, (inputs, c, H, W) float32 in the units in which it is stored"""
+    """Inputs, (inputs, c, H, W) float32 in the units in which they are stored"""
     truths: Tensor | None = None
     """True images of the inputs, (inputs, C, H, W) float32 in the units of `images`"""
     channels: tuple[str, ...] = ()
     """Names of the channels of fields."""
     given_channels: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
-    """What the images were asked for by, in turn; () if that is not known."""
+    """Prompts, used in turn; () if unknown."""
 
     def picture(self, title: str, labels: Sequence[str] = (), channel: int = 0) -> Image.Image:
-        """Return a grid of the images or, for inputs, a row for each: input, some members, their mean and spread,
-        truth. Of fields it shows a ``channel``, in colours whose range stands below.
+        """Return a grid of the images or, with inputs, a row for each: input, some members, mean, spread, truth.
+
+        Fields show one ``channel`` in colours, with their range below.
         """
         shown = [part[:, channel].float().nan_to_num() for part in (self.images, self.truths) if part is not None]
         between = min(float(part.min()) for part in shown), max(float(part.max()) for part in shown)
@@ -163,7 +164,7 @@ class Drawn:
         columns: dict[str, Tensor] = {}
         if self.given is not None:
             given = self.given[:rows].cpu()
-            if self.are_fields or given.shape[1] not in (1, 3):  # of fields this channel, else the first
+            if self.are_fields or given.shape[1] not in (1, 3):  # fields show this channel, others the first
                 number = self.given_channels.index(name) if name in self.given_channels else 0
                 low, high = float(given[:, number].min()), float(given[:, number].max())
                 called = "".join(f" {each}" for each in self.given_channels[number : number + 1])

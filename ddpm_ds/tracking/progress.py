@@ -1,18 +1,20 @@
-"""Output of a run: its activity and progress, and the summary at its end."""
+"""Progress line of a run, and the summary at its end."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from tqdm import tqdm
 
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.tracking.tracker import RunLink
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_UPDATES = 0.2
 TICK_SECONDS = 0.5  # how often the clock of an activity moves on a terminal
 QUIET_SECONDS = 5.0  # longest silence without a terminal while a run is young; later a sixtieth of its age
-BEFORE, BAR = "{desc}", "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} images{desc}{postfix}"
+BEFORE, BAR = "{desc}", "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} images{postfix}"
 """Forms of tqdm's bar before the first step and from then on."""
 
 
@@ -37,8 +39,30 @@ def activity(line: ProgressLine | None, what: str) -> contextlib.AbstractContext
     return contextlib.nullcontext() if line is None else line.doing(what)
 
 
+class LinesAbove:
+    """Terminal on which this process prints lines above its progress line; bars and forked processes write at once."""
+
+    def __init__(self, line: ProgressLine, stream: TextIO) -> None:
+        self._line, self._stream, self._begun, self._process = line, stream, "", os.getpid()
+
+    def write(self, text: str) -> int:
+        of_a_bar = text.startswith(("\r", "\x1b") if self._begun else ("\r", "\x1b", "\n"))
+        if of_a_bar or os.getpid() != self._process:  # a forked process may have inherited a lock that nobody releases
+            return self._stream.write(text)
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._line.log(line)
+        return len(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
 class ProgressLine:
-    """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. It moves even if the run is busy."""
+    """Progress of a run, for any thread: a bar on a terminal, lines elsewhere. A thread of its own moves its clock.
+
+    While there is a bar, lines that this process prints on the terminal appear above it.
+    """
 
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -51,11 +75,16 @@ class ProgressLine:
         self._activity: tuple[str, float] | None = None
         self._first: tuple[int, float] | None = None
         """Images and time of the first step, from which the rate counts until a log point has one."""
-        self._rate, self._has_log_point = 0.0, False
+        self._rate, self._point = 0.0, 0  # images per second; images at the last log point
+        self._timed_images, self._timed_seconds = 0, 0.0  # since the first log point, before which the run starts
+        self._pauses: dict[str, tuple[float, int | None]] = {}
         self._began = self._wrote = clock()
         self._bar: tqdm[NoReturn] | None = None
+        self._outputs, self._terminal = (sys.stdout, sys.stderr), self._stream
         if self._stream.isatty():
-            self._bar = tqdm(total=total_images, file=self._stream, bar_format=BEFORE, nrows=24)
+            self._terminal = cast(TextIO, LinesAbove(self, self._stream))
+            self._bar = tqdm(total=total_images, file=self._terminal, bar_format=BEFORE, nrows=24)
+            sys.stdout, sys.stderr = (self._terminal if output.isatty() else output for output in self._outputs)
 
         def keep_ticking() -> None:
             while not self._closed.wait(TICK_SECONDS):
@@ -79,7 +108,7 @@ class ProgressLine:
             now, self._images = self._clock(), images_seen
             begins, self._first = self._first is None, self._first or (images_seen, now)
             images, seconds = images_seen - self._first[0], now - self._first[1]
-            if not self._has_log_point and images > 0 and seconds > 0:
+            if not self._point and images > 0 and seconds > 0:
                 self._rate = images / seconds
             if self._bar is not None and (begins or now - self._wrote >= SECONDS_BETWEEN_UPDATES):
                 self._show()
@@ -95,9 +124,26 @@ class ProgressLine:
     ) -> None:
         """Show the values of a log point; ``loss_scale`` is None if the loss is not scaled."""
         with self._lock:
-            self._images, self._rate, self._has_log_point = images_seen, images_per_second, True
+            if images_seen > self._point > 0:  # not after a rollback
+                self._timed_images += images_seen - self._point
+                self._timed_seconds += (images_seen - self._point) / images_per_second
+            self._images, self._rate, self._point = images_seen, images_per_second, images_seen
             self._loss, self._scale = loss, loss_scale
             self._show()
+
+    def paused(self, kind: str, seconds: float, every_images: int | None) -> None:
+        """Count later pauses of this kind, one in ``every_images`` and one at the end, in the time left."""
+        with self._lock:
+            self._pauses[kind] = seconds, every_images
+
+    def seconds_left(self) -> float:
+        """Return the predicted seconds to the end of the run, with pauses of the kinds that have occurred."""
+        seen = self._images or 0
+        rate = self._timed_images / self._timed_seconds if self._timed_images else self._rate
+        left = max(self._total - seen, 0) / rate
+        for seconds, every in self._pauses.values() if left else ():
+            left += seconds * (-(-self._total // every) - seen // every if every else 1)
+        return left
 
     def log(self, line: str) -> None:
         """Print a line above the progress line."""
@@ -109,6 +155,7 @@ class ProgressLine:
         self._closed.set()
         with self._lock, contextlib.suppress(OSError):
             if self._bar is not None:
+                sys.stdout, sys.stderr = self._outputs
                 self._bar.leave = self._images is not None
                 self._bar.close()
                 self._bar = None
@@ -142,22 +189,25 @@ class ProgressLine:
         with contextlib.suppress(OSError):  # the terminal has gone; the run ends in order all the same
             self._bar.bar_format = BEFORE if self._images is None else BAR
             self._bar.n, self._bar.ncols = self._images or 0, shutil.get_terminal_size().columns - 1
-            self._bar.set_postfix_str("  ".join(self._numbers()), refresh=False)
-            described = activity if self._images is None else f"  {activity}" * bool(activity)
-            self._bar.set_description_str(described, refresh=False)
+            self._bar.set_postfix_str("  ".join(filter(None, (*self._numbers(), activity))), refresh=False)
+            self._bar.set_description_str(activity, refresh=False)
             self._bar.refresh()
         self._wrote = self._clock()
 
     def _numbers(self) -> list[str]:
+        """Return the parts of the line that have a value; an activity takes the room of rate and scale."""
         parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
-        if rate := self._rate:
-            parts += [f"{rate:,.4g} images/s", f"{duration(max(self._total - (self._images or 0), 0) / rate)} left"]
-        return parts if self._scale is None else [*parts, f"loss scale {self._scale:g}"]
+        if self._rate and self._activity is None:
+            parts.append(f"{rounded(self._rate, 4)} images/s")
+        if self._rate and (left := duration(self.seconds_left())) != duration(0):
+            parts.append(f"{left} left")
+        if self._scale is not None and self._activity is None:
+            parts.append(f"loss scale {self._scale:g}")
+        return parts
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            tqdm.write(line, file=self._stream)
-            self._stream.flush()
+        with contextlib.suppress(OSError), tqdm.external_write_mode(self._terminal):  # nobody may read it any more
+            print(line, file=self._stream, flush=True)
         self._wrote = self._clock()
 
 
@@ -177,12 +227,13 @@ def summary(
     ``loss`` is the mean over the last log interval, ``images_per_second`` the mean of the run
     (:func:`~ddpm_ds.tracking.run_folder.mean_of_points`).
     """
-    shares = f"sampling and validation {pauses.sampling_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
+    parts = f"sampling and validation {pauses.sampling_share:.1%}", f"checkpoints {pauses.checkpoint_share:.1%}"
+    shares = ", ".join(part for part in parts if not part.endswith(" 0.0%"))
     rows = {
         "final loss": f"{loss:.4f}",
-        "trained": f"{images:,} images in {duration(pauses.seconds)}; {shares} of the time",
-        "speed": f"{images_per_second:,.4g} images/s, without these pauses and the first log interval",
-        "skipped steps": f"{skipped_steps:,} of {steps:,}",
+        "trained": f"{images:,} images in {duration(pauses.seconds)}" + f"; {shares} of the time" * bool(shares),
+        "speed": f"{rounded(images_per_second, 4)} images/s, without pauses and the first log interval",
+        "skipped steps": f"{skipped_steps:,} of {steps:,}" if skipped_steps else None,
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",
         "serve it with": link.command,

@@ -13,6 +13,7 @@ from ddpm_ds.data.prepare import class_names
 from ddpm_ds.ground.errors import Preempted, faults_logged
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.version import __version__
+from ddpm_ds.observe.observer import reported
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.tracking.progress import ProgressLine
@@ -21,9 +22,12 @@ from ddpm_ds.tracking.run_folder import (
     DERIVED,
     EVALUATIONS,
     METRICS,
+    NOTE_TAG,
     OBSERVATIONS,
     POINTS,
     RATE,
+    RESULT,
+    RULE,
     SAMPLES_KEY,
     RunFolder,
     labels,
@@ -33,11 +37,10 @@ from ddpm_ds.tracking.runs import VARIED_TAG
 from ddpm_ds.tracking.tracker import RunLink, RunStart, Status, Tracker
 
 PARAMETERS = (
-    *("data.image_size", "unet.channels", "optimizer.learning_rate"),
-    *("train.images", "train.batch_images", "train.seed"),
-    *("derived.world_size", "derived.stages", "derived.tensor_size", "derived.zero_stage", "derived.precision"),
+    *("data.image_size", "unet.channels", "optimizer.learning_rate", "train.images", "train.batch_images"),
+    "train.seed",
 )
-"""Settings that people vary: the parameters of a run, which MLflow prints beside every picture."""
+"""Settings that are parameters of a run. MLflow prints all of them above a picture, so more would leave it no room."""
 
 
 class Recorder:
@@ -76,7 +79,7 @@ class Recorder:
             self.line.log(line)
 
     def point(self, values: Mapping[str, float], step: int, *, fp16: bool) -> None:
-        """Record a log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
+        """Record a log point: the values of :func:`ddpm_ds.train.meters.metrics`."""
         if self.line is not None:
             self.line.log_point(
                 int(values["train/seen_images"]),
@@ -92,17 +95,19 @@ class Recorder:
         return mean_of_points(RATE, points) if points else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
-        """Record that a checkpoint was begun and blocked training for ``seconds``."""
+        """Record that saving a checkpoint held up training for ``seconds``."""
+        if self.line is not None and self._spec is not None:
+            self.line.paused("checkpoint", seconds, self._spec.checkpoint.every_images)
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
     def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
         spec, tracker = self._spec, self.tracker
-        if tracker is None or self.folder is None or spec is None or drawn is None:
+        if tracker is None or self.folder is None or spec is None or drawn is None or self.line is None:
             return
-        path = self.folder.samples(images_seen)
-        try:
+        self.line.paused("samples", seconds, spec.samples.every_images)
+        with reported(self, path := self.folder.samples(images_seen)):
             if path.exists():
                 return
             path.parent.mkdir(exist_ok=True)
@@ -110,19 +115,20 @@ class Recorder:
             names = drawn.prompts or class_names(spec.data, spec.bucket_group, spec.unet.classes)
             labels = [names[i % len(names)] for i in range(len(drawn.images)) if names]
             write_png(drawn.picture(title, labels), path)
-        except OSError as error:
-            return self.log(f"{path} can't be written ({error.strerror}); training continues")
-        tracker.image(path, SAMPLES_KEY, step)
-        tracker.metrics({"usage/samples_seconds": seconds}, step)
+            tracker.image(path, SAMPLES_KEY, step)
+            tracker.metrics({"usage/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
-        """Record the held-out loss, by the names of :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
+        """Record the held-out loss: :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
+        if self.line is not None and self._spec is not None:
+            seconds = values.get("usage/evaluation_seconds", 0.0)
+            self.line.paused("evaluation", seconds, self._spec.evaluation.every_images)
         self._write(EVALUATIONS, values, step)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
-        """Record measurements of an observer of steps, which are made once and so make no curve."""
+        """Record measurements that an observer makes once; MLflow gets them as one file, since they are no curves."""
         self._write(OBSERVATIONS, values, step)
 
     def artifact(self, path: Path, folder: str = "") -> None:
@@ -131,26 +137,32 @@ class Recorder:
             self.tracker.artifact(path, folder)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        """Set tags by which the run is found in MLflow."""
+        """Set tags of the run in MLflow."""
         if self.tracker is not None:
             self.tracker.tags(values)
+
+    def result(self, layout: str, loss: float, verdict: str) -> None:
+        """Put layout, final loss and a verdict's conclusions on top of the run's description in MLflow."""
+        lines = [f"{RESULT} {layout}", f"**Final loss:** {loss:.4f}"]
+        if verdict:  # MLflow shows few lines at first, so without the table
+            lines.append("**Verdict:** " + verdict.strip().rpartition("\n\n")[2])
+        self.tags({NOTE_TAG: "  \n".join(lines) + RULE})
 
     def rolled_back(self, what: str, times: int, images_seen: int, step: int) -> None:
         """Record a rollback to ``step``; later points are logged again."""
         self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}
         if self.tracker is not None and self.folder is not None:
-            try:
+            with reported(self, self.folder.folder):
                 self.folder.forget_samples(images_seen)
-            except OSError as error:
-                self.log(f"{error.filename} can't be removed ({error.strerror}); training continues")
             self.tracker.text(what + "\n", f"rollbacks/{times}.txt")
-            self.tracker.numbers({"train/rollbacks": float(times)}, step)
+            self.tracker.metrics({"train/rollbacks": times}, step)
 
     def finish(self, status: Status) -> RunLink | None:
-        """End the line and the MLflow run; return where the run is, on rank 0."""
+        """End the progress line and the MLflow run; return the run's link, None on ranks other than 0."""
         if self.line is None or self.tracker is None or self.folder is None:
             return None
+
         path = self.folder.folder / ANIMATION
         with faults_logged(str(path), self.log):
             if len(files := self.folder.all_samples()) >= 2:  # all drawn from the same noise
@@ -164,11 +176,13 @@ class Recorder:
     def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
         if self.tracker is None or self.folder is None or step <= self._logged[name]:
             return
-        try:
+        file = self.folder.folder / name
+        with reported(self, file):
             self.folder.append(name, values, step)  # first: a process that dies now does not log the point again
-        except OSError as error:
-            self.log(f"{name} can't be written ({error.strerror}); training continues")
-        (self.tracker.numbers if name == OBSERVATIONS else self.tracker.metrics)(values, step)
+        if name == OBSERVATIONS:
+            self.tracker.artifact(file)
+        else:
+            self.tracker.metrics(values, step)
 
 
 @contextlib.contextmanager
@@ -185,16 +199,16 @@ def recorded(
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
-    ``start`` has all settings as ``params``. ``files`` are kept, by file name. The run resumes from ``checkpoint``,
-    with ``changed`` settings; ``note`` is the reason for a new run; ``sender`` is as in :class:`Tracker`.
+    ``start`` has all settings as ``params``; ``files``, by name, are kept in the folder. A run that resumes has its
+    ``checkpoint`` and its ``changed`` settings, a new one perhaps a ``note``. ``sender`` is as in :class:`Tracker`.
     """
     folder = RunFolder(start.run_dir)
     folder.folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():  # a full disk must not cut off the files of the start before
+    for name, content in files.items():  # a full disk must not damage the files of the last start
         replace_file(folder.folder / name, content.encode() if isinstance(content, str) else content)
     flat, tags = flatten(start.params), {**start.tags, **origin_tags(), **labels(folder.folder, note, line.log)}
     params = parameters(flat, tags)
-    tags |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # of this start, unlike params
+    tags |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # a resume changes tags alone
     if checkpoint is not None:
         tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
     start = replace(start, params=params, tags=tags, identity=folder.identity(), system_metrics=True)

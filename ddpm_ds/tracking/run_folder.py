@@ -1,15 +1,15 @@
 """A run's folder: its reader and writer, its lock, the events kept for MLflow, and how much of them MLflow has.
 
-Imports no torch.
+Does not import torch.
 
 An event is a JSON object on a line, appended by rank 0, with the ``time`` in milliseconds:
 
-    {"start": {...}}                                which run: see ``RunStart``; again whenever it is resumed
+    {"start": {...}}                                see ``RunStart``; again whenever the run is resumed
     {"metrics": {name: value}, "step": int}         without a step: seconds since the run began
     {"artifact": path, "folder": name}
     {"image": path, "key": name, "step": int}
     {"text": content, "name": file name}
-    {"numbers": {name: value}, "step": int}         measured once: tags in MLflow, so no charts
+
     {"tags": {name: value}}
     {"finish": "FINISHED" | "FAILED" | "KILLED"}
 """
@@ -46,29 +46,33 @@ from ddpm_ds.tracking.address import resolve_uri
 
 SPEC, DS_CONFIG, STAGES, MACHINE = "spec.yaml", "ds_config.json", "stages.txt", "machine.json"
 """Files of a run: the spec, the DeepSpeed JSON, the table of stages and the machine that was planned for."""
+ASKED_SPEC, ASKED_CONFIG = "asked_spec.yaml", "asked_ds_config.json"
+"""Files of a run that it was started with from Python or by a sweep, not from files of the user's."""
 METRICS, EVALUATIONS, OBSERVATIONS = POINTS = ("metrics.jsonl", "evaluations.jsonl", "observations.jsonl")
 """Files of a run with log points, held-out losses and observers' measurements."""
 VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
 """Files of a run: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
 ANIMATION, RESUMES, LABELS = "progress.gif", "resumes.jsonl", "tags.json"
-"""Files of a run: pictures drawn while training, one after the other; every resume; tags set by the run's starter."""
+"""Files of a run: pictures drawn while training, one after the other; every resume; tags given by a sweep."""
 IDENTITY, LOCK = "identity", ".lock"
-"""Files of a run: the identity of its MLflow run, and what its process keeps locked."""
+"""Files of a run: the identity of its MLflow run, and a file that its process keeps locked."""
 EVENTS = "events.jsonl"
 """File of a training run's events; other kinds of runs have ``events-KIND-IDENTITY.jsonl``."""
 OUTPUT_ROOT = Path("runs")
-"""Output folder of runs that are given none."""
+"""Default output root: the folder of run folders."""
 
 KIND_TAG, FOLDER_TAG = "kind", "run_dir"
 """Tags: the kind of a run that is not a training run (evaluate, sample, export, benchmark, sweep), and its folder."""
 START_TAG = "ddpm_ds.start"
-"""Tag with a run's identity, which finds it again when the answer to its creation was lost."""
+"""Tag with a run's identity, by which it is found again."""
 PARENT_TAG, NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 """Tags by which MLflow shows a run under another one, and as its description."""
+RESULT, RULE = "**Layout:**", "\n\n---\n\n"
+"""Beginning of the result that a run's end puts on top of its description, and its end, above the user's note."""
 SAMPLES_KEY, RATE = "eval/samples_ema", "perf/images_per_second"
-"""Key of the pictures drawn while training, beside ``eval/loss``; metric of the speed since the last point."""
+"""Key of the pictures drawn while training; metric of the speed since the last point."""
 DERIVED = "derived."
-"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
+"""Prefix of settings that follow from spec and DeepSpeed JSON."""
 Record = dict[str, Any]
 
 REFUSALS = {
@@ -81,12 +85,12 @@ _CURSOR, _POINT = TypeAdapter(dict[str, NonNegativeInt]), TypeAdapter(dict[str, 
 
 
 def new_run_dir(name: str) -> Path:
-    """Return the folder of a run that is given none: the time, to the second, and the spec's name."""
+    """Return a folder for a run without ``--run-dir``: the time, to the second, and the spec's name."""
     return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
 
 
 def make_run_dir(run_dir: Path) -> Path:
-    """Make the folder of a run that is given none and return it; another run's name gets a number added."""
+    """Make the folder of :func:`new_run_dir` and return it, with a number added if another run has the name."""
     path = run_dir
     with disk_errors_reported(run_dir):
         for number in itertools.count(2):
@@ -99,7 +103,7 @@ def make_run_dir(run_dir: Path) -> Path:
 
 
 def remove_if_empty(run_dir: Path) -> None:
-    """Remove the folder that was made for a run that has not begun, and the one above it if it has no other."""
+    """Remove the folder of a run that did not begin, and then the output root, unless they hold files."""
     with suppress(OSError):
         run_dir.rmdir()
         run_dir.parent.rmdir()
@@ -111,13 +115,13 @@ def checkpoints_of(run_dir: Path) -> Path:
 
 
 def check_output(run_dir: Path, resume: str) -> None:
-    """Raise OutputError if a folder can't be written or has files other than the run's to resume; changes nothing."""
+    """Raise OutputError if a run folder can't be written, or holds anything but a run to resume; changes nothing."""
     checkpoints = checkpoints_of(run_dir)
     for folder in (run_dir, checkpoints):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
-    # as a start leaves it that is killed before it has written its spec
-    begun_ones = (LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp", checkpoints.name)
+    # A start that is killed before it has written its spec leaves these.
+    begun_ones = (ASKED_SPEC, ASKED_CONFIG, LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp", checkpoints.name)
     others = [path for path in run_dir.glob("*") if path.name not in begun_ones]
     others += [path for path in checkpoints.glob("*") if not path.name.startswith(PROBE)]
     if others and not (run_dir / SPEC).exists():
@@ -149,7 +153,7 @@ def disk_errors_reported(run_dir: Path) -> Iterator[None]:
 
 
 def claim_folder(run_dir: Path) -> BinaryIO:
-    """Make the run's folder and lock it while the returned file is open; OutputError if another process has it."""
+    """Make the run's folder and lock it while the returned file is open; OutputError if another process uses it."""
     with disk_errors_reported(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         locked = lock(run_dir / LOCK)
@@ -185,7 +189,7 @@ def identity_of(run_dir: Path) -> str | None:
     except OSError as error:
         raise OutputError(f"{file} can't be read ({error.strerror}); allow it, or restore it from a copy") from None
     if re.fullmatch(r"[\w.-]{1,64}", found, re.ASCII) is None:
-        raise OutputError(f"{file} is damaged; restore it from a copy, or delete it: then MLflow keeps a new run")
+        raise OutputError(f"{file} is damaged; restore it from a copy, or delete it, and MLflow begins a new run")
     return found
 
 
@@ -195,9 +199,9 @@ def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
-    """Return the tags of the folder's run. Call it before the folder has an identity: a note is for a new run.
+    """Return the tags of the folder's run, with the ``note`` of a new one; raises OutputError for damaged labels.
 
-    A resumed run keeps its note, which may have been edited in MLflow. OutputError is raised for damaged labels.
+    Call it before the folder has an identity. A resumed run keeps its note, which may have been edited in MLflow.
     """
     given = run_dir / LABELS
     try:
@@ -227,7 +231,7 @@ def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Files of a run, read anew by every property. Rank 0 writes them. One that is not there yet raises OSError."""
+    """Files of a run, which rank 0 writes. Every property reads its file anew; a missing one raises OSError."""
 
     folder: Path
 
@@ -246,7 +250,7 @@ class RunFolder:
     def settings(self) -> dict[str, str]:
         """All settings of the last start, by dotted names: parameters, derived ones, spec and DeepSpeed JSON.
 
-        SpecError, ValueError or AttributeError is raised for a damaged file.
+        A damaged file raises SpecError, ValueError or AttributeError.
         """
         found = flatten(parse_yaml(files.read_text(self.folder / SPEC), SPEC))
         if (self.folder / DS_CONFIG).exists():
@@ -259,20 +263,20 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """How the run has ended, in MLflow's words; RUNNING if it has not."""
+        """Status of the run in MLflow's words: RUNNING, FINISHED, FAILED or KILLED."""
         return ending(self.folder / EVENTS) or "RUNNING"
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """First layer of each stage and, last, the number of layers: the cuts of the last start, measured or not."""
+        """First layer of each stage and, last, the number of layers: the cuts of the last start."""
         table = files.read_text(self.folder / STAGES)
         rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", table, re.MULTILINE)
         return tuple(itertools.accumulate(map(int, rows), initial=0))
 
     def points(self, name: str) -> list[dict[str, float]]:
-        """Return the points of one of :data:`POINTS` as they were written, each a ``step`` and numbers.
+        """Return the points of a file of :data:`POINTS`, each a ``step`` and numbers; raises OSError.
 
-        Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
+        Damaged lines, such as one cut off by a full disk, are skipped.
         """
         found: list[dict[str, float]] = []
         if (path := self.folder / name).is_file():
@@ -286,9 +290,9 @@ class RunFolder:
         return found
 
     def columns(self, name: str) -> dict[str, list[float]]:
-        """Return :meth:`points` by metric and ``step``, in the order of their steps, all of one length.
+        """Return :meth:`points` as columns of one length, by metric and ``step``, in the order of steps.
 
-        Points that a rollback has discarded are left out; a value that a point does not have is NaN.
+        Points that a rollback has discarded are left out; missing values are NaN.
         """
         points: list[dict[str, float]] = []
         for point in self.points(name):
@@ -307,6 +311,11 @@ class RunFolder:
     def evaluations(self) -> dict[str, list[float]]:
         """Columns of the held-out losses."""
         return self.columns(EVALUATIONS)
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """Newest value of each metric, of all files."""
+        return {name: points[-1][1] for name, points in self.histories().items()}
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
         """Return every metric's points (step, value), of all files."""
@@ -329,18 +338,18 @@ class RunFolder:
         return file.read_text() if file.is_file() else None
 
     def identity(self) -> str:
-        """Return the identity of the folder's MLflow run, made once."""
+        """Return the identity of the folder's MLflow run, which is made if it is missing."""
         if (found := identity_of(self.folder)) is None:
             found = uuid.uuid4().hex
             files.write_file(self.folder / IDENTITY, f"{found}\n".encode())
         return found
 
     def logged_step(self, name: str) -> int:
-        """Return the step of the last point in one of these files, 0 if there is none; a rollback lowers it."""
+        """Return the step of the last point in a file of :data:`POINTS`, 0 without any; a rollback lowers it."""
         return int(next(reversed(self.points(name)), {"step": 0})["step"])
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
-        """Add a point to one of these files, on a line of its own."""
+        """Append a point to a file of :data:`POINTS`."""
         files.append_line(self.folder / name, json.dumps({"step": step, **values}).encode())
 
     def samples(self, images_seen: int) -> Path:
@@ -353,13 +362,13 @@ class RunFolder:
         return [self.samples(images_seen) for images_seen in sorted(one for one in found if one is not None)]
 
     def forget_samples(self, images_seen: int) -> None:
-        """Remove the pictures drawn after more than ``images_seen``: the run has discarded those steps."""
+        """Remove the pictures drawn after more than ``images_seen``, of steps that the run has discarded."""
         for path in self.all_samples():
             if (images_of(path.stem) or 0) > images_seen:
                 path.unlink(missing_ok=True)
 
     def forget_after(self, step: int, images_seen: int) -> None:
-        """Remove the points after ``step`` and the pictures drawn after ``images_seen``; a later start makes others."""
+        """Remove the points after ``step`` and the pictures drawn after ``images_seen``; the run makes new ones."""
         for name in POINTS:
             points = self.points(name)
             kept = [point for point in points if point["step"] <= step]
@@ -373,6 +382,12 @@ class RunFolder:
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
         files.append_line(file, json.dumps(record).encode())
         return len(files.read_text(file).splitlines())
+
+
+def note_of(description: str) -> str:
+    """Return the user's part of a run's description in MLflow."""
+    result, rule, note = description.partition(RULE)
+    return note if rule and result.startswith(RESULT) else description
 
 
 def append_event(events: Path, record: Record) -> None:
@@ -403,7 +418,7 @@ def records(path: Path, begin: int = 0) -> Iterator[tuple[Record, int]]:
 
 
 def begun(path: Path, until: float = math.inf) -> tuple[Record, int] | None:
-    """Return the last start up to byte ``until``, with the byte where it ends; None if there is none."""
+    """Return the last ``start`` record up to byte ``until``, with the byte where it ends; None without any."""
     starts = [(record, end) for record, end in records(path) if end <= until and "start" in record]
     return starts[-1] if starts else None
 
@@ -414,7 +429,7 @@ def cursor_file(events: Path) -> Path:
 
 
 def bytes_sent(events: Path) -> int:
-    """Return how many bytes of an event file MLflow has; 0 if that is not known: sending again changes nothing."""
+    """Return how many bytes of an event file MLflow has; 0 if unknown, since sending again changes nothing."""
     with suppress(OSError, ValueError, KeyError):
         sent = _CURSOR.validate_python(read_json(cursor_file(events)), strict=True)["sent"]
         return sent if sent <= events.stat().st_size else 0
@@ -422,12 +437,12 @@ def bytes_sent(events: Path) -> int:
 
 
 def place_of(start: Record) -> str:
-    """Return where the MLflow of a start is, without secrets."""
+    """Return a name for the MLflow of a start, without secrets."""
     return f"MLflow at {public_address(resolve_uri(start['start']['output_root']))}"
 
 
 def ending(events: Path) -> str | None:
-    """Return how the run of a file has ended, if that is its last line; else None."""
+    """Return the end of a file's run: FINISHED, FAILED or KILLED; None if the last record is no end."""
     with suppress(OSError, ValueError), files.open_regular(events) as file:
         file.seek(max(0, events.stat().st_size - LAST_BYTES))
         last = json.loads(b"{" + file.read().rpartition(b"\n{")[2])
@@ -436,14 +451,14 @@ def ending(events: Path) -> str | None:
 
 
 def end_killed(events: Path) -> None:
-    """Write into a file that its run was killed, if it has no end; nobody else may write it now."""
+    """End the run of a file as KILLED, if it has no end; no other process may write the file now."""
     with suppress(OSError):  # a full disk
         if events.is_file() and ending(events) is None:
             append_event(events, {"finish": "KILLED"})
 
 
 def unsent(events: Path) -> str | None:
-    """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
+    """Return a line on a file's records that were not sent, with the command that sends them; None without any."""
     with suppress(OSError):  # which its writer has reported
         last, count = begun(events), sum(1 for _ in records(events, bytes_sent(events)))
         if last is not None and count:
@@ -458,7 +473,7 @@ def send_command(events: Path) -> str:
 
 
 def discard(events: Path) -> None:
-    """Remove a file that MLflow has, with its cursor, unless it is a training run's."""
+    """Remove an event file that MLflow has, with its cursor; a training run's file stays."""
     if events.name.startswith("events-"):
         with suppress(OSError):
             events.unlink()

@@ -1,4 +1,4 @@
-"""Runs by their folders, and additions to them in MLflow. Imports no torch, and MLflow only when needed."""
+"""Runs by their folders, and additions to them in MLflow. Does not import torch, and MLflow only when needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SWEEP = "sweep"
-"""Kind of the run whose children are the trials of a sweep."""
+"""Kind of a sweep's run, whose children are the trials."""
 VARIED_TAG = "sweep.keys"
 """Tag of a trial with the settings that its sweep varies, separated by spaces."""
 NOTE_CHARACTERS = 8000  # MLflow's limit for the value of a tag
@@ -52,14 +52,14 @@ class RecordedRun:
 
     @property
     def note(self) -> str:
-        """Reason for the run and its lessons, by its user; empty if there is none."""
+        """Description: the run's result, and its user's note on reason and lessons; empty without any."""
         return self.tags.get(NOTE_TAG, "")
 
     def add_note(self, text: str) -> None:
         """Add a paragraph with the date to the note, which MLflow shows as Markdown.
 
         Raises:
-            ExperimentError: it is longer than MLflow takes, which would cut it, or MLflow does not answer.
+            ExperimentError: the note is longer than MLflow keeps, or MLflow does not answer.
         """
         note = f"{self.note.rstrip()}\n\n{date.today().isoformat()}: {text}".lstrip()
         if len(note) > NOTE_CHARACTERS:

@@ -4,9 +4,9 @@ Rank 0 starts it with its own process id, before it imports PyTorch, so that MLf
 
     python -m ddpm_ds.tracking.sender TRAINER
 
-A line with a path names the event file of a :class:`~ddpm_ds.tracking.tracker.Tracker`. The process ends when MLflow
-has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be sent in the next seconds stays
-in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). Its replies are lines of JSON:
+It reads the path of a :class:`~ddpm_ds.tracking.tracker.Tracker`'s event file, and ends when MLflow has the end of the
+run. If the trainer dies, the process ends the run as FAILED; records that can't be sent in the next seconds stay in the
+file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). Its replies are lines of JSON:
 {"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}, and
 {"metrics": values}, readings of this host, which the trainer appends to its events.
 """
@@ -61,6 +61,7 @@ from ddpm_ds.tracking.run_folder import (
     end_killed,
     ending,
     lock,
+    note_of,
     place_of,
     records,
     unsent,
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 Log = Callable[[str, str], None]
-"""Shows a line, which is second, once for each topic, which is first."""
+"""Function of (topic, line) that shows one line for each topic."""
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills the rest of a rank after 30
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -105,7 +106,7 @@ def read_system_metrics(interval: str, reply: Callable[[Record], None], log: Log
             reply({"metrics": {f"system/{name}": value for name, value in found.items()}})
     except OptionError as error:
         log("system", f"no system metrics are read ({INTERVAL}: {error}); training continues")
-    except Exception as error:  # whatever it is, training must not see it
+    except Exception as error:  # no error may reach training
         log("system", f"system metrics are no longer read ({error}); training continues")
 
 
@@ -137,12 +138,12 @@ class Sender:
         return bool(batch)
 
     def _deliver(self, batch: Sequence[Record]) -> None:
-        """Send a batch to the run of the start before it; what MLflow will never take is a line, and left out."""
+        """Send a batch to the run of the last start; a record that MLflow refuses for good is reported and left out."""
         if "start" in batch[0]:
             return self._open(batch[0]["start"], resumes=True)
         if self._run is None:
             if (last := begun(self._events, self._at)) is None:
-                return  # of no run
+                return
             self._open(last[0]["start"], resumes=False)
         try:
             self._send(batch)
@@ -187,8 +188,10 @@ class Sender:
                         client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
             case {"text": text, "name": name}:
                 client.log_text(run, text, name)
-            case {"tags": tags} | {"numbers": tags}:
-                tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
+            case {"tags": tags}:
+                if NOTE_TAG in tags:  # the result, above a note that may have been edited
+                    description = client.get_run(run).data.tags.get(NOTE_TAG, "")
+                    tags = tags | {NOTE_TAG: tags[NOTE_TAG] + note_of(description)}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"finish": status, "time": at}:
                 if not self._join_parent(self._run):
@@ -208,7 +211,7 @@ class Sender:
                 if experiment.lifecycle_stage == "deleted":
                     raise SpecError(deleted_experiment(experiment.name, experiment_id, uri))
             else:
-                # A server knows where artifacts go; a bare database would have them in the working folder.
+                # A server knows where artifacts go; a bare database would put them into the working folder.
                 bare = uri.split(":")[0].split("+")[0] in DATABASES
                 location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
                 experiment_id = client.create_experiment(start["experiment"], location, EXPERIMENT_TAGS)
@@ -246,7 +249,7 @@ class Sender:
 
 @contextmanager
 def opened_store(output_root: Path) -> Iterator[MlflowClient]:
-    """Yield a client of the store for runs in a folder, which keeps other processes out; its database is made first."""
+    """Yield a client of the store for runs in a folder. SQLite is locked meanwhile, and made if it is missing."""
     import mlflow
 
     uri = resolve_uri(output_root)
@@ -285,7 +288,7 @@ class Child:
                 os.write(self._replies, json.dumps(record).encode() + b"\n")
 
     def log(self, topic: str, line: str) -> None:
-        """Show a line, once for each topic; through the trainer while it lives, so its progress line stays whole."""
+        """Show a line for each topic, above the trainer's progress line while the trainer lives."""
         if topic not in self._logged:
             self._logged.add(topic)
             with suppress(OSError):
@@ -320,7 +323,7 @@ class Child:
                 if not sender.advance():
                     time.sleep(POLL_SECONDS)
                     continue
-            except Exception as error:  # whatever it is, training must not see it
+            except Exception as error:  # no error may reach training
                 down = True
                 self.reply({"down": True})
                 self.log("down", f"{sender.place} fails ({reason(error)}); training continues, and it is tried again")
@@ -338,10 +341,10 @@ class Child:
 
 
 def send_later(run_dir: Path) -> bool:
-    """Send the records that MLflow lacks of the runs in a folder, a line for each file; return whether it has all.
+    """Send the records of a folder's runs that MLflow lacks, and print a line for each file; return whether it has all.
 
     Raises:
-        UserError: there is no run in the folder, or MLflow takes no such tracking URI.
+        UserError: there is no run in the folder, or MLflow can't use the tracking URI.
     """
     quiet()
     files = sorted(run_dir.glob("events*.jsonl"), key=lambda file: file.name != EVENTS)  # children find their parent
@@ -356,7 +359,7 @@ def _send_file(events: Path) -> bool:
 
     try:
         if (locked := lock(events)) is None:
-            log("another process sends it, as that of a run that is still going does")
+            log("another process sends it; wait for the end of its run")
             return False
         with locked, ExitStack() as claim:
             if (last := begun(events)) is None:
@@ -369,7 +372,7 @@ def _send_file(events: Path) -> bool:
             try:
                 while sender.advance():
                     pass
-            except Exception as error:  # whatever it is, other files may be taken
+            except Exception as error:  # other files may be sent all the same
                 log(f"{sender.place} fails ({reason(error)}); send again when it answers")
                 return False
     except OSError as error:

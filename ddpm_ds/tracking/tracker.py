@@ -5,8 +5,8 @@
          log lines ◀── listening thread ◀── replies ──┘
 
 MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`), with its import, its database, its network and its
-crashes. An event is a line in a file, so what MLflow has not taken can be sent later. (MLflow's own asynchronous
-logging drops what a server does not take at once, and runs in threads of the training process.)
+crashes. An event is a line in a file, so events that MLflow has missed can be sent later. (MLflow's own asynchronous
+logging drops events that a server does not take at once, and runs in threads of the training process.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -63,23 +64,25 @@ class RunStart:
     tags: Mapping[str, str]
     """Tags, set at every start."""
     name: str = ""
-    """Name of the run; empty: the folder's."""
+    """Name of the run; empty: the folder's, with today's date unless it begins with one."""
     dataset: Mapping[str, str] | None = None
     """``name`` of the training images, ``digest`` of their content and their ``source``."""
     identity: str | None = None
     parent: str | None = None
     """Identity of the parent run."""
     system_metrics: bool = False
-    """Whether those of this host are read, unless the environment forbids it."""
+    """Whether to read system metrics of this host, unless the environment forbids it."""
 
     def record(self) -> Record:
-        """Return the content of the event."""
+        """Return the content of the ``start`` event."""
+        folder = self.run_dir.name
+        dated = folder if folder[:8].isdecimal() else f"{folder} {date.today().isoformat()}"
         off = not self.system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
         return {
             "id": self.identity or uuid.uuid4().hex,
             "time": now_ms(),
             "experiment": self.experiment,
-            "run_name": self.name or self.run_dir.name,
+            "run_name": self.name or dated,
             "output_root": str(self.run_dir.parent.resolve()),
             "run_dir": str(self.run_dir.resolve()),
             "params": flatten(self.params),
@@ -100,11 +103,6 @@ class RunLink:
     """Page of the run, in the mode of MLflow's UI for model training."""
     command: str | None
     """Command that serves the page; None if a server does."""
-
-    @property
-    def open_with(self) -> str:
-        """Everything needed to see the run, in one line."""
-        return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
 def start_child() -> subprocess.Popen[bytes]:
@@ -162,10 +160,6 @@ class Tracker:
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""
         self._put({"metrics": {name: float(value) for name, value in values.items()}, "step": step})
-
-    def numbers(self, values: Mapping[str, float], step: int) -> None:
-        """Log values that are measured once, at this optimizer step: MLflow shows them as tags, not as charts."""
-        self._put({"numbers": {name: float(value) for name, value in values.items()}, "step": step})
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Log a file or folder, as it is when it is sent."""

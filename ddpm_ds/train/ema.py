@@ -94,7 +94,7 @@ class Ema:
             spare.copy_(master)
             master.copy_(shadow)
             shadow.copy_(spare)
-        insides.refresh_weights(self._engine)
+        self._engine.gradients.refresh_weights()
 
     def _spares(self) -> Iterable[Tensor]:
         """Return memory for the weights while the averages are used."""

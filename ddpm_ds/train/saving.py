@@ -36,7 +36,7 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     found, optimizer = [], engine.basic_optimizer
-    for piece in insides.owned_pieces(engine):
+    for piece in engine.gradients.owned():
         if piece.shard is None and engine.module.tensor.rank:
             continue
         tensors = {EMA: ema.of(piece.master), MASTER: piece.master}
@@ -128,10 +128,10 @@ class Saver:
     @torch.no_grad()
     def start_from(self, weights: InitialWeights) -> None:
         """Load initial weights into a fresh engine and its averages."""
-        for piece in insides.owned_pieces(self._engine):
+        for piece in self._engine.gradients.owned():
             for tensor in (piece.master, self._ema.of(piece.master)):
                 piece.of(tensor).copy_(weights.read_part(piece.name, piece.shard, piece.first, piece.length))
-        insides.refresh_weights(self._engine)
+        self._engine.gradients.refresh_weights()
 
     @torch.no_grad()
     def load(self, checkpoint: CompleteCheckpoint) -> None:
@@ -139,7 +139,7 @@ class Saver:
         engine, state, optimizer = self._engine, checkpoint.state, self._engine.basic_optimizer
         reader = Reader(checkpoint.path, checkpoint.manifest, verified=checkpoint.verified)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
-        for piece in insides.owned_pieces(engine):
+        for piece in engine.gradients.owned():
             place = piece.name, piece.shard, piece.first, piece.length
             tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: self._ema.of(piece.master)}
             if isinstance(optimizer, Adam8bit):
@@ -157,7 +157,7 @@ class Saver:
         if moments and was != now:
             how = "rounded to 8 bits" if now else "in fp32 from here on; the checkpoint has them in 8 bits"
             self._log(f"Adam's moments of weights are {how}")
-        insides.refresh_weights(engine)
+        engine.gradients.refresh_weights()
         engine.images_seen = engine.global_samples = state.images_seen
         engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps
         engine.global_steps = state.steps

@@ -39,7 +39,7 @@ from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.inputs import layers_for
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, picture_seconds
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, handle
@@ -316,7 +316,7 @@ def _batches(
     if not engine.reads_data:
         return None
     replica = engine.grid.get_data_parallel_id()
-    share = Share(layout.batch_images, layout.micro_batch_images, engine.dp_world_size, replica)
+    share = Share(layout.micro_batch_images, engine.dp_world_size, replica)
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index
@@ -372,7 +372,8 @@ def _train(
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
     measure_every = spec.evaluation.every_images
-    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops)
+    seconds = picture_seconds(plan) if rehearsal is None else 0.0  # a rehearsal's picture has one step
+    validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)

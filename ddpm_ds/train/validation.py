@@ -20,21 +20,24 @@ from ddpm_ds.data.held_out import Subset
 from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline
+from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
+from ddpm_ds.tracking.progress import duration
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
 
-PART = 8
-"""Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop."""
+PART, QUICK_SECONDS = 8, 0.5
+"""Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop. A slower evaluation than
+``QUICK_SECONDS`` has a check of its own."""
 Stops = Callable[[], bool]
 """Collective function that returns whether the run is asked to stop, the same on all ranks."""
 
@@ -44,11 +47,16 @@ class Stopped(Exception):
 
 
 def _parts(calls: Sequence[int], stops: Stops) -> Iterator[Sequence[int]]:
-    """Yield calls in parts; raises Stopped between them if the run is asked to stop."""
-    for first in range(0, len(calls), PART):
+    """Yield calls in parts, slow ones one by one; raises Stopped between them if the run is asked to stop."""
+    first, size = 0, 1
+    while first < len(calls):
         if stops():
             raise Stopped
-        yield calls[first : first + PART]
+        begin = time.perf_counter()
+        yield calls[first : first + size]
+        first += size
+        if size == 1 and first < len(calls) and broadcast_object(time.perf_counter() - begin < QUICK_SECONDS, bool):
+            size = PART
 
 
 class Previews:
@@ -231,6 +239,8 @@ class Validation:
     watchdog: Watchdog
     recorder: Recorder
     stops: Stops
+    picture_seconds: float = 0.0
+    """Predicted time of a picture; rank 0's counts."""
 
     def due(self, before: int, done: bool) -> tuple[bool, bool]:
         """Return whether samples, and whether the held-out loss are due after the step from ``before`` images on."""
@@ -252,11 +262,16 @@ class Validation:
                 self.recorder.evaluation(values, self.engine.global_steps)
 
     def before_first_step(self) -> None:
-        """Draw the samples of the initial weights, unless samples are off or the run is resumed."""
-        if self.draw_every is not None and not self.engine.global_steps:
-            begin = time.perf_counter()
-            with self._averaged():
-                self._draw(begin)
+        """Draw the samples of the initial weights, unless samples are off or slow, or the run is resumed."""
+        if self.draw_every is None or self.engine.global_steps:
+            return
+        if broadcast_object(self.picture_seconds > FIRST_PICTURE_SECONDS, bool):
+            about = duration(self.picture_seconds)
+            self.recorder.log(f"no picture before the first step: it would take about {about}")
+            return
+        begin = time.perf_counter()
+        with self._averaged():
+            self._draw(begin)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:

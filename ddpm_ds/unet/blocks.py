@@ -49,7 +49,7 @@ class CarryLayer(nn.Module):
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
     """Methods that ``torch.compile`` may compile, each with its convolutions and linear layers; () means all."""
     summed_pieces: Mapping[str, tuple[str, ...]]
-    """The same of a split layer, whose ranks sum the output of each piece."""
+    """The methods of a split layer, whose ranks sum the output of each one."""
 
     def __init_subclass__(cls, kind: type[kinds.Layer]) -> None:
         cls.of_kind[kind] = cls
@@ -234,7 +234,7 @@ class ResidualBlock(CarryLayer, kind=kinds.BlockLayer):
         return self.conv2(self.dropout(branch, keep))  # (N, C, H, W)
 
     def part(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
-        """Return this rank's part of the sum: of the branch, and the own channels of the shortcut."""
+        """Return this rank's part of the sum: its part of the branch, and its channels of the shortcut."""
         branch = self.branch(h, time, keep)
         if self.shortcut is None:
             return branch
@@ -371,7 +371,7 @@ def as_pixels(h: Tensor) -> Tensor:
 
 
 def as_image(pixels: Tensor, like: Tensor) -> Tensor:
-    """Return pixels (N, H W, C) as an image (N, C, H, W), of a height ``like`` another image's."""
+    """Return pixels (N, H W, C) as an image (N, C, H, W), as high as the image ``like``."""
     return rearrange(pixels, "n (h w) c -> n c h w", h=like.shape[2])
 
 

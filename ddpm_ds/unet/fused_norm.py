@@ -1,4 +1,4 @@
-"""GroupNorm with SiLU and the embedding around it as one operator on channels-last memory, made of Triton kernels.
+"""GroupNorm, SiLU and the embedding around them as one operator on channels-last memory, made of Triton kernels.
 
 Statistics and arithmetic are in fp32 for every dtype; only x, mean and rstd are kept for the backward. The operator is
 opaque to ``torch.compile`` and causes no graph break. The division of a tensor among programs, and so the order of
@@ -14,10 +14,10 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096  # of a tile in registers at a time
 PROGRAMS = 1024  # target number of tiles, about four for each multiprocessor of a large GPU
 COMBINED_ELEMENTS = 16384  # largest number of tile sums that one program combines
-WHOLE_ELEMENTS = 8192  # most of an image that a program holds whole; a larger one would have a multiprocessor alone
+WHOLE_ELEMENTS = 8192  # most elements in the registers of a program; a larger one would fill a multiprocessor alone
 ELEMENTS_A_WARP = 1024  # of a block in registers as a whole: 32 a thread
 ROW_BYTES = (128, 64)  # preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads
-GRADIENT_WARPS = 8  # of the kernels that hold a block of x and one of dy; the others take Triton's four
+GRADIENT_WARPS = 8  # of kernels with a block of x and one of dy in registers; others take Triton's four
 
 
 class Tiles(NamedTuple):
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 class WholeImages(NamedTuple):
-    """Share of an image's groups that a program holds in registers."""
+    """Share of an image's groups that a program has in registers."""
 
     rows: int  # places for pixels
     groups: int  # of a program
@@ -61,7 +61,7 @@ def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
 
 @lru_cache
 def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
-    """Return how programs hold whole images of a shape; None if too few neighbouring channels would fit."""
+    """Return a program's share of a whole image of a shape; None if too few neighbouring channels would fit."""
     width, rows = power_above(channels // groups), power_above(pixels)
     for row_bytes in ROW_BYTES:
         wanted = -(-row_bytes // (channels // groups * element_bytes))
@@ -88,10 +88,8 @@ def fused_norm_silu(
     without applying SiLU if ``silu`` is false.
 
     x fp32, fp16 or bf16; weight and bias (C,) of x's dtype or fp32; add, scale and shift (N, C) of x's dtype. x must be
-    on the current CUDA device. Gradients are deterministic; there is no second derivative.
-
-    Raises:
-        ValueError: x is not channels-last, which would have to be copied.
+    on the current CUDA device; another order of memory raises ValueError. Gradients are deterministic; there is no
+    second derivative.
     """
     y, _, _ = _norm_silu(x, weight, bias, add, scale, shift, groups, epsilon, silu)
     return y

@@ -1,7 +1,7 @@
 """Triton kernels of GroupNorm + SiLU, forward and backward; imported only where Triton is installed.
 
-Memory is (N, P, C): P pixels of C channels that lie together. All arithmetic is in fp32. With z = x + add, and mean and
-rstd = 1 / sqrt(variance + epsilon) those of z's group, the formulas are::
+Memory is (N, P, C): P pixels of C channels that lie together. All arithmetic is in fp32. With z = x + add, and
+mean and rstd = 1 / sqrt(variance + epsilon) of z's group, the formulas are::
 
     h = (z - mean) rstd        v = h weight + bias        u = v (1 + scale) + shift        y = u sigmoid(u)
     du = dy silu'(u)           dv = du (1 + scale)        dh = dv weight
@@ -12,11 +12,11 @@ All gradients but dz are made of the sums of du, du h and h over the pixels of a
 Large images are computed in tiles, some pixels of an image and a block of channels each: one pass leaves sums per tile
 and channel, a small kernel combines them to groups, a last pass writes. Forward reads x twice and writes y; backward
 reads x and dy twice and writes dx. For small images the ``*_whole`` kernels hold all pixels of an image and some of its
-groups in registers, so that everything is read once, in one launch: ROWS pixels by GROUPS x WIDTH places, of which a
-group uses its first C / G.
+groups in registers, so that everything is read once, in one launch: ROWS pixels by GROUPS x WIDTH places. A group uses
+its first C / G places.
 
 Triton turns arguments of value 1 into constants, which have no methods; hence ``tl.cast``. Kernels have no annotations,
-which could not tell pointers from numbers.
+since these could not tell pointers from numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def"

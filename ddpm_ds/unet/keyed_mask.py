@@ -1,8 +1,9 @@
-"""Dropout masks of several layers in one Triton kernel, instead of the dozen passes over memory of
-:func:`ddpm_ds.ground.keyed.keep_mask` for each.
+"""Dropout masks of several layers in one Triton kernel; imported only where Triton is installed.
 
-The bits are the same. The module is imported only where Triton is installed: PyTorch for CPUs comes without it.
+The bits are those of :func:`ddpm_ds.ground.keyed.keep_mask`, which takes a dozen passes over memory for each mask.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -42,10 +43,7 @@ def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
     """Return the masks, (N, C, H, W) bool each and channels-last, in one launch.
 
     An image's elements are those of ``keyed.keep_mask`` in the order of memory. `images` (N,) must be on
-    the current CUDA device. The masks share their memory.
-
-    Raises:
-        ValueError: a seed or stream is out of range, or drop is not in [0, 1).
+    the current CUDA device. The masks share their memory. Numbers out of range raise ValueError.
     """
     rows, mask_of_block = _table(tuple(masks), images.device)
     lengths = [len(images) * mask.elements for mask in masks]
@@ -64,17 +62,16 @@ def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
 def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a row for each mask, (masks, 5) int64, and the mask of each block of an image, (blocks,) int32.
 
-    A row has the key, the threshold, the elements of an image, those of all masks before, and the first block. Making
-    the table waits for the device; a layout has one for each group of layers that run together.
+    A row has the key, the threshold, the number of elements of an image, its sum over earlier masks, and the first
+    block. Making the table waits for the device; a layout has one for each group of layers that run together.
     """
     blocks = [triton.cdiv(mask.elements, 2 * WORDS) for mask in masks]
     rows, before, first = [], 0, 0
     for mask, of_mask in zip(masks, blocks, strict=True):
         check_key(mask.seed, mask.stream)
         key = mask.seed | mask.stream << 32
-        rows.append(
-            (key - (key >> 63 << 64), drop_threshold(mask.drop), mask.elements, before, first)
-        )  # as a signed integer
+        signed = key - (key >> 63 << 64)
+        rows.append((signed, drop_threshold(mask.drop), mask.elements, before, first))
         before, first = before + mask.elements, first + of_mask
     mask_of_block = torch.arange(len(masks), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
     return torch.tensor(rows).to(device), mask_of_block.to(device)
@@ -83,18 +80,9 @@ def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tenso
 # Numbers that differ between stages, groups of layers and micro-batches must not make Triton compile the kernel again.
 @triton.jit(do_not_specialize=["count_of_images", "blocks"], do_not_specialize_on_alignment=["images"])
 def write_keep_masks(
-    images: tl.tensor,
-    rows: tl.tensor,
-    mask_of_block: tl.tensor,
-    keep: tl.tensor,
-    count_of_images: tl.tensor,
-    blocks: tl.tensor,
-    COUNTER_STEP: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> None:
+    images, rows, mask_of_block, keep, count_of_images, blocks,
+    COUNTER_STEP: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Write a block of an image's mask. Hashes are uint32, which wraps; addresses are int64, for 2^31 elements."""
     image = tl.cast(tl.program_id(0) // blocks, tl.int64)
     row = rows + 5 * tl.load(mask_of_block + tl.program_id(0) % blocks)

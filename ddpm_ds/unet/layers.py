@@ -94,11 +94,11 @@ class Layer:
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
 
     unit: ClassVar[str] = ""
-    """Word for the parts that a tensor group shares, groups of channels or heads; "" for layers that stay whole."""
+    """Word for the parts that a tensor group shares: groups of channels, or heads; "" for layers that stay whole."""
 
     @property
     def units(self) -> int:
-        """Number of those parts; 1 for layers that stay whole."""
+        """Number of :attr:`unit` parts; 1 for layers that stay whole."""
         return int(getattr(self, f"{self.unit}s")) if self.unit else 1
 
     @property
@@ -108,12 +108,12 @@ class Layer:
 
     @property
     def own_channels(self) -> int:
-        """Number of channels inside of the layer that one rank has: of its groups or heads."""
+        """Number of the layer's inner channels that one rank has."""
         return self.out_channels // self.shards
 
     @cached_property
     def sums(self) -> int:
-        """Number of sums in a split layer's forward, and in its backward: of each product with a part of its input."""
+        """Number of sums in a split layer's forward, and in its backward: one for each product with split columns."""
         return sum(one.spread == COLUMNS for one in self.listed) if self.shards > 1 else 0
 
     @property
@@ -180,7 +180,7 @@ class EmbedLayer(Layer):
     sinusoid_shift: int
     classes: int | None
     condition_level: bool = False
-    """Whether a second noise level, that of the condition, is embedded as the timestep is."""
+    """Whether the condition's noise level is embedded too, as the timestep is."""
     numbers: int = 0
     """Size of the vector that is added to the embedding; 0 means none."""
     pooled_channels: int = 0

@@ -28,8 +28,8 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
     Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's generator is
     neither read nor moved.
     """
+    drops = (index, seed) if isinstance(layer, BlockLayer) else ()
     with torch.device("cpu"):
-        drops = (index, seed) if isinstance(layer, BlockLayer) else ()
         module = CarryLayer.of_kind[type(layer)](layer, *drops)
     # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
@@ -40,7 +40,7 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
 
 
 class UNet(nn.Module):
-    """U-Net in one process, which every pipeline must equal; ``layers`` has the parameters' names of every layout."""
+    """U-Net in one process, which every pipeline must equal; its ``layers`` name parameters as every layout does."""
 
     def __init__(self, layers: Sequence[Layer], seed: int) -> None:
         super().__init__()
@@ -105,10 +105,8 @@ def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool 
     """Return the kernels of layers whose steps are ``captured`` as CUDA graphs or launched one by one.
 
     ``auto`` takes the fused normalisations in graphs alone, since they take the host longer to launch than PyTorch's.
-    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs.
-
-    Raises:
-        DsConfigError: fused kernels were requested, and the device or its host lacks something that they need.
+    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs. ``fused``
+    raises DsConfigError if the device or its host lacks something that these kernels need.
     """
     missing = ""
     if device.type != "cuda":

@@ -136,7 +136,7 @@ class Convolution(Weighted):
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
-        like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k), of which only the layout counts
+        like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k); only its layout counts
         if _by_products(x, like, self.stride, self.padding):
             return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
         where = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
@@ -178,7 +178,12 @@ class Linear(Undrawn, Weighted, nn.Linear):
 
 
 class EmbeddingProjection(Linear):
-    """Linear layer on SiLU of the embedding; :func:`project` computes several."""
+    """Linear layer on SiLU of the embedding; :func:`project` computes several at once."""
+
+
+def projections_of(module: nn.Module) -> list[EmbeddingProjection]:
+    """Return the projections of the embedding in a module."""
+    return [part for part in module.modules() if isinstance(part, EmbeddingProjection)]
 
 
 def project(projections: Sequence[EmbeddingProjection], emb: Tensor) -> tuple[Tensor, ...]:
@@ -285,15 +290,15 @@ class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of seed, layer and image, independent of the image's batch.
 
     :func:`set_image_index` sets `images` (N,) int64, the image indices, before each forward, including a checkpoint's
-    recomputation. Masks are drawn by :func:`draw_masks`, separately from their use, so that those of several layers are
-    drawn together and compiled code is the same in every layer. `shape` is that of an image, (C, H, W).
+    recomputation. :func:`draw_masks` draws the masks of several layers together, before their use, so that compiled
+    code is the same in every layer. `shape` is an image's, (C, H, W).
     """
 
     def __init__(self, rate: float, seed: int, layer: int, shape: tuple[int, int, int]) -> None:
         super().__init__()
         self.rate, self.seed, self.stream, self.shape = rate, seed, Stream.DROPOUT + layer, shape
         self.beside = 0, 0
-        """Number of channels before and after those of this rank."""
+        """Number of channels before and after this rank's."""
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
 
@@ -305,9 +310,7 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     """Return each dropout's mask of kept elements, (N, own C, H, W) bool and channels-last; None keeps all.
 
     The dropouts have the same images and kernels. Our kernel draws all masks in one launch, in one piece of memory.
-
-    Raises:
-        RuntimeError: the images are not known.
+    Unknown images raise RuntimeError.
     """
     drawing = [one for one in dropouts if one.rate and one.training]
     if not drawing:

@@ -24,7 +24,7 @@ from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Split
 
 
 class Shard(NamedTuple):
-    """A rank's part of a flattened parameter: of every ``ranks`` runs of ``run`` elements, that of number ``rank``."""
+    """A rank's part of a flattened parameter: run number ``rank`` in every ``ranks`` runs of ``run`` elements."""
 
     rank: int
     ranks: int
@@ -55,18 +55,18 @@ def level_of(layer: Layer, levels: int) -> int:
 
 
 def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, ...]:
-    """Return the layers with those that ``tensor`` asks for split, as far as their groups or heads divide."""
+    """Return the layers; those that ``tensor`` asks for are split if their groups or heads divide."""
     split = [is_asked(layer, layers, tensor) and can_split(layer, tensor.size) for layer in layers]
     return tuple(replace(one, shards=tensor.size) if asked else one for one, asked in zip(layers, split, strict=True))
 
 
 def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Return the layers with none split, whose counts are those of the whole U-Net."""
+    """Return the layers unsplit, so that they count the whole U-Net."""
     return tuple(replace(layer, shards=1) for layer in layers)
 
 
 def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
-    """Check that a layout, of the JSON at ``path``, splits some of these layers if it asks to; raises DsConfigError."""
+    """Check that a layout that splits layers, of the JSON at ``path``, splits some of these; raises DsConfigError."""
     tensor = layout.tensor
     if tensor.size == 1:
         return
@@ -111,9 +111,9 @@ def is_asked(layer: Layer, layers: Sequence[Layer], tensor: TensorSplit) -> bool
 def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) -> tuple[Sums, Sums]:
     """Return the sums of the forward and of the backward of a stage with these ``layers``.
 
-    A backward sums each layer's gradient, the embedding's once for each walk with split residual blocks, and again
-    what it recomputes, a group of ``interval`` layers (0: nothing) at a time. Unless checkpoints are ``reentrant``,
-    recomputing stops before the last sum of a group, of which the backward needs nothing.
+    A backward sums each layer's gradient, and the embedding's once for each walk with split residual blocks. It repeats
+    the forward's sums in the layers that it recomputes, a group of ``interval`` (0: none) at a time. Unless checkpoints
+    are ``reentrant``, recomputing stops before the last sum of a group, which the backward does not need.
     """
     forward = Sums(sum(layer.sums for layer in layers), sum(layer.summed_elements[0] for layer in layers))
     walks = [layers]
@@ -133,6 +133,6 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
-    """Return the elements of a ring's gradients: partial ones summed in two passes, whole ones ``given`` in one."""
+    """Return the elements of gradients that a ring carries: partial ones in two passes, whole ones if ``given``."""
     alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike

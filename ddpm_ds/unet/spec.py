@@ -15,16 +15,11 @@ from ddpm_ds.schema.section import Section, no_switch, only_with, refuse
 class Interface:
     """What a U-Net takes and predicts, as the data decide it."""
 
-    channels: int
-    """Channels of x_t and of the prediction."""
-    size: tuple[int, int]
-    """Height and width in pixels."""
-    condition_channels: int = 0
-    """Channels that are concatenated to x_t, after it, and never noised."""
-    numbers: int = 0
-    """Size of the vector that is added to the time embedding."""
-    condition_level: bool = False
-    """Whether the U-Net also takes the noise level of its condition."""
+    channels: int  # channels of x_t and of the prediction
+    size: tuple[int, int]  # height and width in pixels
+    condition_channels: int = 0  # channels that are concatenated to x_t, after it, and never noised
+    numbers: int = 0  # size of the vector that is added to the time embedding
+    condition_level: bool = False  # whether the U-Net also takes the noise level of its condition
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -46,13 +41,14 @@ class CrossAttentionSpec(Section):
     heads: Annotated[tuple[types.Heads, ...], Field(min_length=1)]
     """Heads of each attention, by level; the middle has the last level's (diffusers: `attention_head_dim`)."""
     linear_projection: bool = False
-    """Whether diffusers has linear layers, not equal 1x1 convolutions, around the blocks (`use_linear_projection`)."""
+    """Whether diffusers has linear layers around the blocks, instead of 1x1 convolutions (`use_linear_projection`)."""
     pooled_channels: types.Width | None = None
-    """Width of pooled text, embedded with sizes: 1280 for SDXL; null: neither (`addition_embed_type: text_time`)."""
+    """Width of pooled text, which is embedded with the sizes of the image: 1280 for SDXL (diffusers:
+    `addition_embed_type: text_time`); null has neither."""
     size_channels: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] = 256
     """Width of the sinusoidal embedding of each of the six sizes (diffusers: `addition_time_embed_dim`)."""
     upcast_attention: bool = False
-    """Whether diffusers, to which the U-Net is exported, may compute attention in fp32; here it changes nothing."""
+    """Whether diffusers computes attention in fp32 after an export; training does not change."""
 
 
 class UnetSpec(Section):
@@ -73,7 +69,7 @@ class UnetSpec(Section):
         Field(max_length=types.MOST_LEVELS),
         only_with("text=null", "attention_resolutions=[]"),
     ] = ()
-    """The same by level, 0 for full size, for images of any shape."""
+    """Levels with self-attention after every residual block, 0 at full size, for images of any shape."""
     middle_attention: bool = True
     """Attention between the two middle blocks."""
     head_channels: Annotated[types.Channels | None, only_with("text=null")] = None
@@ -161,21 +157,16 @@ def check_widths(unet: UnetSpec, size: tuple[int, int]) -> None:
     check_extent(unet)
     widths, groups, head = [unet.channels * each for each in unet.multipliers], unet.norm_groups, unet.head_channels
     attended = [widths[level] for level in unet.attended_levels(size)] + widths[-1:] * unet.middle_attention
-    odd: dict[str, object] = {
+    faults: dict[str, object] = {
         f"unet.channels = {unet.channels} makes a first level of {widths[0]} channels (diffusers: the first of "
         "block_out_channels), which is odd; the sinusoidal embedding needs an even width": widths[0] % 2
     }
-    ungrouped: dict[str, object] = {
-        f"unet.norm_groups = {groups} does not divide {width} channels; use a divisor": width % groups
-        for width in widths
-    }
-    headless: dict[str, object] = {
-        f"unet.head_channels = {head} does not divide the {width} channels that are attended; use a divisor": (
-            head and width % head
-        )
-        for width in attended
-    }
-    refuse(odd | ungrouped | headless)
+    for width in widths:
+        faults[f"unet.norm_groups = {groups} does not divide {width} channels; use a divisor"] = width % groups
+    for width in attended:
+        fault = f"unet.head_channels = {head} does not divide the {width} channels that are attended; use a divisor"
+        faults[fault] = head and width % head
+    refuse(faults)
 
 
 def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
@@ -191,15 +182,12 @@ def check_cross_attention(unet: UnetSpec, numbers: int) -> None:
             )
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
-    undivided: dict[str, object] = {
-        f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor": (
-            depth and width % heads
-        )
-        for width, heads, depth in zip(widths, text.heads, depths, strict=True)
-    }
-    rules: dict[str, object] = {
+    faults: dict[str, object] = {
         f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks": not any(depths),
         f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside the "
         "time embedding; use one": text.pooled_channels and numbers,
     }
-    refuse(undivided | rules)
+    for width, heads, depth in zip(widths, text.heads, depths, strict=True):
+        fault = f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor"
+        faults[fault] = depth and width % heads
+    refuse(faults)

@@ -26,14 +26,14 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 class TensorGroup:
     """This process's place in a group of ranks that compute layers together; by default it is alone.
 
-    Only sums go over ``group``, in the order of the layers, alike on all ranks; without one a rank's own part is timed.
+    Only sums go over ``group``, in the order of the layers on every rank; without one, a rank's part can be timed.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
     def enter(self, x: Tensor, parts: Sequence[Weighted] = ()) -> Tensor:
-        """Return x, whose gradient is summed over ranks, while the backward computes weight gradients of ``parts``."""
+        """Return x; its gradient is summed over ranks while the backward computes the weight gradients of ``parts``."""
         if self.size == 1:
             return x
         queue = parts[0].queue if parts else None
@@ -43,7 +43,7 @@ class TensorGroup:
         return entered
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, in x's memory if that is dense, which nothing else may use."""
+        """Return the sum of x over all ranks, in x's memory if that is dense; nothing else may use it."""
         return x if self.size == 1 else _Sum.apply(x, self)
 
     def start_sum(self, x: Tensor) -> Callable[[], object]:
@@ -53,7 +53,7 @@ class TensorGroup:
         return dist.all_reduce(x, group=self.group, async_op=True).wait
 
     def by_spread(self, parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], ...]:
-        """Return the parameters that this rank counts, if all count each element once; the partial; and the whole."""
+        """Return the parameters that this rank counts, each element on one rank; the partial ones; the whole ones."""
         spreads = [(one, getattr(one, "spread", "whole")) for one in parameters]
         counted = [one for one, spread in spreads if self.rank == 0 or isinstance(spread, Shard)]
         return counted, *([one for one, spread in spreads if spread == wanted] for wanted in ("partial", "whole"))
@@ -82,7 +82,7 @@ class TensorGroup:
         kept.spread = shard or listed.spread  # type: ignore[attr-defined]
 
     def place(self, own: int) -> tuple[int, int]:
-        """Return how many elements of a vector lie before and after this rank's ``own``."""
+        """Return the numbers of elements of a vector before and after this rank's ``own``."""
         return self.rank * own, (self.size - 1 - self.rank) * own
 
 
@@ -90,7 +90,7 @@ ALONE = TensorGroup()
 
 
 def part_of(whole: Tensor, shard: Shard) -> Tensor:
-    """Return the elements of a tensor that a shard has, (n,), in their order: a copy."""
+    """Return a copy of a shard's elements of a tensor, (n,), in their order."""
     return whole.reshape(-1, shard.ranks, shard.run)[:, shard.rank].reshape(-1).clone()
 
 
@@ -107,7 +107,7 @@ def read_part(read: Callable[[int, int], Tensor], shard: Shard | None, start: in
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """Return which part of a whole parameter this one is; None if it is whole."""
+    """Return a parameter's place in the whole one; None if it is whole."""
     spread: object = getattr(parameter, "spread", None)
     return spread if isinstance(spread, Shard) else None
 

@@ -31,7 +31,7 @@ class Waiting(NamedTuple):
 
 
 class WaitingGradients:
-    """Queue of weight gradients, deferred in the phases and micro-batches of ``split``; others are in the backward."""
+    """Queue of weight gradients, deferred in the (phase, micro-batch) of ``split``; others are in the backward."""
 
     def __init__(self, split: Collection[tuple[int, int]]) -> None:
         self._split = split
@@ -40,11 +40,11 @@ class WaitingGradients:
         self.open = True
         """Whether the weight gradients of this pass wait."""
         self.root: Tensor | None = None
-        """Scalar of which the nodes that queue gradients are made, if the node that made it computes them."""
+        """Scalar from which the nodes that queue gradients are made, if the scalar's own node computes them."""
         self._queued: dict[int, dict[Weighted, Waiting]] = defaultdict(dict)
 
     def new_root(self) -> Tensor:
-        """Return a scalar for a node that has no other input with a gradient, which else would not run."""
+        """Return a scalar for a node without another input that has a gradient; else its backward would not run."""
         return torch.zeros((), requires_grad=True) if self.root is None else self.root
 
     def begin(self, phase: int, number: int) -> None:
@@ -58,8 +58,7 @@ class WaitingGradients:
     def put(self, layers: Sequence[Weighted], x: Tensor, gradient: Tensor) -> None:
         """Queue the input and the output's gradient of a layer, or of several that have one product.
 
-        Raises:
-            RuntimeError: a layer was used twice for a micro-batch, and the two gradients would not be summed.
+        A layer used twice in a micro-batch raises RuntimeError, since its two gradients would not be summed.
         """
         queued = self._queued[self.number]
         for layer in layers:
@@ -70,7 +69,7 @@ class WaitingGradients:
     def compute(
         self, layers: Iterable[Weighted], numbers: Sequence[int], give: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """Give each weight its gradient over some micro-batches; layers of one product come with its first."""
+        """Give each weight its gradient over some micro-batches; layers of one product get theirs together."""
         for layer in layers:
             waiting = [self._queued[number].pop(layer) for number in numbers]
             together = waiting[0].layers
@@ -79,7 +78,7 @@ class WaitingGradients:
             total: Tensor | None = None
             for x, gradient in _joined(waiting):
                 part = layer.weight_gradient(x, gradient)
-                total = part if total is None else total.add_(part)
+                total = part if total is None else total.float().add_(part)
             assert total is not None
             total = total.to(layer.weight.dtype)
             totals = total.split([len(one.weight) for one in together]) if len(together) > 1 else [total]
@@ -94,7 +93,7 @@ class WaitingGradients:
         self._queued.clear()
 
     def check_empty(self) -> None:
-        """Raise RuntimeError if a weight gradient is still deferred, or belonged to another micro-batch."""
+        """Raise RuntimeError if a weight gradient is still deferred."""
         if self._queued:
             raise RuntimeError(f"weight gradients of micro-batches {sorted(self._queued)} were never computed")
 
@@ -130,11 +129,11 @@ class Weighted(nn.Module):
     weight: Tensor
     bias: nn.Parameter | None
     bias_place: tuple[int, int] | None = None
-    """Number of outputs before and after those of the bias, if it is that of some outputs alone."""
+    """Number of outputs before and after those with a bias, if only some have one."""
     waiting: WaitingGradients | None = None
     """Queue for a weight gradient that has a pass of its own."""
     beside: WaitingGradients | None = None
-    """Queue for others, which a layer's backward computes while it sums; without one autograd computes them."""
+    """Queue for gradients that a layer's backward computes while it sums; without one autograd computes them."""
     taps: Taps | None = None
 
     @property

@@ -1,8 +1,8 @@
 """Make pairs of coarse and fine temperature fields, to learn downscaling from: ``python make_fields.py``.
 
-A day's fine field, 32x32 pixels of 2.5 km, is the sum of weather that varies slowly in space, of weather that varies
-within a few pixels, and of the land's height times the day's lapse rate. Its coarse field is the mean of each block of
-4x4 pixels. So the lapse rate can be read from coarse field and height; the small weather can't, and has to be drawn.
+A day's fine field has 32x32 pixels of 2.5 km. It is the sum of three parts: large weather, small weather within a few
+pixels, and the land's height times the day's lapse rate. The coarse field has the means of blocks of 4x4 pixels. It
+shows the lapse rate, but not the small weather, which has to be drawn.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Make pictures of coloured shapes with captions, and encoders of the words: ``python make_text.py``.
 
-A picture, 16x16 pixels, shows one shape of a random size at a random place on a light grey; its caption says "a red
-circle". The encoders are a tokenizer for these words and a text model with random weights that never change. They are
-enough for few words: each becomes another direction, which a U-Net can learn to read. Their folder has `tokenizer` and
-`text_encoder`, as `data.text.encoders` asks for it. All captions are in `prompts.txt`, to draw for.
+A picture, 16x16 pixels, shows one shape of a random size at a random place on light grey; its caption reads "a red
+circle". The encoders are a tokenizer and a text model whose random weights never change. They are enough for few words:
+each word gets its own direction, which a U-Net can learn to read. Their folder has `tokenizer` and `text_encoder`, as
+`data.text.encoders` needs. `prompts.txt` has all captions, to draw pictures for.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Plane = NDArray[np.float64]
 
 SIDE, FINE = 16, 8
-"""Pixels of a picture, each way, and points of a pixel, each way, of which its colour is the mean."""
+"""Pixels along a picture's side, and points along a pixel's side whose mean is its colour."""
 SMALLEST, LARGEST = 5.0, 6.5
 """Half of a shape's height, in pixels."""
 COLOURS = {
@@ -39,7 +39,7 @@ SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
 """Functions of the place, x to the right and y down, that are below 1 within a shape of height 2."""
 START, END = "<|startoftext|>", "<|endoftext|>"
 LAST = "</w>"
-"""Mark of the last symbol of a word."""
+"""Mark that ends a word's last symbol."""
 WIDTH, TOKENS = 64, 8
 """Channels of the encoded tokens, and tokens of a caption with its start, end and padding."""
 
@@ -87,8 +87,10 @@ def write_encoders(
     pooled: int = 48,
     seed: int = 0,
 ) -> None:
-    """Write ``tokenizer`` and ``text_encoder`` into ``folder``, and for a ``second`` encoder of another width
-    ``tokenizer_2`` and ``text_encoder_2``, which projects to ``pooled`` channels.
+    """Write ``tokenizer`` and ``text_encoder`` into ``folder``.
+
+    A ``second`` encoder, of that width, adds ``tokenizer_2`` and ``text_encoder_2``, which projects to ``pooled``
+    channels.
     """
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -114,9 +116,7 @@ def write_encoders(
 
 
 def write_tokenizer(folder: Path, words: Iterable[str], tokens: int = 77) -> dict[str, int]:
-    """Write a ``CLIPTokenizer`` that has one token for each of ``words``, and tokens of letters for others; return its
-    vocabulary.
-    """
+    """Write a ``CLIPTokenizer`` and return its vocabulary: a token for each of ``words``, and letters for others."""
 
     def merged(one: list[str], pair: tuple[str, str]) -> list[str]:
         found: list[str] = []

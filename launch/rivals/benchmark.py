@@ -1,4 +1,4 @@
-"""Benchmark from the plan to the table: rows are compared, timed in turn and observed."""
+"""Benchmark: build all rows, compare their losses, time them in turn, report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rivals.pipelining import TorchPipeline
 from rivals.rows import Row, Setting
 
 Facts = dict[str, Any]
-"""JSON values by name, of the whole report or of a row."""
+"""JSON values of the report, or of a row, by name."""
 SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
 """Schedules of this project's rows, by the rows' names."""
 
@@ -62,9 +62,9 @@ def build_row(name: str, setting: Setting) -> Row:
 def run(
     draft: RunDraft, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: BenchmarkOptions
 ) -> None:
-    """Compare the losses of all rows, time them in turn, and publish the report; every process calls this.
+    """Compare the losses of all rows, time them in turn, and print the report; every process calls this.
 
-    BadNumbersError if losses differ by more than rounding; a UserError comes before any process group exists.
+    BadNumbersError if losses differ by more than rounding. UserErrors come before any process group exists.
     """
     setting = Setting.prepare(draft, device, verbose=options.verbose)
     with process_group():
@@ -122,7 +122,7 @@ def _measured(setting: Setting, names: Sequence[str], options: BenchmarkOptions)
 
 
 def about(setting: Setting, packages: Sequence[str], options: BenchmarkOptions, not_run: Mapping[str, str]) -> Facts:
-    """Return the facts that a reader needs to judge and repeat the numbers."""
+    """Return the facts with which a reader can judge and repeat the numbers."""
     plan, layout = setting.plan, setting.plan.ds.layout
     words = [word for word in sys.argv if not word.startswith(("--local_rank", "--local-rank"))]
     versions = {name: version(name) for name in sorted({"torch", "deepspeed", *packages})}
@@ -144,7 +144,7 @@ def about(setting: Setting, packages: Sequence[str], options: BenchmarkOptions, 
 
 
 def table(facts: Facts, found: Sequence[Facts]) -> str:
-    """Return the report as text; a column that no row has anything in is left out."""
+    """Return the report as text, without empty columns."""
     lines = []
     for row in found:
         first, host, difference = row is found[0], row["host"], row["largest_loss_difference"]

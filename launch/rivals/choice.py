@@ -17,7 +17,7 @@ from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.schema.layout import Schedule
 
 ROWS = {
-    "plain": "ours in a plain PyTorch loop with what the engine switches on under this JSON",
+    "plain": "ours in a plain PyTorch loop, with the kernels that the engine uses under this JSON",
     "1f1b": "this project's engine under 1F1B",
     "eager": "the same, its steps not replayed as CUDA graphs",
     "folded": "this project's engine under the folded schedule",
@@ -28,23 +28,23 @@ ROWS = {
     "torch-zbv": "the same, ScheduleZBVZeroBubble, two stages on each rank",
     "torch-dualpipev": "the same, ScheduleDualPipeV",
     "diffusers": "diffusers' UNet2DModel in a plain PyTorch loop, autocast, AdamW",
-    "diffusers-randn": "diffusers with noise, timesteps and flips by torch.randn and the like, as its users have them",
+    "diffusers-randn": "the same, with noise, timesteps and flips from torch.randn and the like, as users have it",
     "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
     "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml in a plain PyTorch loop",
 }
-"""Names and meanings, in the table's order: the others are compared to the first that runs."""
+"""Meanings by name, in the table's order; rows are compared to the first that runs."""
 TORCH_SCHEDULES = {
     "torch": "Schedule1F1B",
     "torch-zbv": "ScheduleZBVZeroBubble",
     "torch-dualpipev": "ScheduleDualPipeV",
 }
-"""Schedules of PyTorch, by the rows that have them."""
+"""PyTorch's schedules, by row."""
 PACKAGES = {"diffusers": "diffusers", "diffusers-randn": "diffusers", "lucidrains": "denoising_diffusion_pytorch"}
 """Package that a row imports."""
 NAMED = (*PACKAGES, "ours-dim64")
-"""Rows of one process that run only if ``--rows`` names them, since 16 bits under autocast take minutes on a CPU."""
+"""Rows of one process that run only if ``--rows`` names them: 16 bits under autocast take minutes on a CPU."""
 READ_TEXT = ("1f1b", "eager", "folded", "planned", "stock")
-"""Rows of U-Nets that read text; DeepSpeed's engine relays it, with its gradient, as all that is carried."""
+"""Rows of U-Nets that read text; DeepSpeed's engine relays it, with its gradient, through all stages."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def why_not(row: str, plan: RunDraft) -> str | None:
     if spec.unet.text is not None and row not in READ_TEXT:
         return "reads no captions"
     if row in ("plain", *NAMED) and processes > 1:
-        return f"has one process, and {processes} were started"
+        return f"runs in one process, and {processes} were started"
     if row in PACKAGES and find_spec(PACKAGES[row]) is None:
         return f"{PACKAGES[row]} is not installed; pip install 'ddpm_ds[bench]'"
     if row in ("lucidrains", "ours-dim64") and (spec.data.channels, spec.data.image_size) != (3, 32):
         return "its images are 32x32x3; use --spec launch/specs/cifar10.yaml"
     if row.startswith("diffusers") and spec.unet.dropout:
-        return "its dropout draws other masks; --set unet.dropout=0"
+        return "its dropout draws other masks; use --set unet.dropout=0"
     if row.endswith("randn") and SCHEDULES[spec.diffusion.schedule].continuous:
         return f"its timesteps are whole numbers, unlike diffusion.schedule = {spec.diffusion.schedule}"
     if row in ("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES) and stages == 1:
@@ -98,7 +98,7 @@ def why_not(row: str, plan: RunDraft) -> str | None:
 
 
 def bounds_of(plan: RunDraft, schedule: Schedule) -> tuple[int, ...]:
-    """Return the cuts of this project's engine under ``schedule``; LayoutError if the U-Net has none."""
+    """Return our engine's cuts under ``schedule``; LayoutError if the U-Net has none."""
     if plan.ds.layout.schedule == schedule:
         return plan.bounds
     method: PartitionMethod = plan.ds.partition if plan.ds.partition in ("parameters", "uniform") else "flops"

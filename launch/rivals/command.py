@@ -15,17 +15,16 @@ from ddpm_ds.processes.ranks import print_once, set_environment
 from rivals.choice import NAMED, ROWS, BenchmarkOptions, choose
 
 DESCRIPTION = """\
-Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates. First all rows
-take a few steps and their losses are compared; if one does not train the same, nothing is timed. Then they take turns,
-round after round, so that other work on the machine slows all alike. With a ratio of 1.1 a row's step takes 1.1
-times the first row's: the median over the rounds, with quartiles in brackets. Finally the bytes that each sends in a
-step are counted.
+Time ways of training one U-Net on the same images, noise, batches, micro-batches and learning rates. First all rows
+take a few steps and their losses are compared; if they differ, nothing is timed. Then the rows take turns, round after
+round, so that other work on the machine slows all alike. A row with a ratio of 1.1 takes 1.1 times the first row's
+time: the median over the rounds, with quartiles in brackets. Finally each row's sent bytes are counted.
 """
 
 EXAMPLES = f"""\
-  Without --rows these are left out, since 16 bits under autocast take minutes on a CPU: {", ".join(NAMED)}.
-  The losses of diffusers-randn, lucidrains and ours-dim64 are not compared: other draws, or another U-Net.
-  Only this project's engines recompute activations, where the JSON asks for it.
+  These run only if --rows names them, since 16 bits under autocast take minutes on a CPU: {", ".join(NAMED)}.
+  diffusers-randn, lucidrains and ours-dim64 have other draws or another U-Net, so their losses are not compared.
+  Only this project's engines recompute activations, if the JSON asks for it.
 
 examples
   OMP_NUM_THREADS=1 deepspeed --num_gpus 4 launch/bench.py -p 4 --deepspeed_config ds_configs/zero1_fp32.json \\

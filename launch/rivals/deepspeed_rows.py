@@ -33,7 +33,7 @@ def layout_of(grid: object) -> contextlib.AbstractContextManager[object]:
 
 
 class OurPipeline:
-    """This project's engine with the given DeepSpeed JSON, under one of its schedules."""
+    """Our engine with the given DeepSpeed JSON, under one of its schedules."""
 
     def __init__(self, setting: Setting, schedule: Schedule, *, graphs: bool = True) -> None:
         plan = setting.plan if graphs else replace(setting.plan, ds=setting.plan.ds.with_keys({"graphs": False}))
@@ -55,10 +55,10 @@ class OurPipeline:
 
 
 class TupleLayer(nn.Module):
-    """Layer of the list as a function from tuple to tuple, which the stock engine needs.
+    """Layer as a function from tuple to tuple, which the stock engine needs.
 
     The images' index, which dropout needs, travels as the first tensor, and encoded text as the second. Tensors are
-    contiguous, which gloo needs. The last layer uses embedding and text, since the engine sends a gradient of each.
+    contiguous for gloo. The last layer uses embedding and text, since the engine sends gradients of both.
     """
 
     def __init__(self, layer: Layer, index: int, seed: int, reads_text: bool) -> None:
@@ -92,11 +92,11 @@ class CutModule(PipelineModule):
 
 
 class FoldedCutModule(DualPipeVModule, CutModule):
-    """The same for ``deepspeed.DualPipeVEngine``, with two stages on each rank."""
+    """Pipeline cut at ``bounds`` for ``deepspeed.DualPipeVEngine``, with two stages on each rank."""
 
 
 class StockPipeline:
-    """``deepspeed.PipelineEngine``, or ``DualPipeVEngine``, used as in DeepSpeed's documentation."""
+    """``deepspeed.PipelineEngine`` or ``DualPipeVEngine``, used as DeepSpeed documents."""
 
     def __init__(self, setting: Setting, *, folded: bool) -> None:
         plan, seed = setting.plan, setting.plan.spec.train.seed
@@ -142,7 +142,7 @@ class StockPipeline:
 
 
 def stock_zero_stage(ds: ResolvedDsConfig) -> tuple[int, str]:
-    """Return the ZeRO stage that the stock engine runs under, and the reason if the JSON asks for another one."""
+    """Return the stock engine's ZeRO stage, and why it is not the JSON's; an empty reason if it is."""
     asked, clips = ds.layout.zero_stage, ds.config.gradient_clipping
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"

@@ -1,4 +1,4 @@
-"""Measurements of rows: equal results, times in turn, bytes sent, the host's costs of a step."""
+"""Measurements of rows: differences of losses, times in turn, bytes sent, the host's cost of a step."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_")
 SCATTERS = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
-    **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
+    **dict.fromkeys(("broadcast_", "reduce_", "alltoall_base_"), lambda first, second, n: first * (n - 1) / n),
     **dict.fromkeys(GATHERS, lambda _, own, n: own * (n - 1)),
     **dict.fromkeys(SCATTERS, lambda own, _, n: own * (n - 1)),
 }
-"""Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, as a ring of
-processes does it; a library may use another algorithm of about the same cost."""
+"""Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, if processes form a
+ring; a library may use another algorithm of about the same cost."""
 SILENT = ("recv_", "recv_any_source_", "barrier", "monitored_barrier_")
-"""Operators that send nothing worth counting."""
+"""Operators that send no tensors."""
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
-"""Operators that hand values, or sizes that depend on values, to the host, which waits for the device."""
+"""Operators whose results the host reads, so that it waits for the device."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Operators that launch nothing, beside views."""
+"""Operators that, like views, launch nothing."""
 
 
 def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed: float) -> list[float | None]:
-    """Return each row's largest relative difference from the first whose ``losses``, by row and step, can be compared,
-    or None; BadNumbersError if a row does not train the same, or has a loss that is not finite.
+    """Return each row's largest relative difference from the first comparable row, or None; ``losses`` are by row and
+    step. BadNumbersError if a difference is larger than ``allowed`` or a loss is not finite.
     """
     largest: list[float | None] = []
     comparable = ((row.name, own) for row, own in zip(rows, losses, strict=True) if row.comparable)
@@ -69,7 +69,7 @@ def tolerance(precision: str, device: torch.device) -> float:
 def time_rounds(
     steps: Sequence[Callable[[], object]], rounds: int, steps_per_round: int, device: torch.device
 ) -> list[list[float]]:
-    """Return the seconds of each kind of step in each round: ``[step][round]``. Rounds start with different kinds."""
+    """Return the mean seconds of each step in each round, ``[step][round]``; rounds start with different steps."""
     seconds: list[list[float]] = [[] for _ in steps]
     for number in range(rounds):
         for turn in range(len(steps)):
@@ -86,14 +86,14 @@ def time_rounds(
 
 
 class SentBytes(TorchDispatchMode):
-    """While entered, counts the bytes that this process sends, at the operators of ``torch.distributed``."""
+    """While entered, counts the bytes that this process sends by operators of ``torch.distributed``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.message_bytes = 0
         """Bytes of messages to one other process, exactly."""
         self.collective_bytes = 0.0
-        """Bytes of this process's share of collectives, by :data:`RING_SHARE`."""
+        """Bytes of its share of collectives, by :data:`RING_SHARE`."""
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = func._schema.name.removeprefix("c10d::")
@@ -110,22 +110,22 @@ class SentBytes(TorchDispatchMode):
 
 @dataclass
 class HostCost:
-    """Costs of a step on the host: exact counts, which on a CPU depend on its vector instructions."""
+    """A step's cost on the host as exact counts, which on a CPU depend on its vector instructions."""
 
     operators: int = 0
     """Operators that reach PyTorch's dispatcher."""
     launches: int = 0
-    """Operators that are neither views nor allocations; a library's may be several kernels of a GPU."""
+    """Operators that are neither views nor allocations; a GPU may run several kernels for one."""
     calls: int = 0
     """Calls of Python functions."""
     waits: int = 0
     """Times that the host would wait for a GPU."""
     slow: int = 0
-    """Foreach operators whose tensors differ in shape, strides or dtype, so that a GPU launches each by itself."""
+    """Foreach operators whose tensors differ in shape, strides or dtype, so that a GPU launches a kernel for each."""
 
     @classmethod
     def of(cls, step: Callable[[], object]) -> HostCost:
-        """Count the costs of a warm step, which is taken twice."""
+        """Count the cost of a warm step, which is taken twice."""
         cost = cls()
         with CountedOperators(cost):
             step()
@@ -158,7 +158,7 @@ class CountedOperators(TorchDispatchMode):
 
 
 def in_optimizer() -> bool:
-    """Return whether PyTorch's optimizers are at work, which keep their counts of steps on the host."""
+    """Return whether a PyTorch optimizer is running; it keeps its count of steps on the host."""
     return any("/torch/optim/" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
 
 
@@ -169,7 +169,7 @@ def _bytes(tensors: object) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of a quantity over the rounds."""
+    """Median and quartiles over the rounds."""
 
     median: float
     low: float

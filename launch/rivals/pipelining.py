@@ -1,4 +1,4 @@
-"""Rows of PyTorch's own pipelines, ``torch.distributed.pipelining``, over stages of the same layers."""
+"""Rows on ``torch.distributed.pipelining``, with stages of the same layers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from rivals.rows import Optimizer, Setting
 
 
 class StageModule(nn.Module):
-    """Layers ``first`` to ``stop - 1``: from the tensors at the cut before them to those at the cut after them.
+    """Layers ``first`` to ``stop - 1``, from the tensors at the cut before them to those at the cut after them.
 
-    A tensor that is h and the newest skip crosses once, as in this project's engine. Tensors are contiguous, since
-    gloo refuses others.
+    A tensor that is h and the newest skip crosses once, as in our engine. Tensors are contiguous for gloo.
     """
 
     def __init__(self, layers: Sequence[Layer], first: int, stop: int, seed: int) -> None:
@@ -47,7 +46,7 @@ class StageModule(nn.Module):
 
 
 class TorchPipeline:
-    """Schedule of PyTorch, without replicas: 1F1B with this project's cuts, others with two stages on each rank."""
+    """PyTorch's pipeline without replicas: 1F1B has our cuts, other schedules have two stages on each rank."""
 
     comparable, note = True, ""
 
@@ -97,7 +96,7 @@ class TorchPipeline:
 
 
 def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
-    """Return meta tensors like a micro-batch's that cross before layer ``cut``, or of the U-Net's ends."""
+    """Return meta tensors like a micro-batch's at ``cut``, which may be the U-Net's inputs or its output."""
     layers, images = setting.plan.layers, setting.plan.ds.layout.micro_batch_images
     inside, count = 0 < cut < len(layers), 1 if setting.plan.spec.unet.classes is None else 2
     shapes = boundary_shapes(layers, cut) if inside else (layers[-1 if cut else 0].output_shape,)

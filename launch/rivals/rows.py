@@ -1,4 +1,4 @@
-"""Rows of a benchmark: their common parts, and plain PyTorch loops of our U-Net and of other people's."""
+"""Rows of a benchmark: common parts, and plain PyTorch loops of our U-Net and of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.loader import MicroBatch, Share
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
 from ddpm_ds.ground.device import DTYPES, share_threads
@@ -31,21 +31,21 @@ from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels
 
 DIM64 = SPECS / "cifar10_dim64.yaml"
-"""Spec of another U-Net, of the widths that denoising-diffusion-pytorch's has here."""
+"""Spec of a U-Net as wide as denoising-diffusion-pytorch's here."""
 
 
 class Row(Protocol):
-    """Way of training; each row starts from the same weights and sees the same images in the same order."""
+    """Way of training, from the same weights, on the same images in the same order."""
 
     name: str
     note: str
     comparable: bool
-    """Whether its losses can be compared: random draws, and other U-Nets, have their own."""
+    """Whether its losses should be the first row's; with other random draws or another U-Net they are not."""
 
     def step(self) -> Tensor:
-        """Take one optimizer step on the next batch; every process calls it, and none need wait for its device.
+        """Take one optimizer step on the next batch; every process calls it, and it may return before its device.
 
-        Returns this process's part of the batch's mean loss, a scalar: the parts of all processes sum to it.
+        Returns this process's part of the batch's mean loss, a scalar: the sum over processes is that loss.
         """
 
 
@@ -54,17 +54,17 @@ class Setting:
     """Setting that all rows share."""
 
     plan: RunPlan
-    """Plan decided for the device, without keys that only concern reports."""
+    """Plan for the device, without the keys of reports."""
     store: DatasetCache
     device: torch.device
     verbose: bool = False
 
     @classmethod
     def prepare(cls, draft: RunDraft, device: torch.device, *, verbose: bool) -> Setting:
-        """Prepare images, threads and configuration of this process, before any process group exists."""
+        """Prepare images, threads and plan, before any process group exists."""
         use_host_accelerator()
         share_threads(device)
-        store = prepare(draft.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
+        store = prepare(draft.spec.data, How(progress=int(os.environ["LOCAL_RANK"]) == 0))
         check_store(store, draft.spec)
         ds, hosts = draft.ds.without_reports(), draft.grid.hosts
         plan = make_plan(replace(draft, ds=ds), hosts, machine_here(ds.precision, len(hosts)))
@@ -75,15 +75,15 @@ class Setting:
         return Denoising(self.plan.spec, self.device, store.meta.statistics, store.constants, store.empty_text)
 
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
-        """Yield the endless micro-batches of one of ``replicas``, from the first image on, on the device."""
+        """Yield the endless micro-batches of one of ``replicas``, from the first image on."""
         spec, layout = self.plan.spec, self.plan.ds.layout
-        share = Share(layout.batch_images, layout.micro_batch_images, replicas, replica)
+        share = Share(layout.micro_batch_images, replicas, replica)
         fields = fields_read(spec, first=True, last=True, text=spec.unet.text is not None)
         return replica_batches(spec, Subset.of(self.store), share, self.device, fields=fields)
 
 
 class Optimizer:
-    """Optimizer: loss scale, fp32 masters of 16-bit weights, clipping, AdamW, learning rate."""
+    """AdamW with loss scale, fp32 masters of 16-bit weights, clipping and learning rates."""
 
     def __init__(
         self, setting: Setting, parameters: Iterable[nn.Parameter], *, fused: bool = False, scaled: bool = False
@@ -114,7 +114,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, norm_group: dist.ProcessGroup | None = None) -> None:
-        """Unscale, clip by the global norm and step; the gradients of the weights are gone afterwards.
+        """Unscale and clip gradients by their global norm, step, and free the gradients.
 
         Processes of ``norm_group`` share one model's parameters.
         """
@@ -140,7 +140,7 @@ class Optimizer:
 
 
 class RandomDenoising(Denoising):
-    """Objective whose draws are PyTorch's, as in other people's loops."""
+    """Objective with PyTorch's random draws, as in other people's loops."""
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch[:3])
@@ -153,7 +153,7 @@ class RandomDenoising(Denoising):
 
 
 class Loop:
-    """Row that trains a U-Net in its own loop, in one process."""
+    """Plain PyTorch loop in one process."""
 
     def __init__(
         self, setting: Setting, model: nn.Module, name: str, *, fused: bool = False, objective: Denoising | None = None
@@ -181,7 +181,7 @@ class Loop:
 
 
 def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
-    """Return the loop of our U-Net, or of that of :data:`DIM64`, as the engine holds it under this JSON."""
+    """Return the loop of our U-Net, or with ``dim64`` of :data:`DIM64`'s, in the precision of this JSON."""
     plan, ds, layers = setting.plan, setting.plan.ds, setting.plan.layers
     if dim64:
         layers = unet_layers(load_spec(DIM64, []).unet, plan.spec.data.interface)
@@ -196,7 +196,7 @@ def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
 
 
 class AutocastLoop(Loop):
-    """U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
+    """Loop as other people write it: fp32 weights, and a forward under ``torch.autocast`` in the run's precision."""
 
     def __init__(
         self, setting: Setting, model: nn.Module, name: str, call: Callable[..., Tensor], *, randn: bool = False
@@ -214,7 +214,7 @@ class AutocastLoop(Loop):
 
 
 def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
-    """Return the loop of ``UNet2DModel`` of our configuration, with our weights; LayoutError if it has none."""
+    """Return the loop of a ``UNet2DModel`` with our configuration and weights; LayoutError if it can't have them."""
     from diffusers import UNet2DModel
 
     plan = setting.plan
@@ -231,7 +231,7 @@ def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
 
 
 def lucidrains_loop(setting: Setting) -> Loop:
-    """Return the loop of denoising-diffusion-pytorch's ``Unet`` as of 2023, with the widths of :data:`DIM64`."""
+    """Return the loop of denoising-diffusion-pytorch's ``Unet`` of 2023, as wide as :data:`DIM64`'s."""
     from denoising_diffusion_pytorch import Unet
 
     widths = load_spec(DIM64, []).unet

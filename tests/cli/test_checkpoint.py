@@ -1,4 +1,4 @@
-"""ddpm-ds checkpoint: what it prints, its one-line errors, and no torch where none is needed."""
+"""``ddpm-ds checkpoint``: its output, its one-line errors, and no import of torch where none is needed."""
 
 from __future__ import annotations
 

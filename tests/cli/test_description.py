@@ -1,4 +1,4 @@
-"""The text of a plan: what it says of layout, batch and hosts, before and after the ranks have met."""
+"""The printed plan: its lines on layout, batch and hosts, before and after the ranks have met."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from ddpm_ds.cli.plan import decided_since, describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.pipeline.cuts import partition, relayed_elements
 from ddpm_ds.planning.inputs import machine_like
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan, make_plan
@@ -23,7 +24,7 @@ TWO_BY_TWO = ("0", "0", "1", "1")
 
 
 def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **pipeline: Any) -> RunDraft:
-    """The plan of the main JSON under 1F1B, with other changes of its block of the pipeline."""
+    """Plan of the main JSON under 1F1B, with further changes of its block ``pipeline``."""
     config = read_ds_config(CONFIG)
     config["pipeline"] |= {"schedule": "1f1b", **pipeline}
     with TemporaryDirectory() as folder:
@@ -31,12 +32,21 @@ def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **
         return drafted(DIGITS, [], file, world_size=world_size, stages=stages, hosts=hosts)
 
 
+def unwrapped(text: str) -> list[str]:
+    return text.replace("\n" + 13 * " ", " ").splitlines()
+
+
+def lines_of(made: RunDraft) -> list[str]:
+    """Lines of the printed plan, before they are wrapped."""
+    return unwrapped(describe_plan(made, Path("runs/x")))
+
+
 def hosts_of(made: RunDraft) -> str | None:
     return hosts_line(made.grid, made.exchange)
 
 
 def met(draft: RunDraft, hosts: Sequence[str]) -> RunPlan:
-    """The plan of ranks that have met on these hosts."""
+    """Plan of ranks that have met on these hosts."""
     return make_plan(draft, hosts, machine_like("cpu", 2**34, half=True, devices=len(hosts), nodes=1))
 
 
@@ -44,7 +54,7 @@ def test_a_plan_is_described_in_words_that_fit_its_numbers() -> None:
     changes = ["evaluation.every_images=null", "train.accumulation=1", "train.batch_images=1", "train.images=1"]
     changes += ["optimizer.warmup_images=0"]
     one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
-    lines = describe_plan(one, Path("runs/x")).splitlines()
+    lines = lines_of(one)
     for line in (
         "layout       1 process: 1 stage x 1 replica",
         "batch        1 image = 1 micro-batch of 1 x 1 replica",
@@ -53,6 +63,7 @@ def test_a_plan_is_described_in_words_that_fit_its_numbers() -> None:
         "validation   off",
     ):
         assert line in lines
+    assert "sent MB/step" not in stage_table(one) and "sent MB/step" in stage_table(plan(None))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,7 @@ def test_a_held_out_source_is_named(count: int, said: str) -> None:
     changes = ["data.source=folder", "data.path=train", "data.held_out_path=val", f"data.held_out_images={count}"]
     changes.append("evaluation.every_images=64000")
     one = drafted(DIGITS, changes, CONFIG, world_size=1, stages=1)
-    (line,) = (line for line in describe_plan(one, Path("runs/x")).splitlines() if line.startswith("validation"))
+    (line,) = (line for line in lines_of(one) if line.startswith("validation"))
     assert said in line and ("% of the computing" in line) is bool(count)
 
 
@@ -81,13 +92,13 @@ def test_elements_between_four_stages_are_printed_beside_a_relays(
 ) -> None:
     file, config = REPOSITORY / "launch" / "specs" / f"{spec}.yaml", REPOSITORY / "ds_configs" / "zero2_bf16.json"
     found = drafted(file, ["data.path=pictures", *changes], config, world_size=4, stages=4)
-    line = next(line for line in describe_plan(found, Path("runs/x")).splitlines() if line.startswith("messages"))
+    line = next(line for line in lines_of(found) if line.startswith("messages"))
     assert found.parameters == parameters
     assert sum(stage.sent_elements for stage in found.stages) == sent
     images = found.spec.train.batch_images
     assert line == (
-        f"messages     {2 * images * sent / 1e6:,.4g} MB a step and direction between stages, {share} of the "
-        f"{2 * images * relayed / 1e6:,.4g} MB of a relay of all skips and the text"
+        f"messages     {rounded(2 * images * sent / 1e6, 4)} MB a step and direction between stages, {share} of the "
+        f"{rounded(2 * images * relayed / 1e6, 4)} MB of a relay of all skips and the text"
     )
 
 
@@ -111,7 +122,7 @@ def test_the_bytes_between_hosts_are_printed_with_the_alternative() -> None:
     two = plan(TWO_BY_TWO)
     gradients = 701_345 * (8 * 2 + 1) * 2 * 0.5 * 2
     line = hosts_of(two)
-    assert line is not None and line in describe_plan(two, Path("runs/x")).splitlines()
+    assert line is not None and line in lines_of(two)
     assert line.startswith(
         "hosts        2 x 2 processes, stages across hosts: 1.475 MB of activations a step between them,"
     )
@@ -147,6 +158,19 @@ def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
     assert after is not None and after.startswith("hosts        3 + 1 processes, stages across hosts: ")
 
 
+def test_the_plan_of_a_large_run_fits_a_terminal() -> None:
+    hosts = tuple(f"worker-{rank // 8}" for rank in range(64))
+    changes = ["data.path=pictures", "ds.pipeline.tensor.size=2"]
+    config = REPOSITORY / "ds_configs" / "zero2_bf16.json"
+    spec = REPOSITORY / "launch" / "specs" / "sdxl.yaml"
+    found = drafted(spec, changes, config, world_size=64, stages=16, hosts=hosts)
+    lines = describe_plan(found, Path("runs/x")).splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) <= 39  # and the forecast
+    rows = [line for line in lines if " on rank " in line]
+    assert rows[0].split()[0] == "0" and rows[-1].split()[0] == "31" and "..." in lines
+    assert len(stage_table(found).splitlines()) == 33, "the run's folder has them all"
+
+
 @pytest.mark.parametrize(("stages", "apart"), [(1, "replicas"), (4, "stages")])
 def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None:
     line = hosts_of(plan(TWO_BY_TWO, stages=stages))
@@ -154,7 +178,7 @@ def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None
 
 
 def tensor_lines_of(made: RunDraft) -> list[str]:
-    lines = describe_plan(made, Path("runs/x")).splitlines()
+    lines = lines_of(made)
     return [line for line in lines if line.startswith(("layout", "tensor", "warning"))]
 
 
@@ -190,7 +214,7 @@ def test_tensor_groups_across_hosts_are_warned_of_once_the_hosts_are_known() -> 
     *_, warning = tensor_lines_of(apart)
     assert warning.startswith("warning      1 tensor group across hosts: each rank sends ")
     unknown = plan((), 1, tensor={"size": 4})
-    assert warning in decided_since(unknown, met(unknown, TWO_BY_TWO)).splitlines()
+    assert warning in unwrapped(decided_since(unknown, met(unknown, TWO_BY_TWO)))
     assert warning not in decided_since(apart, apart)
 
 

@@ -1,7 +1,7 @@
-"""The commands of the pages for newcomers and of the README's first screen, typed one after another in a terminal.
+"""Commands of README and of the newcomers' pages, typed one after another in a terminal.
 
-A comment before a block of a page says what is appended to it here, so that it trains less. The output that the
-page shows below a block ends as it does here, numbers aside.
+A comment before a page's block names options that are appended here, so that it trains less. The output that the page
+shows below a block ends as here, numbers aside.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIGN_OF_LIFE_SECONDS = 60.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with what a fresh clone offers to the commands."""
+    """Folder with the parts of a fresh clone that the commands need."""
     for name in ("ds_configs", "launch"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     return tmp_path
@@ -46,7 +46,7 @@ def type_in(command: str, folder: Path) -> Terminal:
 
 
 def last_line(text: list[str]) -> str:
-    """Return the last line that is not empty, with 0 for every number and one space between columns."""
+    """Return the last line with text, with 0 for every number and one space between columns."""
     return re.sub(r"\d[\d,.]*", "0", [" ".join(line.split()) for line in text if line.strip()][-1])
 
 

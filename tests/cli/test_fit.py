@@ -1,4 +1,4 @@
-"""``ddpm-ds fit``: what it refuses before anything is started, and what it says of trials."""
+"""``ddpm-ds fit``: refusals before anything starts, and the report of trials."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_bad_input_is_one_line_before_anything_is_started(
 
 
 def attempt(task: Task, folder: Path, size: int) -> TriedSize:
-    """A trial in no time: 32 images fit, and 16 are the fastest."""
+    """Trial that takes no time: 32 images fit, and 16 are the fastest."""
     micro_batches = task.draft(size).ds.layout.micro_batches
     tried = TriedSize(
         size, micro_batches, size * micro_batches, step_seconds=[abs(size - 16) + 1], rank_peak_bytes=[700]
@@ -60,7 +60,7 @@ def attempt(task: Task, folder: Path, size: int) -> TriedSize:
 def test_training_accepts_the_command_that_is_printed_and_the_numbers_are_all_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without ``--out`` it changes what the JSON says of the batch, which grows."""
+    """Without ``--out`` the command changes the JSON's batch, which grows."""
     config = write_json(tmp_path / "ds.json", json.loads(ZERO.read_text()) | {"train_batch_size": 64})
     place_digits(tmp_path)
     monkeypatch.setattr("ddpm_ds.cli.fit.try_size", attempt)

@@ -1,4 +1,4 @@
-"""``ddpm-ds train``: typed in a terminal, stopped with Ctrl-C, and gone on with the command that it prints."""
+"""``ddpm-ds train``: typed in a terminal, stopped with Ctrl-C, and continued with the command that it prints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec(tmp_path: Path) -> Path:
 def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_goes_on(
     processes: int, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each process imports PyTorch, so that two take long; forked ones are stopped in ``test_preemption.py``."""
+    """One process, since each imports PyTorch; ``test_preemption.py`` stops several forked ones."""
     place_digits(tmp_path)
     run_dir = tmp_path / "run"
     layout = f"--processes {processes} -p {processes}"
@@ -161,7 +161,7 @@ def test_without_a_number_there_is_a_process_for_each_gpu_that_is_used(monkeypat
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Started by ``ddpm-ds train`` or by a launcher; the folder of one that does not begin is removed."""
+    """Both under ``ddpm-ds train`` and under a launcher; a run that does not begin leaves no folder."""
     begun: list[Path] = []
 
     def supervised(command: Sequence[str], place: Place, **options: object) -> Outcome:
@@ -205,7 +205,7 @@ def test_the_last_line_names_the_save_and_the_next_command(tmp_path: Path) -> No
     for code in (1, EXIT_BAD_INPUT, 3):
         assert _outcome(Outcome(code), tmp_path, given) == "nothing was saved; see the error above"
     said = _outcome(Outcome(76, killed=True), tmp_path, given)
-    assert f"killed, probably for memory, of which this machine has {gib(host_memory())}: " in said
+    assert f"killed, probably because this machine's {gib(host_memory())} of memory were full: " in said
     assert "ddpm-ds train" not in said
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("images-000064000\n")

@@ -1,4 +1,4 @@
-"""The ddpm-ds command: verbs, one-line errors, exit codes, and nothing heavy before it is needed."""
+"""The command ``ddpm-ds``: verbs, one-line errors, exit codes, and no heavy import before it is needed."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_signal_during_imports_ends_every_program_without_a_word(
         cwd=DIGITS.parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # which a shell or nohup may have had us ignore
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell or nohup may ignore the signal
     )
     wait_for(imported.exists, running=lambda: program.poll() is None)
     program.send_signal(number)

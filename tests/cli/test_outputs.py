@@ -1,4 +1,4 @@
-"""Files that a user names are written whole, and never over what is there unless asked: one rule for every program."""
+"""Files that a user names are written whole, and replace a file only with --overwrite, by every program."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ VERBS = {
     "fit --json": [*FIT, "--json", "FILE"],
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
-"""Words of each verb that writes a file, of which all but FILE are missing: the file is looked at first."""
+"""Words of each verb that writes a file; all paths but FILE are missing, since the file is checked first."""
 FOLDERS = {"export out", "import --out", "sample --out"}
-"""What else is written where a user says: a folder, which is never replaced, or what a record makes its own."""
+"""Options that name another kind of output: a folder, which is never replaced, or a recorded run's."""
 SCRIPTS: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "bench.py": (bench, ["--spec", "SPEC", "--deepspeed_config", "JSON", "--json", "FILE"]),
     "check_gpu.py": (check_gpu.main, ["--out", "FILE"]),
@@ -45,11 +45,11 @@ REFUSALS = {
     "broken link": LINK,
     "folder": "can't be written",
 }
-"""What is said of what is there; only a file may be replaced."""
+"""Message for each kind of existing path; only a file may be replaced."""
 
 
 def options_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[str, argparse.Action]]:
-    """Yield every option of every verb, with the name of both."""
+    """Yield every option of every verb, with both names."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():

@@ -1,10 +1,12 @@
-"""``ddpm-ds plan``: what it prints, writes and refuses."""
+"""``ddpm-ds plan``: output, files and refusals."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +51,38 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
 
 
+def test_no_path_of_the_data_is_needed_and_a_line_comes_before_torch() -> None:
+    files = [
+        "--spec",
+        "folder",
+        "--deepspeed_config",
+        "zero2_bf16.json",
+        "--processes",
+        "2",
+        "--device-kind",
+        "rtx5090",
+    ]
+    program = f"""
+import sys, time
+import ddpm_ds.planning.run_plan as run_plan
+from ddpm_ds.cli.main import main
+
+def plan(spec, *given, **asked):
+    sys.exit(f"torch: {{'torch' in sys.modules}}, path: {{spec.data.path}}")
+
+run_plan.plan = plan
+main({["plan", *files]})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    first, second = done.stderr.splitlines()
+    assert first == "planning folder64 for 2 processes on rtx5090" and second == "torch: False, path: FOLDER"
+
+
 def test_one_stage_has_no_timeline_and_one_node_no_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, out = tmp_path / "plan.png", tmp_path / "plan.json"
     plan(tmp_path, "--processes", "1", "--device-kind", "l4", "--timeline", str(picture), "--out", str(out))
     printed = capsys.readouterr().out
-    assert f"{picture}: not drawn, as 1 has one stage" in printed and not picture.exists()
+    assert f"{picture}: not drawn, since layout 1 has one stage" in printed and not picture.exists()
     assert f"\ntrain with 1: ddpm-ds train --processes 1 --deepspeed_config {out} --spec " in printed
 
 
@@ -95,7 +124,7 @@ def test_memory_that_ends_while_layers_are_timed_is_one_line(tmp_path: Path, mon
         ("--processes 2 --device-kind l4 --device-memory 200KiB", "nothing fits 2 devices of 0.2 MiB"),
         ("--processes 4096 --device-kind l4", "--processes 4096 can't share train.batch_images = 16"),
         ("--processes 2 --set ds.zero_optimization.stage=3", "zero_optimization.stage = 3 should be 0 or 1 or 2"),
-        ("--processes 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
+        ("--processes 2 --measure --tflops 3", "--tflops has no effect on layers that --measure times"),
         ("--processes 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
         ("--processes 2 --timeline .", "--timeline . can't be written"),
         ("--processes 1 --device-kind l4 --out /dev/full", "/dev/full can't be written (No space left on device)"),

@@ -1,4 +1,4 @@
-"""``ddpm-ds sample --conditions``: files in physical units, pictures, rollouts, going on, and what is refused."""
+"""``ddpm-ds sample --conditions``: files in physical units, pictures, rollouts, continuation, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
 
 @pytest.fixture
 def sample(planted: Planted, capsys: pytest.CaptureFixture[str]) -> Sample:
-    """Runs the verb in this process and gives what it printed, or its one line of error."""
+    """Run the verb in this process and return its output, or its one line of error."""
 
     run = sample_verb(planted.run_dir, capsys)
     return lambda *arguments, **how: run(*arguments, **how).removeprefix("ddpm-ds: error: ")
@@ -133,7 +133,7 @@ FORECAST: dict[str, Any] = {**STATES, "constants": ["land"], "constant_channels"
 
 @pytest.fixture
 def forecast(tmp_path: Path) -> Planted:
-    """A run that learns the next state of another file's states."""
+    """Run that learns each state's successor in another file."""
     found = arrays()
     now, after = ({name: found[name][part] for name in ("t2m", "u")} for part in (slice(None, -1), slice(1, None)))
     np.savez(tmp_path / "now.npz", **now, land=found["land"])
@@ -173,6 +173,7 @@ def test_a_rollout_feeds_each_state_back(forecast: Planted, tmp_path: Path, samp
         ("--conditions held-out --channel v", "--channel v is none of t2m, u"),
         ("--conditions held-out --out OUT/x.npz", "can't hold fields, which"),
         ("--conditions held-out --members 0", "'0' is not a number from 1 to 4,096"),
+        ("--conditions held-out --size 16", "has a condition of one size (data.condition); leave it out"),
         ("--conditions held-out --labels 3", "the U-Net has no classes"),
     ],
 )
@@ -189,7 +190,7 @@ def test_a_run_without_a_condition_takes_none(tmp_path: Path, sample: Sample) ->
     plant(tmp_path / "plain", **UNLABELLED)
     for words, said in (
         (("--conditions", "held-out"), "was trained without a condition; leave it out"),
-        (("--members", 3), "--members 3 is of --conditions, which is missing"),
+        (("--members", 3), "--members 3 needs --conditions; give it or leave --members out"),
         (("--out", tmp_path / "x.zarr"), "can't hold pictures, which"),
     ):
         assert said in sample(*words, run_dir=tmp_path / "plain", code=2)

@@ -40,7 +40,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: object) -> str:
-    """The one line of a refusal."""
+    """Return the one line of a refusal."""
     assert command.main(["--deepspeed_config", str(MAIN), *map(str, arguments)]) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err.startswith("ddpm_ds: error: "), err
@@ -79,7 +79,7 @@ def test_bad_options_are_refused(words: str, capsys: pytest.CaptureFixture[str],
 def test_more_stages_than_layers_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # on one host, so that nobody elsewhere has to be told
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # on one host, so that no rank elsewhere waits for a report
         monkeypatch.setenv(name, "32")
     assert "has mirrored cuts for 7 at most; use fewer stages" in refused(capsys, tmp_path, "-p", "32")
     line = ("--set", "ds.pipeline.schedule=1f1b")
@@ -94,7 +94,7 @@ PETS = ["data.source=folder", "data.path=pets"]
     [
         ([], ["data.source=folder", "data.path=nowhere"], "nowhere"),
         (["pets"], PETS, "pets"),
-        (["pets/cats", "pets/dogs"], [*PETS, "unet.classes=3"], "unet.classes = 3, but the images have 2 classes"),
+        (["pets/", "pets/cats", "pets/dogs"], [*PETS, "unet.classes=3"], "but the images have 2 classes; --set unet.c"),
         (
             ["pets/cats", "pets/dogs", "pets/owls", "val/cats", "val/owls"],
             [*PETS, "data.held_out_path=val", "unet.classes=3"],
@@ -115,7 +115,7 @@ PETS = ["data.source=folder", "data.path=pets"]
 def test_images_that_are_missing_or_of_other_classes_are_refused(
     folders: list[str], changes: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Each folder has a picture, but a plain one has none."""
+    """Subfolders have pictures, the folder itself has none."""
     np.save(tmp_path / "pets.npy", np.zeros((2, 8, 8), np.uint8))
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_another_experiment_and_a_deleted_one_are_refused(
     )
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another one")
     said = refused(capsys, tmp_path, *elsewhere)
-    assert "MLFLOW_EXPERIMENT_NAME=another one, but logging.experiment = gone" in said
+    assert "MLFLOW_EXPERIMENT_NAME=another one differs from logging.experiment = gone" in said
     assert "--set 'logging.experiment=another one', or unset" in said
 
 
@@ -284,7 +284,7 @@ def test_a_run_larger_than_a_container_s_limit_is_refused_before_anything_is_bui
 def test_the_files_of_a_folder_are_the_defaults_and_a_line_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:
-    """What each verb takes, where there are files, none, or those of a run that ``--run-dir`` names."""
+    """The files that each verb takes: of the current folder, none, or of the run that ``--run-dir`` names."""
     words = [*shlex.split(verb), *(["--dry-run"] if verb == "train" else [])]
     own = ["--set", f"data.store_root={tmp_path / 'store'}"]
     missing = "--spec is missing" if verb != "train" else "--deepspeed_config is missing"

@@ -158,10 +158,8 @@ OFF_OR_ON: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer.params.max_grad_norm": 0}, {"gradient_clipping": 0}),
     ({"optimizer.params.max_grad_norm": 2.5}, {"gradient_clipping": 2.5}),
     ({"optimizer.params.max_grad_norm": 2.5, "gradient_clipping": 1.0}, {"gradient_clipping": 1.0}),
-    ({"allgather_size": 1e6, "zero_optimization.stage": 2}, {"zero_optimization.allgather_bucket_size": 1e6}),
     ({"tensorboard": {"enabled": True}}, {"tensorboard": None}),
     ({"optimizer.params.torch_adam": False, "optimizer.params.fused": False}, {"optimizer.params.fused": None}),
-    ({"zero_optimization.stage": 0, "zero_optimization.reduce_scatter": False}, {"zero_optimization.stage": 0}),
 ]
 
 

@@ -46,15 +46,14 @@ def skipped(source: Source, i: int) -> tuple[str, str]:
 
 def loaded(
     store: DatasetCache,
-    batch_images: int,
-    micro_batch_images: int | None = None,
+    micro_batch_images: int,
     replicas: int = 1,
     replica: int = 0,
     among: Indices | None = None,
     **asked: Any,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a replica, by default of the only one; of one for a batch, and in an order of seed 0."""
-    share = Share(batch_images, micro_batch_images or batch_images, replicas, replica)
+    """The micro-batches of a replica, by default of the only one, in an order of seed 0."""
+    share = Share(micro_batch_images, replicas, replica)
     images = Subset.of(store) if among is None else Subset(store, among)
     return micro_batches(images, share, **{"seed": 0, **asked})
 

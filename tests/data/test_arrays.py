@@ -18,7 +18,7 @@ import zarr
 
 from ddpm_ds.data import fields
 from ddpm_ds.data.fields import open_fields
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from tests.data.reading import refusal
@@ -268,8 +268,8 @@ def test_any_change_is_noticed_and_a_copy_is_none(
     (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / "copy")
     (shutil.rmtree if path.is_dir() else os.remove)(path)
     (tmp_path / "copy").rename(path)
-    assert prepare(spec, progress=True).meta == before.meta
-    note = "is compared by some images; if others have changed delete" in capsys.readouterr().err
+    assert prepare(spec, How(progress=True)).meta == before.meta
+    note = "some of its images were compared: if others have changed delete" in capsys.readouterr().err
     assert note == (not whole and path.is_file()), "a copied file has another time"
     which = (201 if whole else 0, 3, 3) if changed == "t" else (2, 2)
     if path.is_dir():
@@ -336,7 +336,7 @@ def needing(file: h5py.File) -> None:
         ),
         (lambda folder: written(folder / "a.nc", b"CDF\x01" + bytes(40)), "data.path = "),
         (lambda folder: written(folder / "a.nc", b"\x89HDF\r\n\x1a\n" + bytes(40)), "can't be read"),
-        (days, "it is a folder of 3 files, no Zarr; name one file, into which they are joined"),
+        (days, "it is a folder of 3 files, no Zarr; join them into one file"),
         (lambda folder: hdf5_of(folder, needing), "it needs HDF5's filter 54321, without a name: pip install hdf5plu"),
         (lambda folder: Path("/dev/zero"), "it is a device, not a file"),
     ],

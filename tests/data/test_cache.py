@@ -49,11 +49,11 @@ def test_the_digits_equal_scikit_learns(digits: DatasetCache) -> None:
     ("labels", "meta", "line"),
     [
         (np.zeros(1796, np.int64), {}, "labels.npy is int64 (1796,) for 1797 images"),
-        (np.full(1797, 10), {}, "labels.npy has labels of none of the 10 classes"),
+        (np.full(1797, 11), {}, "labels.npy has labels of none of the 10 classes"),
         (None, {"shards": [1796]}, "meta.json has shards of 1,796 images and 1,797 in all"),
         (None, {"shape": [3, 8, 8]}, "images.npy is uint8 (1797, 1, 8, 8)"),
         (None, {"kind": "latents"}, "images.npy is uint8 (1797, 1, 8, 8), meta.json says otherwise"),
-        (None, {"format": 2}, "meta.json is not that of a data-set cache of format 1"),
+        (None, {"format": 2}, "meta.json does not describe a data-set cache of format 1"),
         (None, {"sha256": {}}, "meta.json has no checksum of images.npy"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_changed_byte_is_found_by_its_checksum(copy: Path) -> None:
     assert "images.npy has another checksum" in refused(copy)
     DatasetCache.open(copy, verify=False)  # only verifying reads the bytes
     (copy / "meta.json").write_text("{")
-    assert "meta.json is not that of a data-set cache" in refused(copy)
+    assert "meta.json does not describe a data-set cache" in refused(copy)
 
 
 @pytest.mark.parametrize("shape", [[10**30] * 3, [3, 2**16, 2**16], [0, 8, 8], [8, 8]])

@@ -75,7 +75,7 @@ def spec_of(encoders: Path, folder: Path, tmp_path: Path) -> SpecOf:
 def batch_of(cache: DatasetCache, size: int = 12, **changes: Any) -> MicroBatch:
     """The first micro-batch of a run."""
     asked: dict[str, Any] = {"fields": TEXT_FIELDS, "seed": 0} | changes
-    return next(loaded(cache, batch_images=size, **asked))
+    return next(loaded(cache, micro_batch_images=size, **asked))
 
 
 def captioned(cache: DatasetCache) -> list[list[str]]:
@@ -156,7 +156,7 @@ def test_usual_places_of_captions_are_read(
         ({"a/metadata.jsonl": '{"file_name": "../2.png", "text": "two"}'}, "it points outside its folder (../2.png)"),
         (
             {"metadata.jsonl": json.dumps({"file_name": "2.png", "text": ["x"] * 65_536})},
-            "it has 65,536 captions, and 256 are the most of an image",
+            "it has 65,536 captions, and an image may have 256",
         ),
         ({"2.txt": None}, "2.txt can't be read (it is a named pipe, not a file); write it again"),
         ({"metadata.csv": None}, "metadata.csv, line 0: it is a named pipe, not a file"),
@@ -189,7 +189,7 @@ def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, 
     assert captioned(cache) == [["two", "too"], ["one"]] and cache.meta.skipped == 2
     skipped = (cache.path / "skipped.txt").read_text()
     assert "3.png\tit is a named pipe, not a file\n" in skipped and "a/9.png\tNo such file" in skipped
-    with pytest.raises(DataError, match=r"data\.max_bad_fraction = 0\.4 is passed: 2 of 4 images are unreadable"):
+    with pytest.raises(DataError, match=r"data\.max_bad_fraction = 0\.4, but 2 of 4 images are unreadable"):
         prepared_images(spec.model_copy(update={"max_bad_fraction": 0.4, "store_root": tmp_path / "anew"}))
     (tmp_path / "few" / "dataset.json").write_text(labels)  # which names one more that is missing
     (tmp_path / "few" / "b").mkdir()
@@ -270,7 +270,7 @@ def _loaded(kind: Any, folder: Path, second: bool) -> Any:
 @pytest.mark.parametrize("size", [1, 3, 8, 12])
 def test_captions_that_are_encoded_while_training_are_the_stored_ones_bit_for_bit(spec_of: SpecOf, size: int) -> None:
     """In micro-batches of any size; their tokens' numbers are stored without encoding anything."""
-    spec, stored = spec_of({"stored": "ids"}), prepare(spec_of(), encode_on=CPU)
+    spec, stored = spec_of({"stored": "ids"}), prepare(spec_of(), How(encode_on=CPU))
     ids = prepare(spec)
     assert ids.text is not None and ids.text.path.name.endswith("-ids") and ids.empty_text is None
     assert "the longest loses" not in str(captions.warnings_of(ids.text)) and ids.key != stored.key
@@ -298,7 +298,7 @@ def test_what_encoders_take_of_a_device_is_counted_without_loading_them(encoders
 
 def test_the_loader_yields_the_text_and_sizes_of_each_image(spec_of: SpecOf) -> None:
     spec = spec_of()
-    cache = prepare(spec, encode_on=CPU)
+    cache = prepare(spec, How(encode_on=CPU))
     assert prepare(spec).meta == cache.meta, "it is opened without encoding"
     batch, texts = batch_of(cache), texts_of(cache)
     encoded = TextEncoders.open(spec.text, CPU).encode(texts)  # type: ignore[arg-type]
@@ -324,12 +324,12 @@ def _positions(cache: DatasetCache, batch: MicroBatch) -> list[int]:
 
 
 def test_a_caption_is_chosen_by_seed_and_index_alone(spec_of: SpecOf) -> None:
-    cache = prepare(spec_of(), encode_on=CPU)
+    cache = prepare(spec_of(), How(encode_on=CPU))
     whole = batch_of(cache, size=48)
     for fields in ({"text"}, {"pooled", "images"}):  # ranks ask for different fields
         for replica in (0, 1):
             given: dict[str, Any] = {"fields": fields, "seed": 0, "start_images": 24}
-            given |= {"batch_images": 12, "micro_batch_images": 6, "replicas": 2, "replica": replica}
+            given |= {"micro_batch_images": 6, "replicas": 2, "replica": replica}
             part = next(loaded(cache, **given))
             mine = slice(24 + 6 * replica, 30 + 6 * replica)
             assert torch.equal(part.index, whole.index[mine])
@@ -349,7 +349,7 @@ def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.C
     largest = tokens.abs().amax(dim=2, keepdim=True)
     # Half a step of largest / 127, and the roundings of one division and one product of numbers up to the largest.
     assert ((stored * scale[:, :, None] - tokens).abs() <= largest * (0.5 / STEPS + 4 * 2.0**-24)).all()
-    cache = prepare(spec_of({"stored": "int8"}), progress=True, encode_on=CPU)
+    cache = prepare(spec_of({"stored": "int8"}), How(progress=True, encode_on=CPU))
     message = capsys.readouterr().err
     assert (
         "int8: relative error of a token 0." in message
@@ -358,7 +358,7 @@ def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.C
     )
     batch = batch_of(cache, fields={"text", "text_scale"})
     assert batch.text is not None and batch.text.dtype == torch.int8 and batch.text_scale is not None
-    exact = batch_of(prepare(spec_of(), encode_on=CPU), fields={"text"}).text
+    exact = batch_of(prepare(spec_of(), How(encode_on=CPU)), fields={"text"}).text
     assert exact is not None
     bound = batch.text_scale[:, :, None] * (0.5 + 1e-4) + exact.abs() * 2.0**-11  # and that of float16
     assert ((batch.text * batch.text_scale[:, :, None] - exact).abs() <= bound).all()
@@ -367,15 +367,15 @@ def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.C
 
 def test_long_captions_are_cut_and_counted(spec_of: SpecOf, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "dogs" / "5.txt").write_text("dog " * 100)
-    prepare(spec_of(), progress=True, encode_on=CPU)
+    prepare(spec_of(), How(progress=True, encode_on=CPU))
     assert "1 of 9 captions have more than 77 tokens and are cut" in (message := capsys.readouterr().err)
     assert "the longest loses 25" in message, "100 words, a start and an end"
 
 
 def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path: Path) -> None:
     save_autoencoder(tmp_path / "autoencoder")
-    pixels = prepare(spec_of(), encode_on=CPU)
-    latents = prepare(spec_of(autoencoder=tmp_path / "autoencoder", image_size=4, channels=4), encode_on=CPU)
+    pixels = prepare(spec_of(), How(encode_on=CPU))
+    latents = prepare(spec_of(autoencoder=tmp_path / "autoencoder", image_size=4, channels=4), How(encode_on=CPU))
     assert latents.meta.kind == "latents" and latents.text is not None and pixels.text is not None
     assert latents.text.path == pixels.text.path and latents.path != pixels.path
     assert np.array_equal(latents.others["sizes"][:], pixels.others["sizes"][:])
@@ -401,7 +401,7 @@ def test_sizes_are_those_of_the_upright_file_and_of_its_crop_after_scaling(spec_
 
 
 def test_changed_captions_are_refused(spec_of: SpecOf, folder: Path) -> None:
-    prepare(spec_of(), encode_on=CPU)
+    prepare(spec_of(), How(encode_on=CPU))
     (folder / "dogs" / "1.txt").write_text("a blue dog")
     with pytest.raises(DataError, match="has other images or captions than"):
         prepare(spec_of())
@@ -410,14 +410,14 @@ def test_changed_captions_are_refused(spec_of: SpecOf, folder: Path) -> None:
 def test_text_that_is_not_encoded_is_asked_for(spec_of: SpecOf, encoders: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no encoded text at .*; make it once with: ddpm-ds prepare --encode"):
         prepare(spec_of())
-    made = prepare(spec_of(), encode_on=CPU)
+    made = prepare(spec_of(), How(encode_on=CPU))
     write_encoders(tmp_path / "others", WORDS, width=32, second=16, pooled=24, seed=1)
     others = spec_of({"encoders": str(tmp_path / "others")})
     with pytest.raises(DataError, match="there is no encoded text"):
         prepare(others)
     with pytest.raises(DataError, match="there is no encoded text"):
         prepare(spec_of({"layer": "last"}))
-    anew = prepare(others, encode_on=CPU)
+    anew = prepare(others, How(encode_on=CPU))
     assert anew.text is not None and made.text is not None and anew.text.path != made.text.path
     assert anew.path == made.path and anew.key != made.key
     shutil.copytree(tmp_path / "others", tmp_path / "copy")
@@ -446,7 +446,7 @@ def test_encoders_that_cannot_be_used_are_refused_in_a_line(
     shutil.copytree(encoders, tmp_path / "broken")
     broken(tmp_path / "broken")
     with pytest.raises(DataError) as error:
-        prepare(spec_of({"encoders": str(tmp_path / "broken")}), encode_on=CPU)
+        prepare(spec_of({"encoders": str(tmp_path / "broken")}), How(encode_on=CPU))
     assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "stores").exists()
 
 

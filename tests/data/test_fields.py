@@ -18,7 +18,7 @@ import zarr
 
 from ddpm_ds.data import cache, fields, writing
 from ddpm_ds.data.cache import StoredImages
-from ddpm_ds.data.prepare import Recipes, prepare
+from ddpm_ds.data.prepare import How, Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from tests.data.reading import loaded, refusal
@@ -146,13 +146,13 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
     asked: dict[str, Any] = {"image_size": SIZE, "channels": 4, "variables": names, "condition": condition}
     spec = spec_of(source="arrays", path=write("arrays", tmp_path, arrays), values="float16", **asked)
     spec = spec.model_copy(update={"mask": "sea" if masked else None})
-    store = prepare(spec, progress=True)
+    store = prepare(spec, How(progress=True))
     message = capsys.readouterr().err
     assert "RMS of the rounding of images to float16, as a share of their spread: rain " in message
     assert message.count("; --set data.values=float32 keeps more") == 1 and "of condition to float16" in message
     assert store.images.dtype == store.others["condition"].dtype == np.float32 and len(store.meta.shards) > 1
     for field, channels in (("images", names), ("condition", ("coarse",))):
-        offset, found = store.meta.field(field).offset, store.fields[field][:].astype(np.float64)
+        offset, found = store.meta.stored[field].offset, store.fields[field][:].astype(np.float64)
         far = {name for name, number in zip(channels, offset, strict=True) if number}
         assert far == {"t2m", "number", "coarse"} & {*channels}
         for channel, name in enumerate(channels):
@@ -165,7 +165,7 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
             errors = np.sqrt(np.mean((read - values.astype(np.float32)) ** 2)) / read.std()
             assert store.meta.rounding[field][channel] == pytest.approx(errors, rel=1e-3, abs=1e-6)
             assert (errors > 0.01) == (name == "rain") and (name != "number" or not errors)
-    batch = next(loaded(store, batch_images=COUNT))
+    batch = next(loaded(store, micro_batch_images=COUNT))
     assert sorted(batch.images[:, 1].amax((1, 2)).tolist()) == sorted(store.images[:][:, 1].max((1, 2)).tolist())
     assert (store.centre((4, 6)).images[:] == store.images[:][:, :, 1:5, 2:8]).all()
 
@@ -230,8 +230,8 @@ def test_bad_input_is_one_line_that_names_the_fix(source: str, tmp_path: Path, s
         condition = NAMED["condition"] | changes.pop("condition", {})
         return refusal(spec_of(source=source, path=path, **NAMED | {"condition": condition} | changes))
 
-    assert "data.variables has t2n, which data.path" in (line := refused(variables=("t2n",), channels=1))
-    assert "does not hold as an array; it holds t2m, " in line
+    assert "data.variables has t2n, which is no array of data.path" in (line := refused(variables=("t2n",), channels=1))
+    assert "; it holds t2m, " in line
     assert "--set data.channels=3" in (line := refused(channels=4)) and "t2m, wind" in line
     assert "data.image_size = 8, but t2m of data.path" in (line := refused(image_size=8))
     assert "--set data.image_size=[6,10]" in line
@@ -290,7 +290,7 @@ def test_chunks_of_which_an_image_wastes_a_gigabyte_are_refused_with_better_ones
     spec = spec_of(source=source, path=path, values="float32")
     monkeypatch.setattr("ddpm_ds.data.sources.variables.WASTE_BYTES", 100 * 256)
     line = refusal(spec)
-    assert "chunks of 100x8x8, so that one image of 0.000256 MB reads 0 MB" in line
+    assert "chunks of 100x8x8, so reading one image of 0.000256 MB reads 0 MB" in line
     assert "write it again in chunks of 1x8x8" in line
     monkeypatch.setattr("ddpm_ds.data.sources.variables.MOST_WASTE", 100)
     assert len(prepare(spec)) == 200
@@ -342,7 +342,7 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = prepare(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), mask="sea", **NAMED))
-    given: dict[str, Any] = {"seed": 3, "batch_images": 8, "micro_batch_images": 4}
+    given: dict[str, Any] = {"seed": 3, "micro_batch_images": 4}
     whole = list(itertools.islice(loaded(store, fields=store.fields.keys(), **given), 5))
     reads, read = list[str](), StoredImages.read
 
@@ -417,7 +417,7 @@ def test_an_image_that_can_t_be_read_is_left_out_of_every_field_and_named(
     monkeypatch.setitem(fields.FIELD_OPENERS, "hdf5", damaged)
     monkeypatch.setattr("ddpm_ds.data.sources.variables.SMALL_BYTES", 1)
     spec = spec_of(source="hdf5", path=path, **NAMED)
-    assert "data.max_bad_fraction = 0.01 is passed: 1 of 12 images" in refusal(spec)
+    assert "data.max_bad_fraction = 0.01, but 1 of 12 images" in refusal(spec)
     store = prepare(spec.model_copy(update={"max_bad_fraction": 0.1}))
     kept = np.delete(np.arange(COUNT), 5)
     assert (store.path / "skipped.txt").read_text() == "image 5\twrong checksum\n"

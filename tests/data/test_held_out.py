@@ -73,7 +73,7 @@ def values(store: DatasetCache, positions: Any) -> set[int]:
 def test_all_images_of_one_source_are_trained_on_and_all_of_the_other_are_held_out(folders_spec: SpecOf) -> None:
     data = folders_spec()
     trained, held_out = parts(data, *prepare_all(data, How()))
-    batches = loaded(trained.cache, among=trained.positions, batch_images=4)
+    batches = loaded(trained.cache, among=trained.positions, micro_batch_images=4)
     seen = {int(image[0, 0, 0]) for batch in islice(batches, 3) for image in batch.images}
     assert seen == {*range(6), *range(40, 46)} and values(*held_out) == {200, 201, 202, 203}
     assert held_out.cache.labels.tolist() == [0, 0, 1, 1]
@@ -179,11 +179,11 @@ def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_p
         ({"images": np.full((5, 1, 4, 6), "a")}, "val.npz"),
         (
             {"condition": np.ones((5, 1, 4, 6))},
-            "condition is 1x4x6 float32 (condition.0) for each image, and 1x2x3 float32 (condition.0) of ",
+            "condition is 1x4x6 float32 (condition.0) for each image, and 1x2x3 float32 (condition.0) in ",
         ),
         ({"condition": np.ones((4, 1, 2, 3))}, " 4; each image needs its own"),
         ({"height": np.zeros((4, 6))}, "has other data.condition.constants than data.path"),
-        (arrays(COUNT, 280.0), "has the images of data.path = "),
+        (arrays(COUNT, 280.0), "has the training images of data.path = "),
     ],
 )
 def test_a_held_out_source_that_does_not_fit_is_refused_by_its_key(
@@ -210,6 +210,6 @@ def test_a_held_out_source_that_is_missing_is_refused_before_anything_is_prepare
 def test_a_held_out_folder_in_the_training_folder_is_refused(inner: str, folders_spec: SpecOf, tmp_path: Path) -> None:
     (tmp_path / "train" / "val").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / inner)
-    with pytest.raises(DataError, match=r"^data.held_out_path = \S+link and data.path = .* use two folders$"):
+    with pytest.raises(DataError, match=r"^data.held_out_path = \S+link and data.path = .* use two separate paths$"):
         prepare_all(folders_spec(path=tmp_path / "train", held_out_path=tmp_path / "link"), How())
     assert not (tmp_path / "stores").exists()

@@ -63,10 +63,11 @@ def test_the_hubs_cache_will_do_unless_the_newest_is_asked_for(hub: ModelHub) ->
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("owner/full", r"is no folder, and can't be had from the Hugging Face hub \(Name or service not known\)"),
+        ("owner/full", r"is no folder, and the Hugging Face hub does not give it \(Name or service not known\)"),
         ("./full", "does not exist"),
         ("full", "does not exist"),
         ("a/b/c", "does not exist"),
+        ("runs/full", "does not exist"),
     ],
 )
 def test_what_can_not_be_had_is_one_line(hub: ModelHub, name: str, words: str) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ddpm_ds.cli import main as command
 from ddpm_ds.data import latents
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, pixels_learned, pixels_of, to_pixels
-from ddpm_ds.data.prepare import Recipes, prepare
+from ddpm_ds.data.prepare import How, Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from tests.autoencoders import save_autoencoder
@@ -54,7 +54,7 @@ def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
     monkeypatch.setattr(latents, "MOVED_PIXELS", 330)  # five images of 64 pixels
     monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 7 * 128)
     monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 150)  # two images of 64 pixels
-    store, pixels = prepare(spec_of(), encode_on=CPU), prepare(pixels_of(spec_of()))
+    store, pixels = prepare(spec_of(), How(encode_on=CPU)), prepare(pixels_of(spec_of()))
     assert pixels.path.name.startswith("folder-8px-3ch-") and store.path.name.startswith(pixels.path.name + "-latents-")
     images = torch.from_numpy(np.array(pixels.images[:12])).float() / 127.5 - 1
     expected = (model[1].encode(images).latent_dist.mean - 0.25) * 0.7
@@ -146,29 +146,29 @@ def test_latents_are_made_only_when_asked_for(spec_of: SpecOf, monkeypatch: pyte
     assert not spec_of().store_root.exists()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs diffusers: pip install 'ddpm_ds\[latents\]'"):
-        prepare(spec_of(), encode_on=CPU)
+        prepare(spec_of(), How(encode_on=CPU))
 
 
 def test_latents_of_pixels_that_have_changed_are_refused(spec_of: SpecOf, folder: Path) -> None:
-    store = prepare(spec_of(), encode_on=CPU)
-    assert prepare(spec_of(), encode_on=CPU).meta == store.meta
+    store = prepare(spec_of(), How(encode_on=CPU))
+    assert prepare(spec_of(), How(encode_on=CPU)).meta == store.meta
     shutil.rmtree(Recipes(pixels_of(spec_of())).of().path)
-    assert prepare(spec_of(), encode_on=CPU).meta == store.meta, "the pixels may be deleted"
+    assert prepare(spec_of(), How(encode_on=CPU)).meta == store.meta, "the pixels may be deleted"
     (folder / "cats" / "0.png").unlink()
     with pytest.raises(DataError, match=r"data.path = .* has other images than .*-latents-.* was prepared from"):
         prepare(spec_of())
     prepare(pixels_of(spec_of()))
     with pytest.raises(DataError, match="has latents of other pixels than there are now; delete it and try again"):
-        prepare(spec_of(), encode_on=CPU, verify=False)
+        prepare(spec_of(), How(encode_on=CPU, verify=False))
 
 
 def test_values_beyond_float16_are_one_line_and_leave_nothing(spec_of: SpecOf, tmp_path: Path) -> None:
     save_autoencoder(tmp_path / "huge", scaling_factor=1e7)
     spec = spec_of(autoencoder=tmp_path / "huge")
     with pytest.raises(
-        DataError, match=r"huge makes values up to .* of image 0 of .*, and float16 ends at 65,504; use"
+        DataError, match=r"huge makes values up to .* from image 0 of .*, and float16 ends at 65,504; use"
     ):
-        prepare(spec, encode_on=CPU)
+        prepare(spec, How(encode_on=CPU))
     assert [path.name for path in spec.store_root.glob("[!.]*")] == [Recipes(pixels_of(spec)).of().path.name]
     assert not list(spec.store_root.glob(".*preparing*"))
 
@@ -222,7 +222,7 @@ def test_a_bad_autoencoder_is_one_line(
     broken(tmp_path / "bad", how)
     spec = spec_of(autoencoder=tmp_path / "bad")
     with pytest.raises(DataError, match=rf"^data.autoencoder = .*bad .*{line}") as caught:
-        prepare(spec, encode_on=CPU)
+        prepare(spec, How(encode_on=CPU))
     assert "\n" not in str(caught.value)
     assert not list(spec.store_root.glob("[!.]*latents*")) and not list(spec.store_root.glob(".*preparing*"))
 
@@ -230,9 +230,9 @@ def test_a_bad_autoencoder_is_one_line(
 def test_numbers_that_do_not_fit_are_one_line_with_fitting_ones(spec_of: SpecOf) -> None:
     with pytest.raises(DataError, match=r"data.channels = 3, .* have 4; --set data.channels=4"):
         autoencoder_of(spec_of(channels=3))
-    with pytest.raises(DataError, match=r"data.image_size = 8000 .* made of 2x2 pixels .* use 4096 or less"):
+    with pytest.raises(DataError, match=r"data.image_size = 8000 .* of 2x2 pixels, .* use 4096 or less"):
         autoencoder_of(spec_of(image_size=8000))
-    with pytest.raises(DataError, match="is another than that whose latents were learned"):
+    with pytest.raises(DataError, match="did not make the latents that were learned"):
         autoencoder_of(spec_of(), {"images.npy": "0", "autoencoder": "1"})
 
 
@@ -277,7 +277,7 @@ def test_the_verb_encodes_and_refuses_without_an_autoencoder(
 ) -> None:
     arguments = ["prepare", "--encode", "--spec", str(DIGITS), "--set", f"data.store_root={tmp_path}"]
     assert command.main(arguments) == 2
-    assert "--encode makes latents of data.autoencoder and encodes captions of data.text" in capsys.readouterr().err
+    assert "--encode needs data.autoencoder or data.text" in capsys.readouterr().err
     latent = ["data.channels=4", f"data.autoencoder={model[0]}", "sampler.clip=none", "data.image_size=4"]
     latent.append("unet.attention_resolutions=[]")
     assert command.main([*arguments, *(word for change in latent for word in ("--set", change))]) == 0

@@ -17,7 +17,7 @@ from PIL import Image
 
 from ddpm_ds.data import decoding, origin, writing
 from ddpm_ds.data.origin import SAMPLED_IMAGES
-from ddpm_ds.data.prepare import Recipes, class_names, prepare
+from ddpm_ds.data.prepare import How, Recipes, class_names, prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.spec import DataSpec
@@ -98,7 +98,7 @@ def temporaries(spec: DataSpec) -> list[Path]:
 
 def check_whole(spec: DataSpec) -> None:
     """Check that the cache is whole, and that nothing begun is left."""
-    store = prepare(spec, verify=True)
+    store = prepare(spec, How(verify=True))
     assert store.images[:][:, 0, 4, 4].tolist() == [*range(6), *range(40, 46)]
     assert store.labels.tolist() == [0] * 6 + [1] * 6
     assert not temporaries(spec) and not list(store.path.glob(".*"))
@@ -141,11 +141,11 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(
     (folder / "dogs" / "a\nb\t.png").write_bytes(b"")
     refused = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
     tolerant = spec_of(source="folder", path=folder, max_bad_fraction=0.2)
-    with pytest.raises(DataError, match=r"fraction = 0.1 is passed: 2 of 13 [^\n]* first cats/2.png[^\n]*$"):
+    with pytest.raises(DataError, match=r"fraction = 0.1, but 2 of 13 [^\n]* first cats/2.png[^\n]*$"):
         prepare(refused)
     assert not Recipes(refused).of().path.exists() and not temporaries(refused)
     interrupted(tolerant, monkeypatch)
-    with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.1 is passed: 2 of 13 images"):
+    with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.1, but 2 of 13 images"):
         prepare(refused)
     store = prepare(tolerant)
     assert (store.meta.skipped, store.meta.count) == (2, 11)
@@ -168,7 +168,7 @@ def test_preparation_prints_its_classes_with_their_numbers_of_images(
 ) -> None:
     def line(path: Path = folder) -> str:
         shutil.rmtree(spec_of().store_root, ignore_errors=True)
-        prepare(spec_of(source="folder", path=path, max_bad_fraction=0.2), progress=True)
+        prepare(spec_of(source="folder", path=path, max_bad_fraction=0.2), How(progress=True))
         return capfd.readouterr().err.splitlines()[-1].partition(": ")[2]
 
     (folder / "cats" / "2.png").write_text("not an image")
@@ -177,6 +177,22 @@ def test_preparation_prints_its_classes_with_their_numbers_of_images(
     for number in range(20):
         shutil.copytree(folder / "dogs", folder / f"e{number:02}\n")
     assert line().endswith(r" in 22 classes: 5 to 6 each, cats 5, dogs 6, e00\n 6, ..., e19\n 6")
+
+
+def test_pictures_beside_class_folders_have_no_class_and_that_is_said_before_each_training(
+    folder: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("loose.png", "new.png"):
+        shutil.copy(folder / "dogs" / "0.png", folder / name)
+    spec = spec_of(source="folder", path=folder)
+    for first in (True, False):
+        store, err = prepare(spec, How(progress=True)), capfd.readouterr().err
+        assert f"{folder}: 2 images are in no folder, 12 in 2 class folders; with unet.classes the 2 are" in err
+        assert ("14 images in 2 classes: cats 6, dogs 6, 2 in none" in err) == first
+    assert store.meta.classes == ("cats", "dogs")
+    assert store.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 2, "the U-Net's label for none is the number of classes"
+    prepare(spec_of(source="folder", path=folder / "dogs"), How(progress=True))
+    assert "no folder" not in capfd.readouterr().err, "without class folders no image lacks one"
 
 
 def test_store_root_that_can_not_be_written_is_one_line(
@@ -196,7 +212,7 @@ def test_full_disk_is_one_line_before_and_while_writing_and_finished_files_are_k
     monkeypatch.setattr(writing, "SHARD_BYTES", 4 * 64)  # three files
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12 * 64 - 1))
-        with pytest.raises(DataError, match=r"data.store_root = .* has .* free, and the images take .*free some, or"):
+        with pytest.raises(DataError, match=r"data.store_root = .* has .* free, and the images need .*free some, or"):
             prepare(spec)
         assert not temporaries(spec)
     full = [None, None, OSError(28, "No space left on device")]  # two for each file
@@ -259,7 +275,7 @@ def test_finished_files_of_other_images_are_not_used(
 @pytest.mark.parametrize(
     ("times", "line"),
     [
-        (1, r"data.max_bad_fraction = 0.01 is passed: 1 of 12"),
+        (1, r"data.max_bad_fraction = 0.01, but 1 of 12"),
         (9, r"data.store_root = .* can't be written \(No such file or directory\)"),
     ],
 )
@@ -336,7 +352,7 @@ def test_a_replaced_source_gets_a_line_and_a_resumed_run_keeps_its_own(
         DataError, match=rf"^data.path = {spec.path} has other images than .* or delete {before.path} to"
     ):
         prepare(spec)
-    assert prepare(spec, learned=before.meta.sha256).meta == before.meta == prepare(spec, verify=False).meta
+    assert prepare(spec, learned=before.meta.sha256).meta == before.meta == prepare(spec, How(verify=False)).meta
     shutil.rmtree(before.path)  # what the line says
     assert prepare(spec).meta != before.meta
 
@@ -387,7 +403,7 @@ def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
         os.mkfifo(record)
     else:
         record.write_text("{" if damage == "record" else record.read_text().replace('"labels":[0,', '"labels":['))
-    assert prepare(spec).meta == expected == prepare(spec, verify=True).meta and temporaries(spec) == []
+    assert prepare(spec).meta == expected == prepare(spec, How(verify=True)).meta and temporaries(spec) == []
 
 
 def test_each_file_of_a_folder_of_3000_has_a_look(tmp_path: Path) -> None:

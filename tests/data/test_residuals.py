@@ -14,7 +14,7 @@ import pytest
 
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import fields_of
-from ddpm_ds.data.prepare import Recipes, prepare
+from ddpm_ds.data.prepare import How, Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 
@@ -66,7 +66,7 @@ def test_the_cache_has_fields_minus_predictions_with_their_statistics_and_all_el
     monkeypatch.setattr("ddpm_ds.data.fields.PREDICTED_BYTES", 4 * 24 * 4)  # four fields
     monkeypatch.setattr("ddpm_ds.data.writing.SHARD_BYTES", 7 * (24 + 12 + 1) * 4)
     spec, regression = spec_of(), Halving()
-    store, fields = prepare(spec, regression=regression), prepare(fields_of(spec))
+    store, fields = prepare(spec, How(regression=regression)), prepare(fields_of(spec))
     every = np.arange(COUNT)
     expected = fields.images.read(every) - Halving().predict(fields, every)
     found = store.images.read(every)
@@ -82,7 +82,9 @@ def test_the_cache_has_fields_minus_predictions_with_their_statistics_and_all_el
     assert store.constants is not None and fields.constants is not None
     assert np.array_equal(store.constants, fields.constants)
     assert store.path.name.startswith(f"{fields.path.name}-residual-")
-    assert prepare(spec, verify=True).meta == store.meta, "it is opened without the regression, and its checksums hold"
+    assert prepare(spec, How(verify=True)).meta == store.meta, (
+        "it is opened without the regression, and its checksums hold"
+    )
 
 
 def test_masked_values_stay_out_of_the_statistics(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_masked_values_stay_out_of_the_statistics(spec_of: SpecOf, tmp_path: Pat
     arrays["images"][:, :, 0] = np.nan
     np.savez(path, **arrays)
     spec = spec_of(mask="nan")
-    store, fields = prepare(spec, regression=Halving()), prepare(fields_of(spec))
+    store, fields = prepare(spec, How(regression=Halving())), prepare(fields_of(spec))
     every = np.arange(COUNT)
     kept = (arrays["images"].astype(np.float32) - Halving().predict(fields, every))[:, :, 1:]
     assert store.meta.statistics["images"].std[0] == pytest.approx(kept.std(dtype=np.float64), rel=1e-9)
@@ -103,28 +105,28 @@ def test_residuals_of_other_weights_or_fields_are_not_taken_for_these(spec_of: S
     spec = spec_of()
     with pytest.raises(DataError, match=r"make them once with: ddpm-ds prepare --residual \S+run$"):
         prepare(spec)
-    prepare(spec, regression=Halving())
+    prepare(spec, How(regression=Halving()))
     with pytest.raises(DataError, match="has residuals of other weights than there are now; delete it"):
-        prepare(spec, regression=Halving("b"))
+        prepare(spec, How(regression=Halving("b")))
     shutil.rmtree(prepare(fields_of(spec)).path)
     arrays = dict(np.load(tmp_path / "fields.npz"))
     np.savez(tmp_path / "fields.npz", **{**arrays, "images": arrays["images"] + 1.0})
     with pytest.raises(DataError, match=r"data.path = \S+ has other images than \S+-residual-"):
-        prepare(spec, regression=Halving())
+        prepare(spec, How(regression=Halving()))
     prepare(fields_of(spec))
     (tmp_path / "fields.npz").unlink()
     with pytest.raises(DataError, match="has residuals of other fields than there are now"):
-        prepare(spec, regression=Halving())
+        prepare(spec, How(regression=Halving()))
 
 
 @pytest.mark.parametrize(
     "more, values, message",
-    [(np.nan, "float32", "predicts nan in image 0, channel 0"), (1e5, "float16", "beyond float16; train that")],
+    [(np.nan, "float32", "predicts nan in image 0, channel 0"), (1e5, "float16", "exceeds float16; train the")],
 )
 def test_residuals_that_are_no_numbers_are_refused_and_leave_nothing(
     spec_of: SpecOf, more: float, values: str, message: str
 ) -> None:
     spec = spec_of(values=values)
     with pytest.raises(DataError, match=message):
-        prepare(spec, regression=Halving(more=more))
+        prepare(spec, How(regression=Halving(more=more)))
     assert not Recipes(spec).of().path.exists() and not list(spec.store_root.glob(".*residual*.preparing"))

@@ -122,7 +122,7 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         assert (at(source, 5, channels=3)[0] == PICTURES[5]).all()
         assert source.classes == ("0", "1", "2") and source.labels.tolist() == FIRST
     assert open_source(spec_of(**spec, image_column="bytes")).classes == (".",)
-    assert "has no column of images; its columns are bytes, struct, path, kind, text, ratio, lists, hash" in line_of(
+    assert "has no image column; its columns are bytes, struct, path, kind, text, ratio, lists, hash" in line_of(
         spec_of(**spec)
     )
     assert "data.image_column = kind of data.path" in line_of(spec_of(**spec, image_column="kind"))
@@ -142,7 +142,7 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
 @pytest.mark.parametrize(
     ("columns", "features", "message"),
     [
-        ({"image": None}, {}, "has no column of images; its columns are label"),
+        ({"image": None}, {}, "has no image column; its columns are label"),
         (
             {"mask": [Image.fromarray(pixels) for pixels in PICTURES]},
             {"mask": datasets.Image()},

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import NoiseLevel
-from ddpm_ds.diffusion.process import Sampler
+from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 
 SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")

@@ -179,8 +179,12 @@ def test_settings_that_exclude_each_other_are_refused(diffusion: Any, sampler: A
 @pytest.mark.parametrize(
     ("process", "between", "error"),
     [
-        ([], "[158,200]", "holds none of the noise levels.* from 0.173 to 157;"),
-        (["diffusion.schedule=edm", "diffusion.objective=v"], "[80,90]", "holds none of the noise.* from 0.002 to 80;"),
+        ([], "[158,200]", "has none of the steps' noise levels.* from 0.173 to 157;"),
+        (
+            ["diffusion.schedule=edm", "diffusion.objective=v"],
+            "[80,90]",
+            "steps' noise levels.* from 0.002 to 80;",
+        ),
     ],
 )
 def test_an_interval_of_guidance_that_no_step_is_in_is_refused(process: list[str], between: str, error: str) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.data.latents import to_pixels
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
+from ddpm_ds.diffusion.condition import Scale
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Stream
@@ -155,7 +156,7 @@ def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor 
     sampler = sampler_of(EDM, kind="ddim", steps=6, clip="none", guidance=guidance, guidance_between=between)
     index, asked = torch.arange(2), []
 
-    def guide(*inputs: Tensor) -> Tensor:
+    def guide(*inputs: Tensor, context: Tensor | None) -> Tensor:
         asked.append(inputs)
         return worse(*inputs)
 
@@ -197,7 +198,7 @@ def finished(x0: Tensor) -> Tensor:
 
 def test_pixels_undo_what_training_does_to_bytes_are_rounded_and_kept_in_range() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(pixels, None, flips=False)
+    x0 = Scale().to_unit(pixels)
     assert torch.equal(finished(x0), pixels)
     values = [-7.0, -1.0, -1.0 + 0.6 / 127.5, 0.1, 1.0 - 0.6 / 127.5, 1.0, float("inf"), float("nan")]
     assert finished(torch.tensor(values).reshape(1, 1, 2, 4)).flatten().tolist() == [0, 0, 1, 140, 254, 255, 255, 0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpm_ds.diffusion.choices import MAX_BETA, TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, weights
-from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.process import Diffusion, mean_error
 from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground.errors import SpecError
 
@@ -163,5 +163,5 @@ def test_distance_is_the_mean_over_pixels_of_each_image_in_fp32(loss: Any, by_ha
     diffusion = Diffusion(DiffusionSpec(loss=loss, huber_delta=0.5), 0, "cpu")
     small, large = [[0.5, -1.5], [-0.5, 1.5]], [[300.0, 300.0], [300.0, 300.0]]  # whose square overflows fp16
     prediction, nought = torch.tensor([[small], [large]], dtype=torch.float16), torch.zeros(2, 1, 2, 2)
-    found = diffusion.distances(prediction, nought, nought, torch.tensor([0, 0]))
+    found = mean_error(diffusion.errors(prediction, nought, nought, torch.tensor([0, 0])), None)
     assert found.dtype == torch.float32 and found.tolist() == by_hand

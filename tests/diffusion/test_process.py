@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ddpm_ds.diffusion.condition import Scale
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler, mean_error
+from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.schema.choices import SAMPLERS
 
@@ -23,7 +25,8 @@ def process(device: str = "cpu", seed: int = 0, **values: Any) -> Diffusion:
 
 def prepared(diffusion: Diffusion, pixels: Tensor, index: Tensor, flips: bool, size: Any = None) -> Tensor:
     """x0 of images, with their own draws."""
-    return diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips, size)
+    moves = diffusion.moves(diffusion.draws(index, pixels.shape), tuple(pixels.shape[2:]), size, flips)
+    return Scale().to_unit(moves.of(pixels))
 
 
 def drawn(diffusion: Diffusion, index: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -141,7 +144,7 @@ def test_masked_elements_do_not_count_and_channels_have_their_weights(loss: str)
             count = max(len(counted), 1)
             expected.append(sum(error * weight for error, weight in counted) / count)
             plain.append(sum(error for error, _ in counted) / count)
-        torch.testing.assert_close(diffusion.distances(prediction, x0, eps, t, one), torch.tensor(plain))
+        torch.testing.assert_close(mean_error(diffusion.errors(prediction, x0, eps, t), one), torch.tensor(plain))
         found = diffusion.loss(prediction.requires_grad_(), x0, eps, t, one)
         torch.testing.assert_close(found, (diffusion.levels.weights(t) * torch.tensor(expected)).mean())
         (gradient,) = torch.autograd.grad(found, prediction)
@@ -152,14 +155,14 @@ def test_masked_elements_do_not_count_and_channels_have_their_weights(loss: str)
         process(**spec).loss(prediction, x0, eps, t, ones), process(**spec).loss(prediction, x0, eps, t)
     )
     by_channel = mean_error(diffusion.errors(prediction, x0, eps, t), mask, by_channel=True)
-    torch.testing.assert_close(by_channel.mean(1), diffusion.distances(prediction, x0, eps, t, mask))
+    torch.testing.assert_close(by_channel.mean(1), mean_error(diffusion.errors(prediction, x0, eps, t), mask))
 
 
 def test_a_regression_is_the_squared_error_of_one_evaluation_without_noise() -> None:
     spec = DiffusionSpec(objective="regression")
     diffusion, (pixels, index) = Diffusion(spec, 0, "cpu"), images(5)
     draws = diffusion.draws(index, pixels.shape)
-    x0 = diffusion.prepare(pixels, draws, flips=False)
+    x0 = Scale().to_unit(pixels)
     t, eps = diffusion.draw(draws, x0.shape)
     assert (t == 0.0).all() and (diffusion.noised(x0, t, eps) == 0.0).all()
     prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddpm_ds.diffusion.levels import alpha_bars, visited
-from ddpm_ds.diffusion.process import Sampler
+from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from tests.diffusion.sampling import SPACINGS, sample

@@ -166,8 +166,8 @@ def sample_verb(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
         output = capsys.readouterr()
         if code != 2:
             return output.out
-        line, *more = [line for line in output.err.splitlines() if line and "images/s" not in line]
-        assert line.startswith("ddpm-ds: error: ") and not more
+        line, *more = [line for line in output.err.splitlines() if line and "%|" not in line]
+        assert line.startswith("ddpm-ds: error: ") and not more, output.err
         return line
 
     return run

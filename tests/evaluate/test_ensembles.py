@@ -137,8 +137,8 @@ def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--metrics", "fid,pixel"), "--metrics fid,pixel is of images without conditions, and"),
-        (("--inception-weights", "file.pth"), "--inception-weights file.pth is of images without conditions"),
+        (("--metrics", "fid,pixel"), "--metrics fid,pixel is an option for runs without conditions, and"),
+        (("--inception-weights", "file.pth"), "--inception-weights file.pth is an option for runs without conditions"),
         (("--count", HELD_OUT + 1), f"--count {HELD_OUT + 1}: --conditions has {HELD_OUT} inputs; name some of these"),
         (("--members", "0"), "'0' is not a whole number from 1 to 1,000,000"),
         (("--members", "2"), "was trained without conditions; leave it out"),

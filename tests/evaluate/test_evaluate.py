@@ -173,7 +173,7 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
     assert report(tmp_path / "evaluations")["weights"] == "export"
 
 
-OF_DRAWN = "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out"
+OF_DRAWN = "--prompts held-out is an option for drawn images, and --metrics loss draws none; leave it out"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,11 @@ def test_losses_of_images_that_are_not_there_are_one_line(tmp_path: Path, evalua
     (tmp_path / "fields.npz").unlink()
     lines.append(evaluate("--metrics", "loss", path=fields.run_dir, code=2))
     held_out = "images-000000320 has held out no image (data.held_out_images = 0); leave it out"
-    expected = held_out, "--metrics pixel is of images without conditions", f"data.path = {tmp_path / 'fields.npz'}"
+    expected = (
+        held_out,
+        "--metrics pixel is an option for runs without conditions",
+        f"data.path = {tmp_path / 'fields.npz'}",
+    )
     for line, message in zip(lines, expected, strict=True):
         assert message in line and len(line.splitlines()) == 1 and line.startswith("ddpm-ds: error: ")
 

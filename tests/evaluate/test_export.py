@@ -115,7 +115,7 @@ LEVELS = {"sigma_min", "sigma_max", "rho"}
 def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(**sections)
     checkpoint, hub, imported = plant_alone(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
-    assert main(["export", str(checkpoint), str(hub), "--samples", "0"]) == 0
+    assert main(["export", str(checkpoint), "--out", str(hub), "--samples", "0"]) == 0
     trained = load_trained(checkpoint)
     exported = load_trained(hub)
     assert same_weights(exported.unet, trained.unet)
@@ -221,6 +221,11 @@ BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "current folder": (["CHECKPOINT", "."], "here is the current folder, which can't be replaced; name a new folder"),
     "in a file": (["CHECKPOINT", "FULL/file/hub"], "can't be written"),
     "no checkpoint": (["missing", "OUT"], "missing does not exist; name a checkpoint"),
+    "no place": (["CHECKPOINT"], "the following arguments are required: "),
+    "two places": (["CHECKPOINT", "OUT", "--out", "OUT"], "--out OUT: .* already; leave one of them out"),
+    "a file that exists": (["CHECKPOINT", "FULL/x.safetensors"], "x.safetensors exists; name a new file"),
+    "a file without text": (["CHECKPOINT", "OUT.safetensors"], "its U-Net reads no text; export a folder instead"),
+    "a run that is not there": (["runs/none", "OUT"], "error: runs/none does not exist; name a checkpoint"),
     "label of no class": (["CHECKPOINT", "OUT", "--label", "10"], "--label 10 is out of range: the U-Net has 10"),
     "label without classes": (["UNLABELLED", "OUT", "--label", "1"], "--label 1: the U-Net has no classes"),
     "label of no kind": (["CHECKPOINT", "OUT", "--label", "x"], "--label: 'x' is not none or a class"),
@@ -257,10 +262,12 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # no name here is one on the hub
     for folder in ("here", "full"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    (tmp_path / "full" / "file").touch()
+    for file in ("file", "x.safetensors"):
+        (tmp_path / "full" / file).touch()
     options, message = BAD_EXPORTS.get(name) or BAD_IMPORTS[name]
     words = ["export", *options]
     if name in BAD_IMPORTS:

@@ -22,7 +22,7 @@ from ddpm_ds.data.held_out import checksums_of, prepare_all, split
 from ddpm_ds.data.inputs import Reading
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, prepare
-from ddpm_ds.diffusion.process import Sampler
+from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
 from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
@@ -250,7 +250,7 @@ def test_a_file_of_conditions_draws_what_the_held_out_images_draw(
     [
         ({"coarse": np.zeros((5, 4, 7))}, r"coarse is 1x4x7 for each image, and the run learned 1x4x6$"),
         ({"coarse": np.zeros((5, 2, 4, 6))}, r"coarse is 2x4x6 for each image, and the run learned 1x4x6$"),
-        ({"coarse": np.float32(1.0)}, r"coarse, which --conditions = \S+ does not hold as an array; it holds"),
+        ({"coarse": np.float32(1.0)}, r"coarse, which is no array of --conditions = \S+; it holds"),
         ({"lead": np.zeros(3)}, r"each image needs its own"),
         ({"coarse": np.full((5, 4, 6), np.nan)}, r"coarse is not finite in input 0; replace"),
         ({"lead": np.full(5, np.inf)}, r"lead is not finite in input 0; replace"),
@@ -272,7 +272,7 @@ def test_files_without_arrays_are_refused(trained: Trained, tmp_path: Path) -> N
         with pytest.raises(DataError, match=r"it is a named pipe, not a file"):
             Inputs.at(pipe, trained)
     np.save(tmp_path / "scalar.npy", np.float32(3))
-    with pytest.raises(DataError, match=r"scalar\.npy does not hold as an array; it holds no array$"):
+    with pytest.raises(DataError, match=r"is no array of --conditions = \S+scalar\.npy; it holds no array$"):
         Inputs.at(tmp_path / "scalar.npy", trained)
 
 

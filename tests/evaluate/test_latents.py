@@ -17,8 +17,8 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplesSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
-from ddpm_ds.data.prepare import prepare
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.data.prepare import How, prepare
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained
@@ -51,7 +51,7 @@ def sections(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def store(sections: dict[str, Any]) -> DatasetCache:
     """The latents of the digits, 4x8x8."""
-    return prepare(tiny_spec(**sections).data, encode_on=CPU)
+    return prepare(tiny_spec(**sections).data, How(encode_on=CPU))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_another_autoencoder_than_the_one_that_encoded_is_refused(folder: Path, 
         arguments = ["sample", str(checkpoint), "--count", "2", "--device", "cpu", "--out", str(folder / "moved.npz")]
         assert main([*arguments, "--autoencoder", str(folder / "kept")]) == 0
         save_autoencoder(folder / "vae", seed=1)
-        with pytest.raises(DataError, match=r"vae is another than that whose latents were learned"):
+        with pytest.raises(DataError, match=r"vae did not make the latents that were learned"):
             load_trained(checkpoint)
     finally:
         shutil.rmtree(folder / "vae")

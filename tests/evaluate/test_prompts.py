@@ -17,9 +17,9 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.text import TextEncoders
-from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.inception import Clip
 from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
@@ -54,6 +54,14 @@ def sections(encoders: Path, drop_to: str = "empty") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(encoders: Path) -> Trained:
     return trained_of(tiny_spec(**sections(encoders)))
+
+
+def test_sizes_that_the_u_net_reads_are_those_drawn(encoders: Path, trained: Trained) -> None:
+    other = sections(encoders)
+    other["data"] |= {"image_size": [12, 8]}
+    assert images(trained.resized((12, 8)), "a red circle").equal(
+        images(trained_of(tiny_spec(**other)), "a red circle")
+    )
 
 
 def images(trained: Trained, prompts: str | list[str], negative: str | None = None, **sampler: Any) -> Tensor:
@@ -314,7 +322,7 @@ def test_prompts_may_be_the_captions_of_the_held_out_images(
     (pictures / "metadata.jsonl").write_text("\n".join(lines))
     run, values = tmp_path / "run", sections(encoders)
     values["data"] |= {"path": str(pictures), "store_root": str(tmp_path), "held_out_images": 3, "held_out": "last"}
-    known = prepare(tiny_spec(**values).data, encode_on=CPU).meta.sha256
+    known = prepare(tiny_spec(**values).data, How(encode_on=CPU)).meta.sha256
     plant(run, data_sha256=known, **values)
     _, content = scored(run, "--clip-model", model, "--prompts", "held-out")
     assert content["prompts"] == ["red circle", "blue circle", "red circle"]

@@ -77,6 +77,23 @@ def test_labels_and_guidance_reach_the_u_net(trained: Trained) -> None:
     assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
 
 
+def test_images_of_another_size_are_those_of_a_u_net_that_learned_it(trained: Trained) -> None:
+    """Attention stays at the level where the U-Net learned it, whatever the side there is."""
+    data, unet = {"image_size": [12, 8]}, {"attention_resolutions": [], "attention_levels": [1]}
+    other = trained_of(tiny_spec(data=data, unet=unet))
+    resized = trained.resized((12, 8))
+    assert images(resized).shape == (6, 1, 12, 8) and images(resized).equal(images(other))
+    assert resized.layers == other.layers and trained.resized((8, 8)).layers == trained.layers
+
+
+def test_a_size_is_asked_for_by_height_and_width(planted: Path, sample: Sample, tmp_path: Path) -> None:
+    for asked, shape in (("12x8", (2, 12, 8, 1)), ("16", (2, 16, 16, 1))):
+        sample(
+            "--size", asked, "--count", "2", "--guide", planted, "--guidance", "2", "--out", tmp_path / f"{asked}.npz"
+        )
+        assert np.load(tmp_path / f"{asked}.npz")["arr_0"].shape == shape
+
+
 def made_of(run: SamplerSpec, *arguments: str) -> SamplerSpec:
     parser = argparse.ArgumentParser()
     add_options(parser, SamplerOptions)
@@ -174,18 +191,22 @@ def test_a_folder_with_files_is_not_replaced_and_nothing_is_drawn(
         ("--steps 0", "--steps 0: input should be greater than or equal to 1"),
         ("--guidance-between 5,0.3", "--guidance-between = 5,0.3 must rise"),
         ("--guidance-between=-1,3", "--guidance-between -1.0: input should be greater than or equal to 0"),
+        ("--size 9", "images-000000320 draws multiples of 2 pixels; use 8"),
+        ("--size 1x15", "draws multiples of 2 pixels; use 2x16"),
+        ("--size 8x8x9", "'8x9' is not a size in pixels such as 64 or, height first, 96x64"),
+        ("--size 0", "'0' is not a size in pixels"),
         ("--variance small", "--variance is an option of ddpm, not of ddim; leave it out or use --sampler"),
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
-        ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
-        (f"--labels {'9' * 5000}", "is none of all, none, a class such as 3"),
+        ("--labels 0,1,-2", "--labels 0,1,-2 should be all, none, a class such as 3"),
+        (f"--labels {'9' * 5000}", "should be all, none, a class such as 3"),
         ("--out /", "/ exists and is not empty; name a new folder"),
         ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
         ("--guidance-between 3", "argument --guidance-between: '3' is not two noise levels such as 0.3,5"),
-        ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
+        ("--guidance 2 --guidance-between 300,400", "has none of the steps' noise levels, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
         ("--guidance 1,2", "sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several"),
-        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use none for a folder, .npz, .npy or .zarr"),
+        ("--out OUT/x.jpg", "unknown suffix .jpg; use .npz, .npy or .zarr, or none for a folder"),
         ("--out OUT/nowhere/x.npz", "can't be written; name a file in a folder that exists and is yours"),
         ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),
         ("--labels 3", "--labels 3: the U-Net has no classes (unet.classes is null); leave it out"),
@@ -284,9 +305,9 @@ def test_a_request_is_another_if_its_pixels_are(trained: Trained) -> None:
         return Setup(trained, sampler, guide).request([0, 1], **{**usual, **numbers}).key
 
     half = Setup(trained_of(tiny_spec(), dtype=torch.bfloat16), GUIDED).request([0, 1], **usual)
-    one = Setup(trained, GUIDED).request([3], **usual)
-    changes = {key(seed=1), key(count=5), key(first=1), key(sampler=FAST_SAMPLER), half.key, one.key}
-    assert len({key(), key(worse), key(other), *changes}) == 9
+    one, larger = (Setup(each, GUIDED).request([3], **usual) for each in (trained, trained.resized((16, 8))))
+    changes = {key(seed=1), key(count=5), key(first=1), key(sampler=FAST_SAMPLER), half.key, one.key, larger.key}
+    assert len({key(), key(worse), key(other), *changes}) == 10
     assert key(worse) == key(replace(worse, origin="moved")) == key(worse, batch_images=4)
     assert key(worse, FAST_SAMPLER) == key(None, FAST_SAMPLER), "which guides nothing"
 

@@ -27,7 +27,7 @@ from ddpm_ds.evaluate.diffusers.unet import original_names, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.evaluate.sampling import sample
 from ddpm_ds.evaluate.trained import load_trained
-from ddpm_ds.ground.errors import UserError
+from ddpm_ds.ground.errors import SpecError, UserError
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import FAST, plant_alone, refusal
@@ -375,6 +375,9 @@ def test_an_exported_pipeline_draws_what_the_run_draws_and_is_imported_again(
     sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none")
     drawn = [sample(each, 2, sampler=sampler, prompts=["a red circle", "a"]) for each in (run, exported)]
     assert drawn[0].shape == (2, 3, 32, 32) and (drawn[0].int() - drawn[1].int()).abs().max() <= 1
+    with pytest.raises(SpecError, match=r"draws multiples of [48] pixels; use 40x32$"):
+        exported.resized((38, 30))
+    assert sample(exported.resized((40, 24)), 1, sampler=sampler, prompts="a").shape == (1, 3, 40, 24)
     other = sample(exported, 2, sampler=sampler, prompts=["a red circle", "red red"])
     assert (other[1].int() - drawn[1][1].int()).abs().max() > 5
     shutil.rmtree(checkpoint)
@@ -392,6 +395,9 @@ def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: P
     assert main(["export", str(checkpoint), str(tmp_path / "hub"), "--dtype", dtype]) == 0
     file = tmp_path / "mine" / "mine.safetensors"
     assert sorted(path.name for path in file.parent.iterdir()) == ["README.md", "mine.safetensors"]
+    alone = tmp_path / "new" / "alone.safetensors"
+    assert main(["export", str(checkpoint), "--out", str(alone), "--dtype", dtype]) == 0
+    assert alone.read_bytes() == file.read_bytes() and [*alone.parent.iterdir()] == [alone]
     kind = OPENED[pipeline.name]
     here = {"local_files_only": True, "low_cpu_mem_usage": False}
     read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **here)
@@ -443,7 +449,7 @@ def test_of_a_name_on_the_hub_an_import_downloads_what_it_reads(
     assert hub.downloaded("owner/name") == read | {"unet/diffusion_pytorch_model.safetensors"}
     hub.has_network = False
     line = refusal(capsys, *import_words(Path("owner/other"), base, tmp_path / "no"))
-    assert "owner/other is no folder, and can't be had from the Hugging Face hub (Name or service" in line
+    assert "owner/other is no folder, and the Hugging Face hub does not give it (Name or service" in line
     assert not (tmp_path / "no").exists()
 
 
@@ -455,7 +461,7 @@ def test_an_export_of_a_run_with_encoders_on_the_hub_is_whole(
     checkpoint = checkpoint_of(pipeline, tmp_path, "eps", encoders="owner/name")
     hub.has_network = False
     line = refusal(capsys, "export", checkpoint, tmp_path / "no")
-    assert "data.text.encoders = owner/name is no folder, and can't be had" in line
+    assert "data.text.encoders = owner/name is no folder, and the Hugging Face hub" in line
     hub.has_network = True
     assert main(["export", str(checkpoint), str(tmp_path / "mine")]) == 0
     OPENED[pipeline.name].from_pretrained(tmp_path / "mine")
@@ -481,7 +487,7 @@ def test_other_encoders_than_those_whose_text_was_learned_are_refused(
         ["export", checkpoint, tmp_path / "file", "--single-file"],
     ):
         line = refusal(capsys, *words)
-        assert "has other encoders or tokenizers than those whose text was learned" in line
+        assert "has other encoders or tokenizers than the run learned from" in line
     assert not (tmp_path / "folder").exists()
 
 

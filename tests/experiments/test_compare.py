@@ -89,7 +89,7 @@ def test_a_run_without_numbers_is_shown_and_has_no_ratio() -> None:
 
 
 def test_fifty_runs_fit_into_the_width_of_the_terminal() -> None:
-    key = "ds_config.zero_optimization.allgather_bucket_size"
+    key = "ds_config.zero_optimization.reduce_bucket_size"
     runs = [run(f"trial-{trial:02d}", {key: f"{trial} bytes of a bucket"}, train__loss=1.0) for trial in range(50)]
     text = terminal(runs, width=80)
     assert max(map(len, text.splitlines())) <= 80

@@ -17,7 +17,6 @@ import pytest
 import ddpm_ds.experiments.fit
 from ddpm_ds.experiments.fit import (
     LIBRARY_BYTES,
-    AttemptError,
     Task,
     TriedSize,
     expected,
@@ -28,8 +27,9 @@ from ddpm_ds.experiments.fit import (
     search,
     try_size,
 )
-from ddpm_ds.ground.errors import LayoutError, is_out_of_memory
+from ddpm_ds.ground.errors import LayoutError, ProgramError, is_out_of_memory
 from ddpm_ds.ground.units import MOST_BATCH
+from ddpm_ds.planning.inputs import machine_like
 from tests.launching import REPOSITORY, wait_for
 
 
@@ -55,7 +55,8 @@ GIB = 2**30
 
 
 def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZERO, **values: Any) -> Task:
-    limits = {"accumulation": None, "device": "cpu", "budget_bytes": GIB, "steps": 1, "processes": stages * replicas}
+    here = machine_like("cpu", 8 * GIB, half=False, devices=stages * replicas)
+    limits = {"accumulation": None, "machine": here, "budget_bytes": GIB, "steps": 1, "processes": stages * replicas}
     return Task(DIGITS, overrides, config, stages, replicas, **{**limits, **values})
 
 
@@ -127,7 +128,7 @@ def test_ranks_that_run_out_of_memory_are_no_error_and_any_other_end_has_its_las
 ) -> None:
     try:
         assert out_of_memory(codes, output) == why
-    except AttemptError as error:
+    except ProgramError as error:
         assert (str(error), error.exit_code) == why
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.experiments.fit import Task, try_size
+from ddpm_ds.planning.inputs import machine_like
 from tests.cli.test_fit import fit
 from tests.experiments.test_fit import DIGITS
 from tests.launching import REPOSITORY, write_json
@@ -37,7 +38,7 @@ def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     folded = read_ds_config(CONFIGS / "folded_zero2_fp16.json") | {"fp16": {"enabled": False}}
     config, changes = write_json(tmp_path / "folded.json", folded), (*WIDE, f"data.store_root={tmp_path / 'data'}")
 
-    of = Task(DIGITS, changes, config, 2, 1, 2, 4, "cpu", None, 1)
+    of = Task(DIGITS, changes, config, 2, 1, 2, 4, machine_like("cpu", 2**33, half=False, devices=2), None, 1)
     budget = try_size(of, tmp_path, 7).peak_bytes - 6 * MIB  # enough for 5.5 images
     numbers, words = tmp_path / "numbers.json", [word for change in changes for word in ("--set", change)]
     options = ("--processes", "2", "-p", "2", "--accumulation", "4", "--steps", "1", "--json", str(numbers))

@@ -191,7 +191,7 @@ def test_nothing_is_started_unless_every_trial_can_be(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     varied = ["--vary", "train.seed=1,2"]
     for words, printed in (
-        ([*varied, "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
+        ([*varied, "--", "--run-dir", "here"], "run_dir after --: the sweep sets it; leave it out"),
         ([*varied, "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
         ([*varied, "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),

@@ -48,7 +48,7 @@ class OneStage:
         self.module, self.stage_id, self.num_stages, self.micro_batch_size = unet.layers, 0, 1, 2
         self.global_steps = global_steps
         self.grid = SimpleNamespace(get_data_parallel_id=lambda: 0)
-        self.own_layers = lambda phase: dict(enumerate(unet.layers))
+        setattr(unet.layers, "own_layers", lambda phase: dict(enumerate(unet.layers)))  # noqa: B010
         self.forward = lambda *_: unet(*batch(name), context=context(self.layers))
         self.execute = {"ForwardPass": self.forward}
         self.messages_by_host = False
@@ -112,9 +112,9 @@ def test_a_run_is_profiled_once(tmp_path: Path) -> None:
     assert vars(resumed) == vars(Told())
     told = observe(tmp_path / "other", [5, 6], second, engine=OneStage(global_steps=4))
     assert not told.metrics and not (tmp_path / "other").exists()
-    assert told.logged == ["flops_profiler.profile_step = 2, the steps to come are 5 to 10: name one of them"]
+    assert told.logged == ["flops_profiler.profile_step = 2 does not come (steps to come: 5 to 10); name one"]
     past_the_end = observe(tmp_path / "other", [1], SETTINGS.model_copy(update={"profile_step": 11}))
-    assert past_the_end.logged[0].endswith("= 11, the steps to come are 1 to 10: name one of them")
+    assert past_the_end.logged[0].endswith("= 11 does not come (steps to come: 1 to 10); name one")
     assert vars(observe(tmp_path, [1, 2, 3], SETTINGS.model_copy(update={"enabled": False}))) == vars(Told())
 
 

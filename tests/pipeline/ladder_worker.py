@@ -112,7 +112,7 @@ class Case:
 
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
-        zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+        zero = {"stage": self.zero, "reduce_bucket_size": 4096}
         fused = self.fused or self.offload
         adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": fused}}
         blocks: dict[str, Any] = {
@@ -130,8 +130,7 @@ class Case:
             blocks["fp16"] = {"initial_scale_power": 10, "loss_scale_window": window, "loss_scale": self.fixed_scale}
         if self.precision != "fp32":
             blocks[self.precision] = {**blocks.get(self.precision, {}), "enabled": True}
-        if self.fp32_accumulation:
-            blocks["data_types"] = {"grad_accum_dtype": "fp32"}
+        blocks["data_types"] = {"grad_accum_dtype": "fp32" if self.fp32_accumulation else None}
         micro = batch // (self.micro_batches * self.replicas)
         work = micro, self.micro_batches, self.checkpoint, self.zero, self.offload, self.across
         tensor = TensorSplit(self.tensor, layers=self.split)
@@ -272,7 +271,7 @@ def gradients_of(engine: UnetPipelineEngine) -> Iterator[tuple[str, Tensor | Non
     sizes = [parameter.numel() for _, parameter in named]
     parts = (flat := torch.zeros(sum(sizes), device=engine.device)).split(sizes)
     places = dict(zip((name for name, _ in named), parts, strict=True))
-    for piece in insides.owned_pieces(engine):
+    for piece in engine.gradients.owned():
         places[piece.name][piece.first : piece.first + piece.length] = piece.of(engine.gradients.own_sum)
     torch.distributed.all_reduce(flat, group=engine.grid.get_data_parallel_group())
     yield from ((name, places[name].view(parameter.shape)) for name, parameter in named)
@@ -445,13 +444,13 @@ def run_case(case: Case) -> list[dict[str, Any]]:
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
         loss_here = loss_here / (case.replicas * case.tensor)
         torch.distributed.all_reduce(loss_here)
-        moment_errors = {}
-        for piece in insides.owned_pieces(engine):
+        moment_errors = dict[str, float]()
+        for piece in engine.gradients.owned():
             whole = expected.moments[piece.name]
             own = whole if piece.shard is None else part_of(whole, piece.shard)
             own = own[piece.first : piece.first + piece.length]
-            found = difference(first_moment(engine, piece).to(own.device), own, own if piece.shard is None else whole)
-            moment_errors[piece.name] = found / expected.cancelled[piece.name]
+            found = difference(first_moment(engine, piece).to(own.device), own, whole) / expected.cancelled[piece.name]
+            moment_errors[piece.name] = max(found, moment_errors.get(piece.name, 0.0))
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
             {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import logging
 import subprocess
 import textwrap
 import threading
@@ -327,3 +328,15 @@ def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     threading.Timer(0.05, lock.unlink).start()
     with insides.named_builds(contextlib.nullcontext):
         assert extension.load() == "loaded"
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(False, logging.ERROR), (True, logging.INFO)])
+def test_deepspeed_logs_its_errors_alone_unless_it_is_verbose(
+    verbose: bool, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    for _ in range(2):
+        with build.quiet_deepspeed(verbose):
+            assert logger.level == level
+        assert logger.level == level, "while training, too"

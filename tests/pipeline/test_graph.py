@@ -130,8 +130,6 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     if case.random_programs is not None:
         engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
     assert isinstance(engine.gradients, FlatGradients)
-    # gloo makes a reduce-scatter of other operations, some of them only where its result is waited for
-    engine.gradients._flat = replace(engine.gradients._flat, scatters=False)
     ema = engine.averages = averages_of(engine, EmaSpec(on_host=case.eight_bit))
     engine.rate = lambda before, batch: 1e-3 / (1 + before)
     lines: list[str] = []

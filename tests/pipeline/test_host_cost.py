@@ -100,7 +100,7 @@ def loop_cost(blocks: int, precision: Precision, count: int) -> HostCost:
 def engine_cost(spec: RunSpec, case: Case) -> HostCost:
     """The engine, with its averaged weights."""
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
-        zero = {"stage": case.zero, "reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
+        zero = {"stage": case.zero, "reduce_bucket_size": BUCKET_ELEMENTS}
         engine = case.engine(spec, zero_optimization=zero)
     engine.objective = Uncounted(spec, device())
     engine.averages = Ema(engine, spec.ema)

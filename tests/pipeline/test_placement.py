@@ -78,7 +78,6 @@ ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 CONFIGS: list[dict[str, Any]] = [
     {},
     ZERO2 | {"communication_data_type": "fp16"},
-    {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}},
 ]
 CASES = [
     (2, 2, (2, 2)),
@@ -127,11 +126,11 @@ def test_the_bytes_that_cross_hosts_are_those_of_every_message(
 
 
 def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_after_each_micro_batch() -> None:
-    """Two replicas of eight micro-batches: half of 4 bytes each goes around the ring, twice."""
+    """Two replicas of eight micro-batches: half of 4 bytes each goes to the other."""
     bounds = partition(LAYERS, 2, "flops", "planned")
 
     def gradients(stage: int, reductions: list[list[float]]) -> tuple[float, ...]:
-        config = config_of(zero_optimization={"stage": stage, "reduce_scatter": False})
+        config = config_of(zero_optimization={"stage": stage})
         layout = Layout(2, 2, "planned", 1, 8, 0, stage, False)
         return run_exchange(ResolvedDsConfig(layout, config), LAYERS, bounds, reductions).gradients
 
@@ -139,7 +138,7 @@ def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_a
     weights = sum(3 * layer.weights for layer in down) + sum(1.5 * layer.weights for layer in up)
     vectors = sum(layer.parameters - layer.weights for layer in (*down, *up))
     each = gradients(2, [[8, 8], [8, 8]])
-    assert gradients(2, [[3, 1.5], [8, 8]]) == (4 * weights + 4 * 8 * vectors, each[1])
+    assert gradients(2, [[3, 1.5], [8, 8]]) == (2 * weights + 2 * 8 * vectors, each[1])
     assert gradients(1, [[3, 1.5], [8, 8]]) == tuple(count / 8 for count in each)
 
 
@@ -180,18 +179,11 @@ def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:
     ("config", "precision", "zero_stage", "expected"),
     [
         ({}, "fp32", 0, Sharing(1, 2, 4, 0)),
-        ({}, "bf16", 0, Sharing(1, 2, 2, 2)),
+        ({}, "bf16", 0, Sharing(1, 1, 2, 2)),
         ({}, "fp16", 1, Sharing(1, 1, 2, 2)),
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, "bf16", 1, Sharing(1, 2, 2, 2)),
-        ({}, "fp16", 2, Sharing(8, 2, 2, 2)),
-        ({"communication_data_type": "fp32"}, "fp16", 2, Sharing(8, 2, 4, 2)),
-        ({"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}, "fp32", 2, Sharing(8, 1, 4, 4)),
-        (
-            {"zero_optimization": {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": False}},
-            "fp32",
-            1,
-            Sharing(1, 2, 4, 4),
-        ),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "bf16", 1, Sharing(1, 1, 2, 2)),
+        ({}, "fp16", 2, Sharing(8, 1, 2, 2)),
+        ({"communication_data_type": "fp32"}, "fp16", 2, Sharing(8, 1, 4, 2)),
     ],
 )
 def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage: int, expected: Sharing) -> None:

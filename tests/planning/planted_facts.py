@@ -124,8 +124,10 @@ class Bench:
             overflows=Overflows(),
             pauses=Pauses(),
             evaluation_seconds=0.0,
-            machine=machine_like("cpu", 2**33, half=False, devices=layout.world_size, nodes=1),
-            startup={type(layer).__name__: start for layer in self.job.layers},
+            machine=replace(
+                machine_like("cpu", 2**33, half=False, devices=layout.world_size, nodes=1),
+                startup={type(layer).__name__: start for layer in self.job.layers},
+            ),
         )
         return replace(facts, **other)
 
@@ -174,5 +176,5 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         "ranks": ranks,
     }
     (run_dir / "trace" / "summary.json").write_text(json.dumps(values | summary))
-    (run_dir / "machine.json").write_text(machine_json(facts.machine, facts.startup))
+    (run_dir / "machine.json").write_text(machine_json(facts.machine))
     return run_dir

@@ -11,10 +11,10 @@ from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
-from ddpm_ds.planning.costs import links, planned_costs, ring_bandwidth, ring_seconds, step_traffic
+from ddpm_ds.planning.costs import links, planned_costs, ring_bandwidth, ring_seconds, step_traffic, update_seconds
 from ddpm_ds.planning.decisions import ds_config
 from ddpm_ds.planning.inputs import machine, rank_stages
-from ddpm_ds.planning.simulate import typical_programs
+from ddpm_ds.planning.simulate import RankCosts, typical_programs
 from ddpm_ds.schema.layout import Layout, Schedule
 from tests.ds_json import laid_out
 from tests.planning.small import small_job, small_machine
@@ -83,18 +83,27 @@ def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() ->
     assert (plain[1].activation_bytes, plain[1].gradient_bytes) == (0, received.received_elements * 2 * 4)
 
 
-def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_replicas_wait_for_the_last_chunk_and_what_their_passes_do_not_hide(chunks: int) -> None:
+    """ZeRO-2 averages in each pass, ZeRO-1 in the last; the weights come beside the next forward."""
     machine = small_machine(8, **RATES)
-    job = small_job(zero_optimization={"reduce_scatter": False})
-    bounds, times = (0, len(job.layers)), [LayerSeconds(1.0, 10.0)] * len(job.layers)
-    once, each, scattered = (
-        planned_costs(own, machine, Layout(1, 8, "1f1b", 1, 2, 0, stage, False), bounds, times)[0]
-        for stage, own in ((1, job), (2, job), (1, small_job()))
-    )
-    assert scattered.reduce_seconds == pytest.approx(once.reduce_seconds / 2)  # each replica gets its own part only
-    assert once.reduce_seconds > 0 == each.reduce_seconds == once.weight_pass_seconds
-    assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
-    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds)
+    elements = sum(layer.parameters for layer in small_job().layers)
+    job = small_job(zero_optimization={"stage": 1, "reduce_bucket_size": -(-elements // chunks)})
+    bounds, layout = (0, len(job.layers)), Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
+    wire = ring_seconds(machine, layout, 0, elements * 4, 1, chunks)
+
+    def costs(zero: int, forward: float, backward: float) -> RankCosts:
+        times = [LayerSeconds(forward / len(job.layers), backward / len(job.layers))] * len(job.layers)
+        return planned_costs(job, machine, replace(layout, zero_stage=zero), bounds, times)[0]
+
+    alone = replace(layout, replicas=1)
+    step = update_seconds(job, machine, alone, elements / 8)
+    for beside in (0.0, 0.75 * wire, 10 * wire):
+        once, each = costs(1, beside, beside), costs(2, beside, beside)
+        last, waited = wire / chunks, max(wire - beside, 0.0)
+        assert once.reduce_seconds == pytest.approx(max(waited, last)) and once.weight_pass_seconds == 0
+        assert each.reduce_seconds == pytest.approx(last) and each.weight_pass_seconds == pytest.approx(waited)
+        assert once.optimizer_seconds == each.optimizer_seconds == pytest.approx(step + max(waited, last))
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])

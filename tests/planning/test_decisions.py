@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -54,9 +55,39 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
     layouts, memories, reason = report(found).split("\n\n")
     assert [line.split()[0] for line in layouts.splitlines()] == ["stages", "1", "2", "3", "4"]
-    parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "communicators", "total"]
+    parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "NCCL", "total"]  # no encoders
     assert memories.splitlines()[1].split() == ["rank", *parts]
     assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
+
+
+def test_of_layouts_that_are_nearly_as_fast_the_one_with_most_memory_to_spare_is_first(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpm_ds.planning.decisions.NEARLY", 0.5)
+    predictions = [predictor.predict(layout) for layout in candidates(predictor)]
+    fastest = min(predictions, key=lambda one: one.step_seconds)
+    near = [one for one in predictions if one.step_seconds <= 1.5 * fastest.step_seconds]
+    for top in (1, 4):
+        found = search(predictor, top)
+        assert found.best[0].peak.total == min(one.peak.total for one in near) < fastest.peak.total
+    found = replace(found, best=(found.best[0], predictor.predict(fastest.layout)))
+    words = " ".join(why(found).split())
+    assert words.startswith("1 needs least memory within 2% of the fastest of ") and " less, and needs " in words
+
+
+def test_a_layout_that_nearly_fills_the_memory_is_marked(predictor: Predictor) -> None:
+    (first,) = search(predictor, 1).best
+    for spare, marked in ((0.96, True), (0.94, False)):
+        machine = replace(predictor.machine, memory_bytes=math.ceil(first.peak.total / spare))
+        printed = report(replace(search(predictor, 1), predictor=replace(predictor, machine=machine)))
+        assert ("\n! leaves less than 5% of the " in printed) == (" ! " in printed.splitlines()[1]) == marked
+
+
+def test_the_tables_of_a_plan_are_no_wider_than_a_terminal() -> None:
+    memory = {"memory_bytes": 2**32, "link_bandwidth": 1e7, "network_bandwidth": 1e6}
+    found = search(small_predictor(32, small_job(tiny_spec()), kind="l4", nodes=4, **memory), 10)
+    lines = report(found).splitlines()
+    assert len(found.best) > 5 and max(map(len, lines)) <= 100 and len(lines) <= 36  # beside the four lines above them
 
 
 @pytest.mark.long

@@ -102,7 +102,7 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     found = conclude(run_dir, startup)
     assert found.top == "imbalance"
     assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
-    assert facts_of(run_dir) == replace(facts, startup=startup)
+    assert facts_of(run_dir) == replace(facts, machine=replace(facts.machine, startup=startup))
     assert startup["BlockLayer"].forward > 0
     assert set(startup) == {type(layer).__name__ for layer in facts.job.layers}
 

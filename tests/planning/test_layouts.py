@@ -24,12 +24,17 @@ def test_a_gpu_is_known_by_its_whole_name() -> None:
         "NVIDIA A100-PCIE-40GB": "a100-40",
         "NVIDIA H100 80GB HBM3": "h100",
         "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+        "NVIDIA RTX A6000": "a6000",
+        "NVIDIA B300 SXM6 AC": "b300",
+        "AMD Instinct MI300X": "mi300x",
         "NVIDIA A10G": "a10",
         "NVIDIA L40S": "l40s",
         "NVIDIA L4": "l4",
     }.items():
         assert kind_of(name) == kind
-    assert not any(map(kind_of, ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB")))
+    assert not any(map(kind_of, ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA RTX 6000 Ada Generation")))
 
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.ground.errors import DsConfigError
+from ddpm_ds.observe.device_speed import LayerSeconds
+from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import machine_like
-from ddpm_ds.planning.run_plan import make_plan
+from ddpm_ds.planning.run_plan import forecast, make_plan
 from tests.launching import REPOSITORY, drafted
 
 ZERO_2 = REPOSITORY / "ds_configs" / "zero2_bf16.json"
 CONFIG = REPOSITORY / "ds_configs" / "zero0_fp32.json"
+CPU = machine_like("cpu", 2**34, half=False, devices=1)
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 
 
@@ -51,3 +56,39 @@ def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan() -> None:
     layout = make_plan(draft, "aabb", machine_like("cpu", 2**32, half=False, devices=4, nodes=2)).ds.layout
     assert (layout.checkpoint_interval, layout.in_flight, layout.across_hosts) == (0, 4, "stages")
     assert (draft.ds.layout.checkpoint_interval, draft.ds.layout.across_hosts) == ("auto", "auto")
+
+
+def test_a_forecast_counts_steps_pictures_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = ["train.images=64000", "samples.every_images=16000", "samples.count=96", "sampler.steps=50"]
+    changes += ["evaluation.every_images=null", "checkpoint.every_minutes=null", "checkpoint.every_images=null"]
+    plan = make_plan(drafted(DIGITS, changes, CONFIG, world_size=1, stages=1), ("a",), CPU)
+    monkeypatch.setattr(run_plan, "_step_seconds", lambda plan, device: 2.4)
+    monkeypatch.setattr(run_plan, "picture_seconds", lambda plan: 60.0)
+    monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
+    words = "forecast     first picture after about 11 min, done after about 44 min"  # 1 minute each, beside 40
+    assert forecast(plan, torch.device("cpu"), 0) == words
+    resumed = forecast(plan, torch.device("cpu"), 32000)
+    assert resumed.endswith("first picture after about 11 min, done after about 22 min")
+    monkeypatch.setattr(run_plan, "SAVED_BYTES", 5e8 * 600 / plan.parameters)
+    assert forecast(plan, torch.device("cpu"), 0).endswith("done after about 54 min")
+    monkeypatch.setattr(run_plan, "FIRST_PICTURE_SECONDS", 61)
+    assert forecast(plan, torch.device("cpu"), 0).endswith("done after about 55 min"), "one before the first step"
+    assert forecast(plan, torch.device("cpu"), 32000).endswith("done after about 32 min")
+    monkeypatch.setattr(run_plan, "FIRST_PICTURE_SECONDS", 0)
+    longer = plan.spec.model_copy(update={"train": plan.spec.train.model_copy(update={"images": 72000})})
+    monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
+    assert forecast(replace(plan, spec=longer), torch.device("cpu"), 0).endswith("after about 50 min"), "one at the end"
+    none = plan.spec.model_copy(update={"samples": plan.spec.samples.model_copy(update={"every_images": None})})
+    assert forecast(replace(plan, spec=none), torch.device("cpu"), 0) == "forecast     done after about 40 min"
+
+
+def test_a_step_is_forecast_by_measured_layers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, device = make_plan(drafted(DIGITS, [], CONFIG, world_size=1, stages=1), ("a",), CPU), torch.device("cpu")
+    times: list[float] = []
+    for seconds in (0.1, 0.2):
+        monkeypatch.setattr("ddpm_ds.observe.device_speed.time_layer", lambda *given, s=seconds: LayerSeconds(s, 2 * s))
+        times.append(run_plan._step_seconds(plan, device))
+    assert times[1] == pytest.approx(2 * times[0], rel=0.05)  # beside the optimizer
+    known = replace(plan.machine, layer_times=(LayerSeconds(0.1, 0.2),) * len(plan.layers))
+    expected = pytest.approx(0.3 * len(plan.layers), rel=0.05)
+    assert run_plan._step_seconds(replace(plan, machine=known), device) == expected

@@ -160,10 +160,11 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     command = f"try next: ddpm-ds train {files} --processes 2 --set data.workers=3"
     assert command in printed.splitlines()
     assert "23% less time per image, 1.30 times the images per second" in words
-    assert all(len(line) <= 112 or line == command for line in printed.splitlines())
+    assert all(len(line) <= 100 or line == command for line in printed.splitlines())
+    assert min(found.shares.values()) == 0.0 and " 0.0%" not in printed and len(printed.splitlines()) < 40
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=3"}
     starting = text(judged(FAULTS["low utilisation"]), RUN)  # which has another name than the tag
-    assert "\nlargest cost: kernel start-up, " in starting
+    assert "\nlargest cost: operator start-up, " in starting
 
 
 def test_as_many_threads_as_keep_up() -> None:
@@ -189,7 +190,7 @@ def test_activations_that_are_kept_fit_by_the_planners_memory() -> None:
 
 
 def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devices_are_on_a_host(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def groups(facts: FinishedRun) -> list[Change]:
         return [one for one in changes(facts, traced_predictor(facts), shares(facts)) if "tensor" in one.edit]
@@ -197,12 +198,14 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
     bench = Bench(ranks=1, replicas=2, micro_batches=1, interval=1, macs_per_second=1e7)
     together = replace(with_memory(bench.traced(), -1), host_devices=2)
     (change,) = groups(together)
-    assert change.gain > LEAST_GAIN and change.settings["ds.pipeline.tensor.size"] == 2
-    assert "keeps all activations in " in change.words and verdict(together).change == change
+    assert 0.01 < change.gain < LEAST_GAIN and change.settings["ds.pipeline.tensor.size"] == 2
+    assert "keeps all activations in " in change.words and verdict(together).change is None
+    monkeypatch.setattr("ddpm_ds.planning.verdict.LEAST_GAIN", 0.01)
+    assert verdict(together).change == change
     assert groups(replace(together, host_devices=1)) == groups(bench.traced(host_devices=2)) == []
     quick = replace(bench, macs_per_second=4.5e8).traced(machine=together.machine, host_devices=2)
     (slow,) = groups(quick)
-    assert slow.gain < LEAST_GAIN, "on links without a limit it would be 1.3 %"
+    assert slow.gain < 0.01, "on links without a limit it would be 1.3 %"
     check_accepted(together, change, tmp_path)
 
 

@@ -81,7 +81,10 @@ def test_the_gpus_of_this_host_are_counted_by_cuda(monkeypatch: pytest.MonkeyPat
         ("--hostfile nowhere {script}", "hostfile nowhere can't be read"),
         ("--hostfile others {script}", "none of worker-2, worker-3 of hostfile others is this host; start it on"),
         ("--hostfile hostfile --processes 2 {script}", "not allowed with argument"),
-        ("--no_ssh --hostfile hostfile {script}", "run has no option --no_ssh; write the script's after it, and "),
+        (
+            "--no_ssh --hostfile hostfile {script}",
+            "run has no option --no_ssh; write the script's options after its name, or",
+        ),
         (
             "-- --num_gpus 2 {script}",
             "type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of",

@@ -150,7 +150,7 @@ def test_this_machine_alone_needs_no_ssh_and_no_name_of_its_user(
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([*words, "--hostfile", str(tmp_path / "hostfile")]) == 2
-    assert "ssh, by which other hosts are started, is not on this machine" in capsys.readouterr().err
+    assert "ssh, which starts other hosts, is not on this machine" in capsys.readouterr().err
 
 
 def test_hosts_are_asked_in_the_environment_that_deepspeed_gives_them() -> None:

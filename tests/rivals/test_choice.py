@@ -1,4 +1,4 @@
-"""Which rows can run in which layout."""
+"""Rows that can run in a layout, and reasons why others can't."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: 
     return drafted(spec, changes, config, world_size=processes, stages=stages)
 
 
-PLAIN = {name: "has one process, and" for name in ("plain", "diffusers", "diffusers-randn", "lucidrains", "ours-dim64")}
+PLAIN = {
+    name: "runs in one process, and" for name in ("plain", "diffusers", "diffusers-randn", "lucidrains", "ours-dim64")
+}
 REPLICATED = {
     **dict.fromkeys(("folded", "stock-dualpipev", "torch-dualpipev"), "needs 4 micro-batches, and the batch has 3"),
     **dict.fromkeys(("torch", "torch-zbv"), "has no replicas"),
 }
 DROPPED = {
-    **dict.fromkeys(("diffusers", "diffusers-randn"), "draws other masks; --set unet.dropout=0"),
+    **dict.fromkeys(("diffusers", "diffusers-randn"), "draws other masks; use --set unet.dropout=0"),
     "lucidrains": "denoising_diffusion_pytorch is not installed; pip install 'ddpm_ds[bench]'",
     "ours-dim64": "use --spec launch/specs/cifar10.yaml",
 }

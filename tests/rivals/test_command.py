@@ -1,4 +1,4 @@
-"""The benchmark as a user starts it."""
+"""``launch/bench.py``, started as by a user."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
     if "torch" in found:  # always in fp32
         assert found["torch"]["rank_message_bytes"] == [4 // element_bytes * count for count in line]
     assert found.get("planned", found["folded"])["rank_message_bytes"] == fold
-    assert f"plain did not run: has one process, and {processes} were started" in done.stdout
+    assert f"plain did not run: runs in one process, and {processes} were started" in done.stdout
     assert ("stock: ZeRO-1, since it refuses ZeRO-2" in done.stdout) == (config == "zero2_fp16.json")
 
 
@@ -100,7 +100,7 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
         (1, "--json nowhere/result.json", "--json nowhere/result.json can't be written"),
         (1, "--rows 1f1b,fold", "'fold' is no row; rows are plain, 1f1b, eager"),
         (1, "--rows torch,folded", "leaves nothing to run: folded: needs 2 stages; torch: needs 2 stages"),
-        (2, "--rows plain", "plain: has one process, and 2 were started"),
+        (2, "--rows plain", "plain: runs in one process, and 2 were started"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

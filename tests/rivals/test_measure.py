@@ -1,4 +1,4 @@
-"""How rows are compared and observed: same outputs first, times in turn, computing, sending."""
+"""Comparison and observation of rows: losses, times in turn, operators, bytes."""
 
 from __future__ import annotations
 

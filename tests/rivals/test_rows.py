@@ -1,4 +1,4 @@
-"""Rows of one process train the same, and other people's loops as their users have them."""
+"""Rows of one process train the same, and other people's loops are those of their users."""
 
 from __future__ import annotations
 

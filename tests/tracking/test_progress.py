@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from ddpm_ds.ground.errors import print_to_stderr
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.tracking import progress
 from ddpm_ds.tracking.progress import ProgressLine, duration, summary
@@ -91,8 +94,8 @@ def test_a_log_file_gets_plain_lines_at_log_points_and_where_it_would_be_silent(
         "20/1,000 images (2%)  loss 0.9877  10 images/s  1:38 left",
         "500/1,000 images (50%)  loss 0.2134  250 images/s  0:02 left  loss scale 65536",
         "something else",
-        "1,000/1,000 images (100%)  loss 0.1000  250 images/s  0:00 left",
-        "1,000/1,000 images (100%)  loss 0.1000  250 images/s  0:00 left  drawing samples, 19 s",
+        "1,000/1,000 images (100%)  loss 0.1000  250 images/s",
+        "1,000/1,000 images (100%)  loss 0.1000  drawing samples, 19 s",
     ]
     assert "\r" not in stream.getvalue() and stream.getvalue().endswith("\n")
 
@@ -119,7 +122,7 @@ def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
         " 10%|█         | 100/1000 images, loss 0.5000  10 images/s  1:30 left",
     ]
     with line.doing("drawing samples"):
-        assert " 10%|█         | 100/1000 images  drawing samples, loss" in stream.screen()[-1]
+        assert stream.screen()[-1] == " 10%|█         | 100/1000 images, loss 0.5000  1:30 left  drawing samples"
     monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
     clock.now = 4.0
     line.step(300)
@@ -127,6 +130,68 @@ def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
     line.close()
     line.close()
     assert stream.screen()[-1] == ""
+
+
+@pytest.mark.parametrize(("stream", "written"), [(Terminal(), "\r\x1b[Ka line\n"), (io.StringIO(), "a line\n")])
+def test_a_line_of_another_process_clears_the_bar_of_a_terminal(
+    stream: io.StringIO, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    print_to_stderr("a line")
+    assert stream.getvalue() == written
+
+
+@pytest.mark.parametrize("doing", [None, "measuring the held-out loss"])
+def test_the_longest_line_fits_100_columns(
+    doing: str | None, line_on: Callable[[io.StringIO], ProgressLine], clock: Mock
+) -> None:
+    stream = io.StringIO()
+    line = line_on(stream)
+    line._total = 25_600_000
+    with contextlib.nullcontext() if doing is None else line.doing(doing):
+        clock.now = 100.0
+        line.log_point(25_000_000, loss=0.1, images_per_second=12.34, loss_scale=65536.0)
+    assert len(stream.getvalue().splitlines()[-1]) <= 100 and "13:30:22 left" in stream.getvalue()
+
+
+def test_lines_of_this_process_are_printed_above_the_bar(
+    line_on: Callable[[io.StringIO], ProgressLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Terminal()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    line = line_on(stream)
+    line.step(500)
+    print("a notice")
+    logging.StreamHandler().handle(logging.makeLogRecord({"msg": "a log line"}))
+    print("two\nlines")
+    *above, bar = stream.screen()
+    assert [text for text in above if text] == ["a notice", "a log line", "two", "lines"]
+    assert bar == " 50%|█████     | 500/1000 images"
+    line.close()
+    assert sys.stdout is sys.stderr is stream
+
+
+def test_the_time_left_counts_pauses_to_come_and_no_start(
+    line_on: Callable[[io.StringIO], ProgressLine], clock: Mock
+) -> None:
+    """A run of 1,000 images: 10 in a second, after a slow start, and a picture of 5 s after each 200."""
+    line = line_on(io.StringIO())
+    line.paused("samples", 5.0, 200)  # before the first step
+    line.step(10)
+    clock.now = 100.0
+    line.log_point(50, loss=1.0, images_per_second=0.5)
+    for images in (100, 150, 200):
+        clock.now += 5.0
+        line.log_point(images, loss=1.0, images_per_second=10.0)
+    assert line.seconds_left() == pytest.approx(80 + 4 * 5)
+    line.paused("evaluation", 3.0, 300)
+    line.paused("checkpoint", 1.0, None)
+    assert line.seconds_left() == pytest.approx(80 + 4 * 5 + 4 * 3 + 1)
+    line.log_point(100, loss=1.0, images_per_second=10.0)  # a rollback
+    assert line.seconds_left() == pytest.approx(90 + 5 * 5 + 4 * 3 + 1)
+    line.log_point(1000, loss=1.0, images_per_second=10.0)
+    assert line.seconds_left() == 0
 
 
 def test_a_clock_moves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +210,17 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     assert summary(**values, link=link).splitlines() == [
         "final loss                0.1147",
         "trained                   128,000 images in 1:40; sampling and validation 1.5%, checkpoints 0.2% of the time",
-        "speed                     1,302 images/s, without these pauses and the first log interval",
+        "speed                     1,302 images/s, without pauses and the first log interval",
         "skipped steps             3 of 2,000",
         "run folder                runs/digits",
         "MLflow run                abc",
         "serve it with             mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "open it at                http://127.0.0.1:5000/#/runs/abc",
     ]
+    nothing = summary(**values | {"skipped_steps": 0, "pauses": Pauses(100.0, 0.0, 0.04)}, link=link).splitlines()
+    assert nothing[1] == "trained                   128,000 images in 1:40" and not any(
+        "skipped" in row for row in nothing
+    )
     assert [duration(seconds) for seconds in (0.4, 59.6, 3599, 36061)] == ["0:00", "1:00", "59:59", "10:01:01"]
     unreached = summary(**values, link=RunLink(None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None))
     assert "not reached at http://127.0.0.1:5000" in unreached and "serve" not in unreached

@@ -27,6 +27,7 @@ from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, origin_tags, record
 from ddpm_ds.tracking.run_folder import (
     LOCK,
     METRICS,
+    NOTE_TAG,
     RESUMES,
     RunFolder,
     check_output,
@@ -152,8 +153,16 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     assert steps(tracking) == [40, 40]
     second.rolled_back("went back", 1, 80, 20)
     second.point(POINT, 30, fp16=False)
-    assert tracking.numbers.call_args.args == ({"train/rollbacks": 1.0}, 20)
-    assert said[1:] == ["went back"] and steps(tracking) == [40, 40, 30], "a new course is logged"
+    assert said[1:] == ["went back"] and steps(tracking) == [40, 40, 20, 30], "a new course is logged"
+    assert tracking.metrics.call_args_list[2].args == ({"train/rollbacks": 1}, 20)
+
+
+def test_the_result_of_a_run_has_its_layout_loss_and_verdict(tmp_path: Path) -> None:
+    made, _, tracking = recorder(tmp_path)
+    made.result("1 stage", 0.12345, "where the time went\n\n  bubble  12.0%\n\nlargest cost: bubble\n")
+    (tags,) = tracking.tags.call_args.args
+    conclusion = "**Verdict:** largest cost: bubble"
+    assert tags == {NOTE_TAG: f"**Layout:** 1 stage  \n**Final loss:** 0.1235  \n{conclusion}\n\n---\n\n"}
 
 
 def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -26,9 +27,20 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, lock, records
+from ddpm_ds.tracking.run_folder import (
+    EVENTS,
+    LOCK,
+    NOTE_TAG,
+    PARENT_TAG,
+    RESULT,
+    RULE,
+    START_TAG,
+    lock,
+    note_of,
+    records,
+)
 from ddpm_ds.tracking.sender import Sender
-from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.tracker import RunStart, Tracker
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, full_disk, history, read_run, start
 
@@ -64,7 +76,6 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     before_ms = time.time() * 1000
     for step in range(600):
         tracker.metrics({"train/loss": 1.0 / (step + 1), "train/total_grad_norm": float("nan")}, step)
-    tracker.numbers({"perf/mfu": 0.25}, 600)
     after_ms = time.time() * 1000
     tracker.text("the verdict", "verdict.txt")
     link = tracker.finish("FINISHED", PATIENCE_SECONDS)
@@ -74,7 +85,6 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     assert run.data.params["unet.channels"] == "32" and run.data.params["unet.multipliers"] == "[1, 2]"
     assert run.data.params["derived.119"] == "119" and len(run.data.params["long"]) == 6000
     assert run.data.tags["git.commit"] == "abc" and run.data.tags["mlflow.user"] == getpass.getuser()
-    assert run.data.tags["perf/mfu"] == "0.25" and "perf/mfu" not in run.data.metrics
     assert run.inputs is not None
     (images,) = (given.dataset for given in run.inputs.dataset_inputs)
     assert (images.name, images.digest) == ("digits-8px", "d" * 36) and "d" * 64 in images.source
@@ -169,7 +179,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_unsent_records_can_be_sent_la
     for step in range(1000):
         tracker.metrics({"train/loss": float(step), "train/lr": 0.1}, step)
     link = tracker.finish("FINISHED", timeout_seconds=0.1)
-    assert link.run_id is None and link.open_with == address
+    assert link.run_id is None and link.url == address and link.command is None
     assert said == [f"not sent: 1,003 records to MLflow at {address}; to send them: ddpm-ds send {root}/run"]
 
     assert send(root) == 1 and f"MLflow at {address} fails" in capsys.readouterr().out
@@ -199,7 +209,7 @@ def test_sending_everything_again_changes_nothing(root: Path, capsys: pytest.Cap
             tracker.metrics({"train/loss": float(images + number), "train/total_grad_norm": math.nan}, step)
             tracker.image(picture, "eval/samples_ema", number)
         tracker.text("went back", "rollbacks/1.txt")
-        tracker.numbers({"train/rollbacks": 1.0}, 2)
+        tracker.metrics({"train/rollbacks": 1.0}, 2)
         tracker.finish("KILLED" if images == 100 else "FINISHED", PATIENCE_SECONDS)
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     client.set_tag(read_run(root).info.run_id, NOTE_TAG, "why, and what was learned")
@@ -210,6 +220,29 @@ def test_sending_everything_again_changes_nothing(root: Path, capsys: pytest.Cap
     (root / "run" / "events.sent.json").unlink()
     assert send(root) == 0 and f"{len(written(root))} records sent" in capsys.readouterr().out
     assert everything(root) == before
+
+
+def test_a_description_has_the_newest_result_above_a_note_that_was_edited(root: Path) -> None:
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    for loss, before in (("0.2", "why"), ("0.1", f"{RESULT} 0.2{RULE}why and how")):
+        tracker = start_in_mlflow(root, tags={NOTE_TAG: "why"}, identity="i")
+        run_id = str(tracker.run_id)
+        assert client.get_run(run_id).data.tags[NOTE_TAG] == before
+        tracker.tags({NOTE_TAG: f"{RESULT} {loss}{RULE}"})
+        tracker.finish("FINISHED", PATIENCE_SECONDS)
+        described = client.get_run(run_id).data.tags[NOTE_TAG]
+        assert described == f"{RESULT} {loss}{RULE}{before.removeprefix(f'{RESULT} 0.2{RULE}')}"
+        client.set_tag(run_id, NOTE_TAG, f"{described} and how")
+    assert (
+        note_of("no --- result") == "no --- result"
+        and note_of(f"{RESULT} without a rule") == f"{RESULT} without a rule"
+    )
+
+
+@pytest.mark.parametrize(("folder", "name"), [("digits", "digits 2026-01-02"), ("20251231-235959-digits", None)])
+def test_the_name_of_a_run_has_its_date(folder: str, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "date", Mock(today=lambda: date(2026, 1, 2)))
+    assert RunStart("", Path("runs", folder), {}, {}).record()["run_name"] == (name or folder)
 
 
 @pytest.mark.parametrize("by", ["the next start", "the verb"])

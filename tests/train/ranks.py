@@ -155,7 +155,7 @@ def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Run]:
 
     client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
     everywhere = [experiment.experiment_id for experiment in client.search_experiments()]
-    (run,) = client.search_runs(everywhere, f"attributes.run_name = '{run_dir.name}'")
+    (run,) = client.search_runs(everywhere, f"attributes.run_name LIKE '{run_dir.name} %'")
     return client, run
 
 

@@ -88,7 +88,7 @@ def train(plan: RunDraft, engine: UnetPipelineEngine, ema: Ema, report: dict[str
     batches = replica_batches(
         plan.spec,
         Subset.of(prepare(plan.spec.data)),
-        Share(layout.batch_images, layout.micro_batch_images, layout.replicas, engine.grid.get_data_parallel_id()),
+        Share(layout.micro_batch_images, layout.replicas, engine.grid.get_data_parallel_id()),
         engine.device,
         fields={"images"},
         start_images=engine.next_index,

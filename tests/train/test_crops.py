@@ -36,7 +36,7 @@ def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> lis
     """x_t, t, labels, x0, eps of the first 48 images as all replicas prepare them, in the order of training."""
     parts = []
     for replica in range(replicas):
-        batches = micro_batches(Subset.of(store), Share(48, micro, replicas, replica), seed=3)
+        batches = micro_batches(Subset.of(store), Share(micro, replicas, replica), seed=3)
         stage = Denoising(spec, CPU)
         for batch in islice(batches, 48 // micro // replicas):
             prepared = stage.prepare(batch)

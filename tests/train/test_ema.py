@@ -22,8 +22,9 @@ def engine_of(*sizes: int, offloads: bool = False) -> Any:
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(size, generator=generator) for size in sizes]
     optimizer = SimpleNamespace(param_groups=[{"params": masters}])
-    wrapper = SimpleNamespace(cpu_offload=offloads)
-    return SimpleNamespace(basic_optimizer=optimizer, optimizer=wrapper, device=torch.device("cpu"))
+    wrapper, gradients = SimpleNamespace(cpu_offload=offloads), SimpleNamespace(refresh_weights=lambda: None)
+    cpu = torch.device("cpu")
+    return SimpleNamespace(basic_optimizer=optimizer, optimizer=wrapper, gradients=gradients, device=cpu)
 
 
 def trained(engine: Any, ema: Ema) -> list[Tensor]:
@@ -63,7 +64,6 @@ def test_a_slow_host_has_the_bits_of_the_device(
 
 
 def test_weights_and_averages_are_as_before_once_the_averages_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(insides, "refresh_weights", lambda engine: None)
     monkeypatch.setattr(ema_module, "PIECE", 32)
     engine = engine_of(50, 20)
     ema = averages_of(engine, EmaSpec(on_host=True))

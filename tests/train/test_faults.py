@@ -157,9 +157,7 @@ def test_an_error_in_a_report_is_a_line_and_the_run_is_done(tmp_path: Path) -> N
     missing = ["timeline", "time of the pauses", "verdict", str(tmp_path / "run" / "progress.gif"), "summary"]
     said = [line.rpartition("\r")[2] for line in ranks.said.splitlines()]
     lines = [line for line in said if line.startswith("no ") and "ZeroDivisionError" in line]
-    assert [line.partition(", through an error of the program: ")[0] for line in lines] == [
-        f"no {it}" for it in missing
-    ]
+    assert [line.partition(", because of a bug: ")[0] for line in lines] == [f"no {it}" for it in missing]
     assert all(" in faulty_train.py:" in line for line in lines) and "Traceback" not in ranks.said
     assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED" and checkpoints(tmp_path / "run")
 

@@ -18,7 +18,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.held_out import split
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.train.validation import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
@@ -141,7 +141,7 @@ def test_a_picture_of_a_run_with_text_is_that_of_its_prompts_or_captions(
 ) -> None:
     """Two stages read what rank 0 has encoded; the run keeps it, and sampling draws it again without its encoders."""
     spec = text_spec(tmp_path, {"count": 6, "prompts": prompts})
-    prepare(spec.data, encode_on=torch.device("cpu"))
+    prepare(spec.data, How(encode_on=torch.device("cpu")))
     run_dir = train(tmp_path, spec, 2)
     known = EncodedPrompts.read(run_dir / PROMPTS)
     expected = tuple(prompts or (CAPTIONS[position % 3] for position in split(12, 4)[1]))
@@ -166,7 +166,7 @@ def test_a_run_that_encodes_its_captions_is_that_on_stored_ones(tmp_path: Path) 
         (folder := tmp_path / stored).mkdir()
         spec = text_spec(folder, {"count": 4}, stored=stored, drop_to="empty", drop=0.4)
         if stored == "float16":
-            prepare(spec.data, encode_on=torch.device("cpu"))
+            prepare(spec.data, How(encode_on=torch.device("cpu")))
         run_dir = train(folder, spec, 2)
         lines = [(run_dir / name).read_text() for name in ("metrics.jsonl", "evaluations.jsonl")]
         values = [json.loads(line) for text in lines for line in text.splitlines()]

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from ddpm_ds.tracking.recorder import PARAMETERS
-from ddpm_ds.tracking.run_folder import RATE, RunFolder, mean_of_points
+from ddpm_ds.tracking.run_folder import NOTE_TAG, OBSERVATIONS, RATE, RunFolder, mean_of_points
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
@@ -144,8 +144,8 @@ def test_a_run_in_another_layout_has_the_curves_and_pictures_of_one_process(
     for images in (0, 160):
         drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (folder, short))
         assert drawn.shape == expected.shape and np.abs(drawn - expected).max() <= 1
-    params, summary = mlflow_run(folder)[1].data.params, json.loads((folder / "trace" / "summary.json").read_text())
-    assert (params["derived.stages"], params["derived.tensor_size"]) == (str(stages), str(parts))
+    tags, summary = mlflow_run(folder)[1].data.tags, json.loads((folder / "trace" / "summary.json").read_text())
+    assert (tags["derived.stages"], tags["derived.tensor_size"]) == (str(stages), str(parts))
     assert [rank["part"] for rank in summary["ranks"]] == list(range(parts)) * (processes // parts)
 
 
@@ -156,13 +156,14 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     curves = {"train/loss", "perf/images_per_second", "usage/stage0_peak_memory_bytes"}  # and what meters' tests name
     assert set(run.data.metrics) >= curves
     once = {"stage0/forward_seconds", "stage0/backward_seconds", "perf/bubble_fraction", "perf/mfu", "perf/run_seconds"}
-    assert run.data.tags.keys() >= once and not once & set(run.data.metrics), "one number is no chart"
+    assert set(RunFolder(one_process).columns(OBSERVATIONS)) >= once
+    assert not once & (set(run.data.metrics) | set(run.data.tags)), "one number is no chart"
     assert all(math.isfinite(value) for value in run.data.metrics.values())
     assert run.data.metrics["train/seen_images"] == 1600
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in history] == list(range(5, 51, 5))
     assert run.data.params.keys() == set(PARAMETERS)
-    assert {"unet.channels": "8", "derived.precision": "fp32"}.items() <= run.data.params.items()
+    assert run.data.params["unet.channels"] == "8" and run.data.tags["derived.precision"] == "fp32"
     written = {"samples.count": "9", "ds_config.zero_optimization.stage": "0", "derived.steps": "50"}
     assert written.items() <= RunFolder(one_process).settings.items()
     assert run.inputs is not None
@@ -171,8 +172,11 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     assert run.data.tags["mlflow.user"] == getpass.getuser()
     assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
     assert run.data.tags.keys() >= {"verdict.top", "verdict.share", "verdict.try"}
+    layout, loss, verdict, *_ = run.data.tags[NOTE_TAG].splitlines()
+    assert layout == "**Layout:** 1 stage x 1 replica, 1 micro-batch of 32, ZeRO-0, fp32 on cpu  "
+    assert loss.startswith("**Final loss:** 0.") and verdict.startswith("**Verdict:** ")
     kept = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert kept >= {"spec.yaml", "ds_config.json", "machine.json", "trace", "verdict.txt", "progress.gif"}
+    assert kept >= {"spec.yaml", "ds_config.json", "machine.json", "trace", "verdict.txt", OBSERVATIONS, "progress.gif"}
 
 
 @pytest.mark.launch
@@ -202,7 +206,8 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
 @pytest.mark.launch
 def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process: Path) -> None:
     out, err = ((one_process.parent / name).read_text() for name in ("stdout", "stderr"))
-    shown = [line for line in (out + err).splitlines() if line.strip() and not line.startswith("[20")]  # the launcher's
+    launcher = re.compile(r"\[20.*\[(launch|runner)\.py")
+    shown = [line for line in (out + err).splitlines() if line.strip() and not launcher.match(line)]
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
     known = (
@@ -210,6 +215,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
         *("starting PyTorch", "waiting for all", "checking the run", "building the", "taking the", "sending the"),
         *("stage", "    0", "preparing", "digits-8px-1ch: 1,797 images in 10 classes: 0 178, ", "held-out loss"),
         *("final", "trained", "speed", "skipped", "MLflow", "serve", "open", "fp16", "flops of step", "traced steps"),
+        *("forecast     first picture after about ", " " * 13),
     )
     begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
@@ -217,7 +223,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     # the summary's numbers are those of verdict and comparison
     (trained,), (speed,) = ([line for line in shown if line.startswith(word)] for word in ("trained", "speed"))
     (share,) = re.findall(r"sampling and validation +([\d.]+%)", "\n".join(verdict))
-    assert f"sampling and validation {share}, checkpoints" in trained
+    assert f"sampling and validation {share}" in trained
     assert f" {mean_of_points(RATE, RunFolder(one_process).histories()[RATE]):,.4g} images/s, " in speed
     chatter = [line for line in shown if not line.startswith(known) and "images (" not in line and line not in verdict]
     assert not chatter, "\n".join(chatter)
@@ -237,6 +243,8 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     assert losses[-1] < 0.7 * losses[0]
     known = json.loads((cache / "ddpm_ds" / "layer_times.json").read_text())
     assert len(known) > 3 and "cut by the layers' times on this device" in done.stdout
+    measured = json.loads((folder / "machine.json").read_text())["layer_times"]
+    assert {(one["forward"], one["backward"]) for one in measured} <= set(map(tuple, known.values()))
     client, run = mlflow_run(folder)
     stages = [f"flops.stage{stage}.txt" for stage in range(4)]  # two on each process
     profiles = [(folder / "flops" / name).read_text() for name in stages]
@@ -247,7 +255,7 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     ]
     modelled = float(run.data.tags["derived.forward_gflops_per_image"])
     images = int(run.data.tags["derived.micro_batch_images"])
-    assert float(run.data.tags["flops/forward_gflops"]) == pytest.approx(modelled * images)
+    assert RunFolder(folder).columns(OBSERVATIONS)["flops/forward_gflops"][0] == pytest.approx(modelled * images)
     assert run.data.metrics["train/loss_scale"] == 65536 and "usage/stage1_peak_memory_bytes" in run.data.metrics
 
 
@@ -336,7 +344,7 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     for words in ((), ("--batch-images", "2")):
         assert measured_losses(one, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
     wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"], code=2)
-    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr
+    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that share" in wrong.stderr
 
 
 @pytest.mark.launch

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddpm_ds.cli.main import main as ddpm_ds
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import How, prepare
 from tests.launching import REPOSITORY
 from tests.train.test_previews import train
 
@@ -64,7 +64,7 @@ def test_pictures_show_the_colour_and_the_shape_that_was_asked_for(tmp_path: Pat
     main(["--out", str(tmp_path / "shapes"), "--count", "6000"])
     data = {"path": "shapes/pictures", "text.encoders": "shapes/encoders", "store_root": "data"}
     spec = load_spec(SPEC, [f"data.{key}={tmp_path / name}" for key, name in data.items()])
-    prepare(spec.data, encode_on=torch.device("cpu"))
+    prepare(spec.data, How(encode_on=torch.device("cpu")))
     run_dir, file, out = train(tmp_path, spec, 2, stages=1), tmp_path / "prompts.txt", tmp_path / "drawn.npz"
     file.write_text("".join(prompt + "\n" for prompt in PROMPTS))
     words = ["--prompts", str(file), "--count", str(len(PROMPTS)), "--guidance", "3.0", "--out", str(out)]

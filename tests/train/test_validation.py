@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import DS_CONFIGS
+from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.staged import Give, Take
+from ddpm_ds.planning.inputs import machine
+from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS, make_plan, picture_seconds
 from ddpm_ds.train import validation
 from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.validation import Previews, Validation
 from ddpm_ds.unet.model import UNet
-from tests.launching import tiny_spec
+from tests.launching import drafted, tiny_spec
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of, run_cases
 from tests.train.validation_worker import NO_IMAGES, WATCHDOG, Look, engine_of, in_memory
@@ -116,6 +120,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
             one.copy_(mine)
 
     monkeypatch.setattr(validation, "ForwardPipeline", Forward)
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
@@ -123,23 +128,30 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
     assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
 
 
+@pytest.mark.parametrize(("seconds", "parts_of"), [(0.4, [1, 8, 8, 3, 1, 8]), (0.6, [1] * 22)])
 def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_to_stop(
-    monkeypatch: pytest.MonkeyPatch,
+    seconds: float, parts_of: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step as after one; the averages are put back, and nothing is recorded."""
-    ran: list[int] = []
+    """Before the first step as after one; the averages are put back, and nothing is recorded. Evaluations of more than
+    half a second are parts of their own.
+    """
+    ran, now = list[int](), 0.0
 
     def run(calls: int, give: Give, take: Take, **how: object) -> None:
+        nonlocal now
+        now += seconds
         ran.append(calls)
         for number in range(calls):
             take(number, torch.zeros_like(give(number)[0]))
 
     monkeypatch.setattr(validation, "ForwardPipeline", lambda engine, images: SimpleNamespace(run=run))
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
+    monkeypatch.setattr(validation, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(dist, "all_reduce", lambda sums, group: None)
     spec = tiny_spec(samples={"every_images": 8, "count": 4}, evaluation={"every_images": 8}, sampler={"steps": 20})
     engine = engine_of(4, sized_layers=[None])
     losses = Mock(calls=20, images=4, **{"inputs.return_value": (torch.zeros(1),)})
-    for polls, parts in ((0, []), (2, [8, 8]), (4, [8, 8, 4, 8])):  # 20 steps of a picture, and then 20 calls
+    for polls in (0, 2, len(parts_of)):  # 20 steps of a picture, and then 20 calls
         asked, averages, recorder = iter([False] * polls), MagicMock(), MagicMock()
         averages.applied.return_value.__exit__.return_value = False
 
@@ -151,12 +163,51 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         all_of = Validation(8, 8, engine, averages, losses, previews, WATCHDOG, recorder, stops)
         all_of.after_step(0, done=False)
-        assert ran == parts and averages.applied.return_value.__exit__.called
+        assert ran == parts_of[:polls] and averages.applied.return_value.__exit__.called
         assert recorder.log.call_count == 1 and not recorder.evaluation.called
         ran.clear()
     previews._stops = lambda: True
     all_of.before_first_step()
     assert not ran and recorder.log.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "devices", "drawn"),
+    [
+        ("digits", "cpu", 1, True),
+        ("folder32", "cpu", 1, True),
+        ("cifar10", "cpu", 1, False),
+        ("folder", "cpu", 1, False),
+        ("folder", "h100", 1, True),
+        ("sdxl", "h100", 1, False),
+        ("sdxl", "h100", 4, True),
+    ],
+)
+def test_the_time_of_a_picture_is_predicted_by_its_flops(
+    spec: str, device: str, devices: int, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    path = [] if spec in ("digits", "cifar10") else ["data.path=x"]
+    draft = drafted(SPECS / f"{spec}.yaml", path, DS_CONFIGS / "zero2_fp16.json", world_size=devices, stages=1)
+    plan = make_plan(draft, ("0",) * devices, machine(device, half=True, devices=devices, nodes=1))
+    assert (picture_seconds(plan) < FIRST_PICTURE_SECONDS) is drawn
+
+
+@pytest.mark.parametrize(("seconds", "drawn"), [(29.0, True), (31.0, False)])
+def test_no_picture_before_the_first_step_takes_more_than_half_a_minute(
+    seconds: float, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "broadcast_object", lambda value, kind: value)
+    averages, recorder, previews = MagicMock(), MagicMock(), MagicMock()
+    averages.applied.return_value.__exit__.return_value = False
+    parts = engine_of(4), averages, None, previews, WATCHDOG, recorder, lambda: False
+    all_of = Validation(8, 8, *parts, picture_seconds=seconds)
+    all_of.before_first_step()
+    assert previews.draw.called == drawn == recorder.samples.called
+    said = "no picture before the first step: it would take about 0:31"
+    assert recorder.log.call_args_list == ([] if drawn else [((said,),)])
+    all_of.after_step(0, done=True)
+    assert previews.draw.call_count == 1 + drawn
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])

@@ -25,8 +25,9 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Subset, parts
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
-from ddpm_ds.diffusion.condition import Prompts
-from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
+from ddpm_ds.diffusion.condition import Prompts, Scale
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
@@ -182,7 +183,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
     diffusion, values = Diffusion(spec.diffusion, 0, "cpu"), dict[str, float]()
     places = torch.arange(HELD_OUT).split([len(at) for at in store.by_bucket(held_out_of(spec, store))])
     for cache, positions, index in zip(store.caches, store.by_bucket(held_out_of(spec, store)), places, strict=True):
-        x0 = diffusion.prepare(torch.from_numpy(cache.images.read(positions)), None, flips=False)
+        x0 = Scale().to_unit(torch.from_numpy(cache.images.read(positions)))
         labels = torch.from_numpy(cache.labels[positions])
         told: tuple[Tensor, ...] = ()
         read = None
@@ -199,7 +200,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
             eps = normal(NOISE_SEED, stream, index, x0[0].numel()).view_as(x0)
             prediction = unet(diffusion.noised(x0, t, eps), t, labels, *told, context=read)
             name, share = f"validation/loss_t{percent}", len(index) / HELD_OUT
-            loss = diffusion.distances(prediction, x0, eps, t).mean().item()
+            loss = diffusion.errors(prediction, x0, eps, t).mean().item()
             values[name] = values.get(name, 0.0) + share * loss
     return {"eval/loss": sum(values.values()) / 9, **values}
 
@@ -210,6 +211,7 @@ def held_out_of(spec: RunSpec, store: DatasetCache) -> Any:
 
 
 def weights(engine: UnetPipelineEngine) -> list[Tensor]:
+    engine.gradients.gather_weights()
     return [parameter.detach().clone() for parameter in engine.module.parameters()]
 
 
@@ -243,7 +245,7 @@ def run_case(look: Look) -> dict[str, Any]:
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
         Previews(spec, engine, WATCHDOG, NO_IMAGES, prompts_of(spec)).draw()
-        halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
+        halved = weights(engine)
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
         for half, full in zip(halved, before, strict=True)

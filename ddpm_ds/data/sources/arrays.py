@@ -13,16 +13,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from ddpm_ds.data.sources.base import (
-    NETWORK_TIMEOUT_SECONDS,
-    Labels,
-    Pixels,
-    labelled,
-    map_array,
-    network_limit,
-    one_line,
-    read_path,
-)
+from ddpm_ds.data.sources import base
 from ddpm_ds.data.sources.variables import Variable, Variables, open_at
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
@@ -32,17 +23,16 @@ IMAGES = ("images", "arr_0")  # names of the images in a .npz
 
 @dataclass
 class ArraySource:
-    """Source of images in one array, in memory or mapped from a file; read by one process, since nothing is decoded."""
+    """Source of images in one array, in memory or mapped from a file."""
 
     classes: tuple[str, ...]
-    labels: Labels = field(repr=False)
-    images: Pixels = field(repr=False)  # (N, H, W), (N, H, W, C) or (N, C, H, W)
+    labels: base.Labels = field(repr=False)
+    images: base.Pixels = field(repr=False)  # (N, H, W), (N, H, W, C) or (N, C, H, W)
 
     def name(self, i: int, /) -> str:
-        """Return the position in the array."""
         return f"image {i}"
 
-    def read(self, i: int, /) -> Pixels:
+    def read(self, i: int, /) -> base.Pixels:
         """Return the pixels of one image, (H, W) or (H, W, C)."""
         channels_first = self.images.ndim == 4 and self.images.shape[3] not in (1, 3)
         return self.images[i].transpose(1, 2, 0) if channels_first else self.images[i]
@@ -58,13 +48,12 @@ def open_digits(spec: DataSpec, progress: bool) -> ArraySource:
 
 
 def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
-    """Open a ``.npy`` of images or a ``.npz`` of images and labels, memory-mapped; compressed arrays are first unpacked
-    into an unnamed file in ``store_root``.
+    """Open a ``.npy`` of images or a ``.npz`` of images and labels, memory-mapped.
 
     Images are ``images`` or ``arr_0``, uint8 (N, H, W), (N, H, W, C) or (N, C, H, W) with one or three channels; labels
     are ``labels`` or ``arr_1``, whole numbers from 0. The names ``arr_0`` and ``arr_1`` are guided-diffusion's.
     """
-    arrays = open_at("data.path", read_path(spec, "a .npy or .npz file"), spec, open_numpy)
+    arrays = open_at("data.path", base.read_path(spec, "a .npy or .npz file"), spec, open_numpy)
     found = [arrays.found[name] for name in IMAGES if name in arrays.found]
     if len(found) != 1:
         raise DataError(f"{arrays} has {'two arrays' if found else 'no array'} {' or '.join(IMAGES)}; use one")
@@ -75,13 +64,13 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
             f"{arrays} holds images of {images.dtype} {images.shape}; use uint8 (N, H, W), (N, H, W, C) or "
             "(N, C, H, W) with 1 or 3 channels C"
         )
-    return ArraySource(*labelled(arrays.labels(images.shape[0], strict=True)), arrays.read_all(images))
+    return ArraySource(*base.labelled(arrays.labels(images.shape[0], strict=True)), arrays.read_all(images))
 
 
 def open_numpy(path: Path, spec: DataSpec) -> Variables:
-    """Open the arrays of a ``.npz``, each unpacked into an unnamed file in ``store_root``, or of a ``.npy``."""
+    """Open the array of a ``.npy`` or all arrays of a ``.npz``, unpacked into unnamed files in ``store_root``."""
     if path.suffix != ".npz":
-        found = {IMAGES[0]: map_array(path)}
+        found = {IMAGES[0]: base.map_array(path)}
     else:
         found = {}
         spec.store_root.mkdir(parents=True, exist_ok=True)
@@ -93,7 +82,7 @@ def open_numpy(path: Path, spec: DataSpec) -> Variables:
                 with tempfile.TemporaryFile(dir=spec.store_root) as file, archive.open(member) as packed:
                     shutil.copyfileobj(packed, file)
                     file.flush()
-                    found[name] = map_array(Path(f"/proc/self/fd/{file.fileno()}"))
+                    found[name] = base.map_array(Path(f"/proc/self/fd/{file.fileno()}"))
     return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in found.items()}
 
 
@@ -107,11 +96,11 @@ def open_cifar10(spec: DataSpec, progress: bool) -> ArraySource:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         # hosts that share the folder take turns, since two downloads would write the same files
-        with FileLock(folder / ".lock"), network_limit(NETWORK_TIMEOUT_SECONDS), silent:
+        with FileLock(folder / ".lock"), base.network_limit(base.NETWORK_TIMEOUT_SECONDS), silent:
             opened = CIFAR10(str(folder), download=True)
     except (OSError, HTTPException, RuntimeError) as error:
         raise DataError(
-            f"data.source = cifar10 can't be downloaded ({one_line(error)}); get {CIFAR10.url} by hand and put it at "
-            f"{folder / CIFAR10.filename}"
+            f"data.source = cifar10 can't be downloaded ({base.one_line(error)}); get {CIFAR10.url} by hand and put it "
+            f"at {folder / CIFAR10.filename}"
         ) from error
     return ArraySource(tuple(opened.classes), np.array(opened.targets, np.int64), opened.data)

@@ -29,29 +29,29 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 Labels: TypeAlias = npt.NDArray[np.int64]
 
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
-"""Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
+"""Formats that Pillow knows but can't decode by itself, or that hold no pictures."""
 PICTURES = {".avif", ".heic", ".heif", ".hif", ".jxl", ".webp"}
-"""Extensions of images that are listed even if this Pillow can't decode them, so that they are named as left out."""
+"""Extensions of images that are listed even if this Pillow can't decode them, so that they are reported."""
 MOST_IMAGE_BYTES = 2**28  # maximum bytes of an encoded image, which is read at once
-MOST_REASON = 300  # maximum characters shown of an error of a library
+MOST_REASON = 300  # maximum characters shown of a library's error
 MOST_CLASSES = 10**6  # maximum number of classes, in a source and in a U-Net
 UNLABELLED = -1  # placeholder for a missing label while labels are collected
 NO_CAPTION = -1  # fills the row of an image that has fewer captions than another
-MOST_CAPTIONS = 256  # maximum captions of an image: the table of all images has as many columns as one of them
+MOST_CAPTIONS = 256  # maximum captions of an image: each image's row is as long as the longest
 BROKEN = (
     *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
     *(struct.error, zipfile.BadZipFile, zlib.error),
 )
-"""Errors that the readers of arrays and archives raise for damaged or forged files."""
+"""Errors that readers of arrays and archives raise for damaged or forged files."""
 NETWORK_TIMEOUT_SECONDS = 20.0
-"""Time limit for each network response, since a network that drops packets could delay a launch for minutes."""
+"""Time limit for each network response: a network that drops packets could delay a launch for minutes."""
 
 
 class Captions:
-    """Captions of N images, stored compactly: distinct texts once, and their numbers for each image.
+    """Captions of N images: distinct texts once, and their numbers for each image.
 
-    ``found`` has the captions of each image, None where they are missing. Text 0 is empty, whether an image has it or
-    not: dropped captions become it.
+    ``found`` has the captions of each image, None where they are missing. Text 0 is always the empty one, which
+    replaces dropped captions.
     """
 
     def __init__(self, found: Iterable[Sequence[str] | None]) -> None:
@@ -66,7 +66,7 @@ class Captions:
             ends.append(len(numbers))
         self.texts = tuple(seen)
         self.missing: Sequence[int] = missing  # images without captions, which are an error
-        self.advice = ""  # words for where their captions may be
+        self.advice = ""  # end of the error about them
         counts = np.diff(np.frombuffer(ends, np.int64))
         self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
@@ -74,19 +74,18 @@ class Captions:
 
 
 def captions_in(value: object) -> list[str] | None:
-    """Return the captions in a text or a list of texts, None without one; raises ValueError for anything else."""
+    """Return the captions in a text or a list of texts, None without any; raises ValueError for anything else."""
     if value is None or value == []:
         return None
     if not are_texts(value):
-        raise ValueError("its captions are no text and no list of texts")
+        raise ValueError("its captions are neither a text nor a list of texts")
     texts = [value] if isinstance(value, str) else value
     if len(texts) > MOST_CAPTIONS:
-        raise ValueError(f"it has {len(texts):,} captions, and {MOST_CAPTIONS} are the most of an image")
+        raise ValueError(f"it has {len(texts):,} captions, and an image may have {MOST_CAPTIONS}")
     return texts
 
 
 def are_texts(value: object) -> TypeGuard[str | list[str]]:
-    """Return whether a value is a text or a list of texts."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
 
 
@@ -96,7 +95,8 @@ class Source(Protocol):
     classes: tuple[str, ...]
     """Names of the labels."""
     labels: Labels
-    """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
+    """Index into ``classes`` of each image, int64 (N,), known before an image is decoded; the number of classes for an
+    image without one, since U-Nets read this label as none."""
 
     def name(self, i: int, /) -> str:
         """Return the name of image ``i`` in reports: a path, a member of an archive, a row."""
@@ -111,17 +111,17 @@ class Source(Protocol):
 
 
 def captions_of(source: Source) -> Captions | None:
-    """Return a source's ``captions``, which it has if ``data.text`` asks for them and it can have some."""
+    """Return a source's ``captions``, None if it has none or ``data.text`` asks for none."""
     return getattr(source, "captions", None)
 
 
 Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"
-"""Function that opens a source; its second argument is whether to show bars. Raises DataError."""
+"""Function that opens a source; its second argument says whether to show bars. Raises DataError."""
 
 
 @contextlib.contextmanager
 def network_limit(seconds: float) -> Iterator[None]:
-    """Limit the wait for network responses, which downloads by torchvision and torch.hub don't."""
+    """Limit the wait for network responses, since torchvision and torch.hub set no limit."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -130,20 +130,20 @@ def network_limit(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
-    """Return the distinct names, sorted, and the index of each of ``names`` among them, int64 (N,)."""
-    seen: dict[str, int] = {}
+def numbered(names: Iterable[str | None]) -> tuple[tuple[str, ...], Labels]:
+    """Return the distinct names, sorted, and the index of each name among them, int64 (N,), UNLABELLED for None."""
+    seen: dict[str | None, int] = {}
     order = np.fromiter((seen.setdefault(name, len(seen)) for name in names), np.int64)
-    classes = tuple(sorted(seen))
-    place = np.empty(len(seen), np.int64)
-    place[[seen[name] for name in classes]] = np.arange(len(seen))
+    classes = tuple(sorted(name for name in seen if name is not None))
+    place = np.full(len(seen), UNLABELLED)
+    place[[seen[name] for name in classes]] = np.arange(len(classes))
     return classes, place[order]
 
 
 def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels]:
-    """Return the class names, which are numbers unless ``names`` has one for each class, and the labels, int64 (N,).
+    """Return class names, which are numbers unless ``names`` has enough of them, and the labels, int64 (N,).
 
-    If no image has a label, all have the same class.
+    If no image has a label, all images have one class, named ``.``.
     """
     most = int(labels.max(initial=UNLABELLED))
     if most < 0:
@@ -154,7 +154,7 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
-    """Return ``data.path``, a file or, if ``folder``, a folder, which an error calls ``what``; raises DataError."""
+    """Return ``data.path``, which must be a file or a ``folder``; raises DataError, which asks for ``what``."""
     path, kind = spec.path, "folder" if folder else "file"
     assert path is not None  # the run spec checks it
     if not (path.is_dir() if folder else path.is_file()):
@@ -177,7 +177,7 @@ def read_file(path: Path) -> bytes:
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:
-    """Return the states of all files below a folder, by relative name; OSError for others, or a folder twice."""
+    """Return the states of all files below a folder, by relative name; raises OSError for devices, repeated folders."""
     found, below, seen = dict[str, os.stat_result](), [""], set[tuple[int, int]]()
     for above in below:  # which grows
         with os.scandir(folder / above) as entries:
@@ -193,7 +193,7 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
                     seen.add((status.st_dev, status.st_ino))
                     below.append(f"{name}/")
                 else:
-                    raise OSError(errno.EINVAL, f"{printable(name)} is no file, or a folder twice", str(folder))
+                    raise OSError(errno.EINVAL, f"{printable(name)} is no file, or a repeated folder", str(folder))
     return dict(sorted(found.items()))
 
 
@@ -201,7 +201,7 @@ ONE_HEADER = threading.Lock()  # CPython 3.11 may fail where two threads parse a
 
 
 def map_array(path: Path) -> npt.NDArray[Any]:
-    """Memory-map a ``.npy`` file, so that a forged header can't allocate more than the file holds; raises OSError."""
+    """Memory-map a ``.npy`` file: a forged header can't allocate more than the file holds. Raises OSError."""
     open_regular(path).close()
     try:
         with np.errstate(over="raise"), ONE_HEADER:  # numpy's own count of bytes
@@ -215,7 +215,7 @@ def map_array(path: Path) -> npt.NDArray[Any]:
 
 @functools.cache
 def formats() -> tuple[str, ...]:
-    """Return Pillow's names of the readable formats; a file's content, not its name, decides its format."""
+    """Return Pillow's names of the readable formats; a file's content decides its format."""
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is lower
     Image.init()
     return tuple(kind for kind in Image.OPEN if kind not in NOT_PICTURES)
@@ -235,7 +235,7 @@ def is_image(name: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """Return a path as text that can be written to any file, even if its bytes are not UTF-8."""
+    """Return a path as UTF-8 text, with escapes for other bytes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 

@@ -22,13 +22,13 @@ from ddpm_ds.ground.formats import parse_json
 LABELS = "dataset.json"  # file of labels in a folder that EDM's or StyleGAN's tools have written
 METADATA = ("metadata.jsonl", "metadata.csv")  # files of captions in any folder, with a line for each image below it
 TEXTS = (".txt", ".caption", ".json")
-"""Extensions of an image's file of captions, after its name with its own extension or without. The first one counts."""
-MOST_NAMED = 4  # keys that are named in advice
+"""Extensions of an image's file of captions, which replace its own extension or follow it; the first file counts."""
+MOST_NAMED = 4  # maximum keys that an error names
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
 REPEATED = re.compile(r"\d{1,3}_.+")  # folders whose number asks sd-scripts for repeats
 
-_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or other keys of its line
+_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or the other keys of its line
 
 
 @dataclass
@@ -36,7 +36,7 @@ class FolderSource:
     """Image files sorted by their path relative to ``root``; the first folder of a path is the class, unless a
     ``dataset.json``, as the tools of EDM and StyleGAN write it, lists labels.
 
-    Images directly in ``root`` have class ``.``. Names that begin with a dot are skipped.
+    Images directly in ``root`` have no class. Names that begin with a dot are skipped.
     """
 
     classes: tuple[str, ...]
@@ -46,11 +46,9 @@ class FolderSource:
     captions: base.Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:
-        """Return the relative path."""
         return base.printable(self.files[i])
 
     def read(self, i: int, /) -> bytes:
-        """Read an image file; raises OSError if it is not a regular file."""
         return base.read_file(self.root / self.files[i])
 
 
@@ -68,25 +66,28 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
             "of images with --set data.path=FOLDER"
         )
     listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
-    files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
+    files += sorted(listed.keys() - files)  # reading a missing file fails, which is reported
     labels = _listed_labels(root, files)
-    above = (name.partition("/") for name in files)
-    folders = (base.printable(folder) if inside else "." for folder, inside, _ in above)
-    classed = base.numbered(folders) if labels is None else base.labelled(labels)
+    folders: Sequence[str] | None = None
+    if labels is None:
+        above = (name.partition("/") for name in files)
+        folders, labels = base.numbered(base.printable(folder) if inside else None for folder, inside, _ in above)
+    classes, labels = base.labelled(labels, folders)
+    labels[labels < 0] = len(classes)
     captions = None
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
-        if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
+        if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classes))]):
             base.print_once(
                 f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch"
             )
-    return FolderSource(*classed, root, files, captions)
+    return FolderSource(classes, labels, root, files, captions)
 
 
 def _captions(
     root: Path, files: Sequence[str], texts: Mapping[str, str], listed: _Listed, key: str, progress: bool
 ) -> base.Captions:
-    """Return the captions of each image: ``listed`` ones, or else those of a file of its name among ``texts``."""
+    """Return the captions of each image: ``listed`` ones, or else from a file of its name among ``texts``."""
     others = dict[str, str]()
 
     def of(name: str) -> list[str] | None:
@@ -129,7 +130,7 @@ def _captions(
 
 
 def _texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` in an image's JSON, or else its other keys with texts, each with ``place``."""
+    """Return the captions under ``key`` in an image's JSON, or else other keys that have texts, each with ``place``."""
     if not isinstance(block, dict):
         return {}
     if (captions := base.captions_in(block.get(key))) is not None:
@@ -139,7 +140,7 @@ def _texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]
 
 
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
-    """Return the texts of :func:`_texts_of`, by image, in the :data:`METADATA` among ``texts``."""
+    """Return the result of :func:`_texts_of` for each image in the :data:`METADATA` files among ``texts``."""
     found: _Listed = {}
     for place in texts.values():
         if os.path.basename(place) not in METADATA:
@@ -172,7 +173,7 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
 
 
 def _listed_labels(root: Path, names: list[str]) -> base.Labels | None:
-    """Return the labels (N,) in a ``dataset.json``, None without one; ``names`` get the missing images, too."""
+    """Return the labels (N,) in a ``dataset.json``, None without one, and add the images that it lists to ``names``."""
     if not os.path.exists(root / LABELS):
         return None
     try:
@@ -196,7 +197,7 @@ def _listed_labels(root: Path, names: list[str]) -> base.Labels | None:
 
 
 def _name_of(given: str) -> str:
-    """Return a relative path with slashes; raises ValueError if it leads out of its folder."""
+    """Return a relative path with slashes; raises ValueError if it leaves its folder."""
     name = given.replace("\\", "/").removeprefix("./")
     if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"it points outside its folder ({base.printable(name)})")
@@ -204,7 +205,7 @@ def _name_of(given: str) -> str:
 
 
 def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:
-    """Yield relative paths of image files, sorted; add files that may have captions to ``texts``."""
+    """Yield the relative paths of image files, sorted, and add files that may have captions to ``texts``."""
     visited: dict[str, str] = {}
     waiting = [""]  # the last one comes next; a folder ends with a slash
     while waiting:
@@ -214,7 +215,7 @@ def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:
             continue
         folder = os.path.join(root, path)
         first = visited.setdefault(os.path.realpath(folder), path)
-        if first != path and path.startswith(first):  # a link that leads back
+        if first != path and path.startswith(first):  # a link to a folder above
             continue
         if first != path:
             raise DataError(

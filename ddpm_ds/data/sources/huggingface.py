@@ -18,13 +18,13 @@ COLUMNS = {
     "data.label_column": ("whole numbers or names", r"u?int\d+|(large_)?string", "ClassLabel"),
     "data.text.captions": ("texts", "(list of )?(large_)?string", ""),
 }
-"""What columns hold, and types that fit and that are usual, by the key that names one."""
+"""By the key that names a column: words for its content, types that fit, and the usual feature."""
 FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # loaders of the library for single files
 
 
 @dataclass
 class HuggingFaceSource:
-    """Images of a column of an Arrow table, by row: encoded ones, or paths of image files."""
+    """Images in a column of an Arrow table: each row has an encoded image, or the path of an image file."""
 
     classes: tuple[str, ...]
     labels: base.Labels = field(repr=False)
@@ -33,13 +33,11 @@ class HuggingFaceSource:
     captions: base.Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:
-        """Return the row and, if it has one, the name of its file."""
         value = self.rows[i]
         path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
         return f"row {i}" + (f" ({base.printable(path)})" if path else "")
 
     def read(self, i: int, /) -> bytes:
-        """Read the image of a row, or the file that the row names."""
         value = self.rows[i].as_py()
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
@@ -54,7 +52,7 @@ class HuggingFaceSource:
 def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     """Open the data set at ``data.path``, or named ``data.name`` on the hub.
 
-    Other formats are converted to the library's Arrow files, once, in ``downloads`` of ``store_root``.
+    The library converts other formats than Arrow once, in ``downloads`` of ``store_root``.
     """
     try:
         import datasets
@@ -81,7 +79,9 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     column = _column(rows, "data.image_column", spec.image_column, key)
     if column is None:
         columns = ", ".join(rows.column_names)
-        raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
+        raise DataError(
+            f"{key} has no image column; its columns are {columns}: if one has images, set data.image_column"
+        )
     classes, labels = _labels(rows, spec.label_column, key)
     captions = None if spec.text is None else _captions(rows, spec.text.captions, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
@@ -96,7 +96,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
 
 
 def _loaded(datasets: Any, path: Path | None, name: str | None, folder: Path, key: str) -> Any:
-    """Load a data set, or a dictionary of data sets by split, which is kept in ``folder``; raises DataError."""
+    """Load a data set, or a dictionary of data sets by split, by way of ``folder``; raises DataError."""
     options = {"cache_dir": str(folder)}
     fix = "give what save_to_disk wrote, a .parquet, .arrow or .tar file or a folder of them with --set data.path=PATH"
     if path is not None and not path.exists():
@@ -121,7 +121,7 @@ def _loaded(datasets: Any, path: Path | None, name: str | None, folder: Path, ke
 
 
 def _column(rows: Any, option: str, given: str | None, key: str) -> str | None:
-    """Return the ``given`` column, which must fit, or else the only one of the usual type, if any; raises DataError."""
+    """Return the ``given`` column, which must fit, or else the only usual one, None without; raises DataError."""
     what, pattern, usual = COLUMNS[option]
     kinds = {name: _kind(feature) for name, feature in rows.features.items()}
     if given is None:
@@ -155,11 +155,7 @@ def _labels(rows: Any, given: str | None, key: str) -> tuple[tuple[str, ...], ba
     try:
         values.validate(full=True)
         if "string" in str(values.type):
-            texts = values.to_pylist()
-            labels = np.full(len(texts), base.UNLABELLED)
-            names, labels[[text is not None for text in texts]] = base.numbered(
-                text for text in texts if text is not None
-            )
+            names, labels = base.numbered(values.to_pylist())
         else:
             labels = values.cast("int64").fill_null(base.UNLABELLED).to_numpy()
     except ValueError as error:  # Arrow's: a number beyond 64 bits, or a text that is not UTF-8

@@ -1,13 +1,13 @@
-"""Arrays of a spec in files of named arrays: found by name, checked, and read when they are needed.
+"""Named arrays of a file: found by name, checked, and read when they are needed.
 
 The first dimension of an array counts images; ``constants`` have no such dimension. Openers return the arrays of a file
-as :class:`Variable` by name, and read none of them::
+as :class:`Variable` by name, without reading them::
 
     Zarr     folders of format 2 or 3, by zarr: arrays by their path in the group, such as ``era5/t2m``
     HDF5     by h5py, and so NetCDF 4: data sets by their path in the file
     NetCDF   of formats 1 and 2 by scipy
 
-Attributes are applied to all alike: packed numbers are unpacked, missing values are NaN, and time is the first
+Attributes are applied alike: packed numbers are unpacked, missing values become NaN, and time becomes the first
 dimension.
 """
 
@@ -35,6 +35,7 @@ from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
+from ddpm_ds.ground.units import rounded
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 
@@ -43,19 +44,19 @@ Selection: TypeAlias = Any  # range of the first dimension, or a tuple of slices
 
 STACKS = ("(N, H, W)", "(N, C, H, W)")  # shapes of images and of conditions
 USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
-"""Names that are looked for where the spec names none."""
+"""Names that are tried if the spec has none."""
 SMALL_BYTES = 2**22  # bytes of small images that are read together
 MOST_BYTES = 2**26  # maximum bytes that are read together, of all arrays
 MOST_WASTE, WASTE_BYTES = 64, 10**8
-"""Chunks of more than so many times an image's bytes, and so many bytes, are refused."""
-MOST_NAMED = 12  # maximum names of arrays in an error
+"""Chunks are refused above so many times an image's bytes, if they also have so many bytes."""
+MOST_NAMED = 12  # maximum arrays that an error names
 MOST_COORDINATES = 2**16  # maximum positions of a coordinate that a cache keeps
 MOST_IMAGES = 10**9  # maximum images of a source, so that a forged number takes no memory
 PACKED, MISSING = ("scale_factor", "add_offset"), ("_FillValue", "missing_value")
-ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")  # attributes that are read of an array
-ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}  # files of an array's metadata, by Zarr's format
+ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")  # attributes of an array that are read
+ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}  # Zarr's format, by its metadata file
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
-"""Beginning of the NAME of a data set that stands for a dimension alone."""
+"""Beginning of the attribute NAME of a data set that only stands for a dimension."""
 TIME, OTHER, PLACE = range(3)  # roles of dimensions, in their order
 TIMES = {"time", "valid_time", "times", "date", "datetime"}
 PLACES = {
@@ -72,24 +73,23 @@ CODECS = (
 
 @dataclass(frozen=True)
 class Variable:
-    """One array of a file."""
+    """Array of a file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[Selection], Array] = field(repr=False)
     chunks: tuple[int, ...] | None = None
-    """Shape of the chunks that are read as a whole; None if every byte can be read alone."""
+    """Shape of the chunks that are read whole; None if every byte can be read alone."""
     dimensions: tuple[str, ...] = ()  # names of the dimensions; empty or "" where they have none
     attributes: Mapping[str, object] = field(default_factory=dict, repr=False)
-    fault: str = ""  # why it can't be read, with the fix, after its name
+    fault: str = ""  # why it can't be read, and the fix; follows its name in an error
     fill: float = 0  # value that is read for missing chunks
     lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
-    """Counts the missing chunks, and all."""
+    """Counts missing chunks, and all chunks."""
 
     @property
     def units(self) -> str:
-        """Units as in the file."""
         return _text(self.attributes.get("units", ""))
 
     @property
@@ -104,17 +104,16 @@ class Variable:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one image."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 Variables: TypeAlias = "dict[str, Variable]"  # arrays of a file by name
 Opener: TypeAlias = "Callable[[Path, DataSpec], Variables]"
-"""Function that opens a file or folder; the spec says where it may unpack. May raise any error of its library."""
+"""Function that opens a file or folder, and may unpack into the spec's ``store_root``. May raise any error."""
 
 
 class Rows:
-    """Images of an array, read one after the other, and together as far as chunks and memory allow."""
+    """Images of an array, read one after the other, several at once if chunks and memory allow it."""
 
     def __init__(self, variable: Variable, most_bytes: int) -> None:
         self.variable = variable
@@ -156,11 +155,11 @@ class Arrays:
         """Return the arrays with these ``names``, which ``key`` of the spec lists; raises DataError."""
         if missing := next((name for name in names if name not in self.found), None):
             near = sorted(self.found, key=lambda name: -difflib.SequenceMatcher(None, missing, name).ratio())
-            raise DataError(f"{key} has {missing}, which {self} does not hold as an array; it holds {_listed(near)}")
+            raise DataError(f"{key} has {missing}, which is no array of {self}; it holds {_listed(near)}")
         return self.checked([self.found[name] for name in names])
 
     def checked(self, found: list[Variable]) -> list[Variable]:
-        """Return arrays that can be read and miss no chunk; raises DataError."""
+        """Return the arrays, which can be read and lack no chunk; raises DataError."""
         for variable in found:
             if variable.fault:
                 raise DataError(f"{variable.name} of {self} {variable.fault}")
@@ -176,7 +175,7 @@ class Arrays:
     def labels(self, count: int, strict: bool) -> Labels:
         """Return the array labels or arr_1, whole numbers (N,) from 0, or UNLABELLED without one; raises DataError.
 
-        Unless it is ``strict``, an array of another kind is not taken for labels.
+        An array of another kind is refused if ``strict``, and else ignored.
         """
         found = next((self.found[name] for name in ("labels", "arr_1") if name in self.found), None)
         misfits = found is not None and (found.shape != (count,) or found.dtype.kind not in "iu")
@@ -202,11 +201,11 @@ class Arrays:
         usual: Sequence[str] = (),
         fits: Callable[[Variable], bool] | None = None,
     ) -> list[Variable]:
-        """Return the arrays with ``names``, which ``key`` of the spec lists, checked; without names one with a usual
-        name, or the only one that ``fits``. Raises DataError.
+        """Return the checked arrays with the ``names`` that ``key`` of the spec lists; raises DataError.
 
-        Each letter of ``shapes`` is a dimension, C or K channels; ``counted`` is the key for all channels, and their
-        number in the spec. ``size`` is the height and width that they must have.
+        Without names an array with a ``usual`` name is taken, or the only one that ``fits``. Each letter of ``shapes``
+        is a dimension; C or K counts channels. ``counted`` has the key for the number of all channels, and its value.
+        ``size`` is the required height and width.
         """
         found, has = self.named(key, names) if names or fits is None else self._only(key, usual, fits), 0
         for variable in found:
@@ -237,14 +236,14 @@ class Arrays:
 
 
 def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
-    """Open the file or folder that ``key`` names, by the opener of ``spec.source``; raises DataError."""
+    """Open the file or folder that ``key`` names with an opener; raises DataError."""
     if not path.exists():
         raise DataError(f"{key} = {path} does not exist; give it with --set {key}={SOURCES[spec.source].path}")
     try:
         if not path.is_dir():
             open_regular(path).close()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of a library are for its callers
+            warnings.simplefilter("ignore")  # libraries warn programmers, not users
             found = {name: each for name, each in opener(path, spec).items() if each.shape}
     except ImportError as error:
         raise DataError(
@@ -261,7 +260,7 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
 
 
 def _watched(variable: Variable, path: Path, before: int) -> Variable:
-    """Return an array whose reads raise OSError for any fault, and DataError once its file has fewer bytes."""
+    """Return an array whose reads raise OSError for any fault, and DataError after its file was cut."""
 
     def check() -> None:  # HDF5 reads zeros beyond the end, and a mapped file ends the process
         if (size := path.stat().st_size) < before and not path.is_dir():
@@ -289,10 +288,8 @@ def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
     found = arrays.taken("data.variables", spec.variables, STACKS, counted, usual=USUAL_IMAGES, fits=fits)
     for variable in found:
         if not spec.are_fields and variable.dtype != np.uint8:
-            raise DataError(
-                f"data.values = bytes, but {variable.name} of {arrays} holds {variable.dtype}; --set "
-                "data.values=float32"
-            )
+            holds = f"{variable.name} of {arrays} holds {variable.dtype}"
+            raise DataError(f"data.values = bytes, but {holds}; --set data.values=float32")
         if variable.size != spec.stored_size:
             key, has = "data.image_size" if spec.crop_from is None else "data.crop_from", written(variable.size)
             raise DataError(
@@ -323,7 +320,7 @@ def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[V
 
 
 def constants_of(asked: ConditionSpec, arrays: Arrays, size: tuple[int, int]) -> Array | None:
-    """Return the constant fields, float32 (C, H, W), of this height and width; None without any. Raises DataError."""
+    """Return the constant fields, float32 (C, H, W), of height and width ``size``; None without. Raises DataError."""
     if not asked.constants:
         return None
     key, parts = "data.condition.constants", list[Array]()
@@ -339,7 +336,7 @@ def constants_of(asked: ConditionSpec, arrays: Arrays, size: tuple[int, int]) ->
 
 
 def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
-    """Return the number of images, which all arrays must have, in chunks that waste little; raises DataError."""
+    """Return the number of images; raises DataError if arrays differ in it, or have chunks that waste much."""
     every = [(arrays, variable) for arrays, variables in groups for variable in variables]
     where, first = every[0]
     count = first.shape[0]
@@ -353,7 +350,7 @@ def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
         read = chunks[0] * math.prod(sides) * variable.dtype.itemsize
         if read > MOST_WASTE * image and read >= WASTE_BYTES:
             raise DataError(
-                f"{name} has chunks of {_size(chunks)}, so that one image of {image / 1e6:,.3g} MB reads "
+                f"{name} has chunks of {_size(chunks)}, so reading one image of {rounded(image / 1e6)} MB reads "
                 f"{read / 1e6:,.0f} MB; write it again in chunks of {_size((1, *shape[1:]))}"
             )
     if not count:
@@ -373,7 +370,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def channel_names(found: Sequence[Variable], arrays: Arrays) -> tuple[str, ...]:
-    """Return names of channels: t2m of (N, H, W); u.850 of (N, C, H, W), by coordinate or number."""
+    """Return the names of channels: t2m of (N, H, W); u.850 of (N, C, H, W), with a coordinate or number."""
     names = list[str]()
     for variable in found:
         if len(variable.shape) == 3:
@@ -385,7 +382,7 @@ def channel_names(found: Sequence[Variable], arrays: Arrays) -> tuple[str, ...]:
 
 
 def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[float, ...] | tuple[str, ...]:
-    """Return the coordinate of a dimension, as floats or texts; () if there is none, or it is large."""
+    """Return the coordinate of a dimension, as floats or texts; () without one, or if it is large."""
     dimension = variable.dimensions[axis] if variable.dimensions else ""
     along = arrays.found.get(dimension)
     if along is not None and along.fault:
@@ -399,13 +396,13 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[float, ...
 
 
 def open_stored(path: Path, spec: DataSpec) -> Variables:
-    """Open a Zarr folder, an HDF5 file or a NetCDF file, whichever the content is."""
+    """Open a Zarr folder, an HDF5 file or a NetCDF file; the content decides which."""
     if path.is_dir():
         import zarr
 
         if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
             count = len(os.listdir(path))
-            raise ValueError(f"it is a folder of {count:,} files, no Zarr; name one file, into which they are joined")
+            raise ValueError(f"it is a folder of {count:,} files, no Zarr; join them into one file")
         files = [*files_below(path)]
         arrays: Variables = {}
         for folder, _, kind in (file.rpartition("/") for file in files):
@@ -445,7 +442,7 @@ def _variable(
 
 
 def _opened(name: str, make: Callable[[], Variable]) -> Variable:
-    """Return an array, or one with a fault: an array that nobody asks for may be broken."""
+    """Return an array, or a placeholder with its fault: an array that nobody needs may be broken."""
     try:
         found = make()
         if min(found.chunks or (1,)) < 1:
@@ -462,7 +459,7 @@ def _nothing(name: str, shape: tuple[int, ...] = (), fault: str = "") -> Variabl
 def _zarr_array(
     open_array: Callable[..., Any], path: Path, files: Sequence[str], folder: str, kind: str, name: str
 ) -> Variable:
-    """Return the array in a folder, nothing for a group; ``kind`` is its metadata's file, ``files`` are all files."""
+    """Return the array in a folder, nothing for a group; ``kind`` is its metadata file, ``files`` lists all files."""
     metadata, version = parse_json(read_bytes(path / folder / kind)), ZARR[kind]
     if version == 3 and metadata["node_type"] == "group":
         return _nothing(name)
@@ -488,7 +485,7 @@ def _zarr_array(
 
 
 def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
-    """Refuse unknown codecs, filters and compressors in the metadata of a Zarr array, or inside of a codec."""
+    """Raise ValueError for unknown codecs, filters and compressors in an array's metadata, or inside of a codec."""
     for key in ("filters", "compressor") if version == 2 else ("codecs", "index_codecs"):
         listed = given.get(key) or ()
         for each in [listed] if isinstance(listed, str | dict) else listed:
@@ -500,7 +497,7 @@ def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
 
 
 def _hdf5_array(name: str, file: Any) -> Variable:
-    """Return a data set of an HDF5 file, nothing for a group; dimension scales are coordinates."""
+    """Return a data set of an HDF5 file, nothing for a group or a mere dimension."""
     import h5py
 
     item = file[name]
@@ -525,13 +522,13 @@ def _hdf5_array(name: str, file: Any) -> Variable:
 
 
 def _text(value: object) -> str:
-    """Return a name or an attribute as text that can be written to any file."""
+    """Return a name or an attribute as text that every file can hold."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _unpacked(variable: Variable) -> Variable:
-    """Return an array unpacked by its attributes; raises ValueError if these are no numbers."""
+    """Return an array unpacked by its attributes; raises ValueError for attributes that are no numbers."""
     given, kind = variable.attributes, variable.dtype
     if variable.fault or kind.kind not in "fiu" or not given.keys() & {*PACKED, *MISSING, "_Unsigned"}:
         return variable
@@ -569,7 +566,7 @@ def _numbers(key: str, value: object) -> Array:
 
 
 def _finished(variable: Variable, found: Variables) -> Variable:
-    """Return an unpacked array with time as its first dimension, and two dimensions of place as its last."""
+    """Return an unpacked array whose first dimension is time, and whose last two are places."""
     variable = _unpacked(variable)
     if variable.fault or len(variable.shape) < 2:
         return variable
@@ -600,7 +597,7 @@ def _finished(variable: Variable, found: Variables) -> Variable:
 
 
 def _role(name: str, found: Variables) -> int:
-    """Return whether a dimension is time, a place or another, by the units of its coordinate or by its name."""
+    """Return the role of a dimension, by the units of its coordinate or by its name."""
     units, short = found[name].units if name in found else "", name.rpartition("/")[2].lower()
     if " since " in units or short in TIMES:
         return TIME

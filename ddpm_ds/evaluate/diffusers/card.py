@@ -1,4 +1,4 @@
-"""The model card of an export: ``card.md``, filled with some facts of the run."""
+"""The model card of an export: ``card.md``, filled with facts about the run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Export of a trained U-Net as a pipeline of diffusers, which need not be installed::
+"""Export of a trained U-Net as a pipeline of diffusers, without that package::
 
 DIR/
     README.md                                   the model card
@@ -70,8 +70,9 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
 
 
 def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> str:
-    """Write the configurations and weights of a ``DDPMPipeline`` or ``LDMPipeline`` into ``folder``. For a U-Net that
-    reads text it is a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as its parts are at hand.
+    """Write the configurations and weights of a pipeline into ``folder``: ``DDPMPipeline``, or ``LDMPipeline`` for
+    latents. A U-Net with text gets a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline`` if its other parts
+    are at hand.
 
     Returns a line with the class that opens it.
     """

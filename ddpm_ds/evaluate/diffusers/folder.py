@@ -1,5 +1,5 @@
-"""Folder of a model or a pipeline of diffusers, and its weights: one file, or shards with an index, in full precision
-or rounded; read without diffusers and without executing code in it.
+"""Folder of a model or a pipeline of diffusers, read without diffusers and without executing code in it. Weights are
+one file, or shards with an index, in full precision or in 16 bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WEIGHTS = (
     f"diffusion_pytorch_model.fp16.safetensors{INDEX}",
     "diffusion_pytorch_model.safetensors.index.fp16.json",
 )
-"""Names of a model's weights, of which the first that is there is read: full precision before 16 bits."""
+"""Names of a model's weights; the first that exists is read, full precision before 16 bits."""
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
 PIPELINE = "model_index.json"
 FIELDS = "fields.json"
@@ -56,7 +56,7 @@ FIELDS = "fields.json"
 AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 TEXT_AUTOENCODER = "vae"
-"""Name of that folder in a pipeline that reads text."""
+"""Name of the autoencoder's folder in a pipeline that reads text."""
 IMPORTED = (
     *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
     *(SCHEDULER_CONFIG, f"scheduler/{SCHEDULER_CONFIG}", PIPELINE),
@@ -69,7 +69,7 @@ DRAWN_FROM = (*IMPORTED, f"{AUTOENCODER_FOLDER}/*", f"{TEXT_AUTOENCODER}/*", *EN
 
 @dataclass(frozen=True)
 class Weights:
-    """Files of a model's weights; every method may raise CheckpointError: one is missing or damaged."""
+    """Files of a model's weights. Every method raises CheckpointError if one is missing or damaged."""
 
     path: Path
     """The file, or the index of the shards."""
@@ -113,7 +113,7 @@ class Weights:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; raises CheckpointError if it is damaged or holds anything else."""
+    """Return the tensors of a file by name; raise CheckpointError if it is damaged or holds anything else."""
     try:
         if path.suffix == ".safetensors":
             file = open_tensors(path)
@@ -123,12 +123,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
                 parts = zipfile.ZipFile(stored).infolist()
                 if sum(part.file_size for part in parts) > os.fstat(stored.fileno()).st_size:
                     raise ValueError("compressed")
-        with warnings.catch_warnings(action="ignore"):  # they are about sparse tensors, which are refused below
+        with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # a forged file can make its reader raise anything
         raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
     for name, tensor in state.items() if isinstance(state, dict) else [("", None)]:
-        # Sparse, meta and expanded tensors, which have not all their values in memory, can grow when copied.
+        # Sparse, meta and expanded tensors hold fewer values than their shape, and can grow when copied.
         if (
             not (isinstance(name, str) and isinstance(tensor, Tensor))
             or (tensor.layout != torch.strided or tensor.is_meta)
@@ -144,7 +144,7 @@ class FieldsFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: DataSpec
-    """The run's, without paths."""
+    """Section `data` of the run, without paths."""
     facts: FieldFacts | None
 
     @classmethod
@@ -165,17 +165,17 @@ class _PipelineArguments(Arguments):
     ignored: ClassVar = ("requires_safety_checker", "add_watermarker")
 
     force_zeros_for_empty_prompt: bool | None = None
-    """Where it is missing, pipelines of SDXL, which have a second text encoder, take true."""
+    """A missing value means true for pipelines of SDXL, which have a second text encoder."""
 
 
 class DiffusersFolder:
     """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root),
     or a single file with the original names.
 
-    The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
-    zeros, is added. ``hub_name`` names the repository on the Hugging Face hub that the folder is a copy of.
+    The last row of a class embedding means "no label"; with ``last_label_is_class`` a row of zeros is added for that.
+    ``hub_name`` is the repository on the Hugging Face hub from which the folder was copied.
 
-    Raises CheckpointError, by any method: a file is missing, can't be read, or our U-Net can't express it.
+    Every method raises CheckpointError if a file is missing, can't be read, or can't be expressed by our U-Net.
     """
 
     def __init__(self, path: Path, *, last_label_is_class: bool = False, hub_name: str | None = None) -> None:
@@ -237,8 +237,8 @@ class DiffusersFolder:
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
     def encoding(self) -> dict[str, str]:
-        """Return the keys of ``data.text`` that the model decides, without ``encoders`` for a single file; none if the
-        folder holds no text encoder.
+        """Return the keys of ``data.text`` that the model decides: none without a text encoder, and ``encoders`` only
+        for a folder.
         """
         found, second, zeros = {}, self.single is not None and self.single.is_xl, None
         if self.single is None:
@@ -265,14 +265,14 @@ class DiffusersFolder:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the noise schedule is known: a folder holds it, and models in single files share one."""
+        """Whether the noise schedule is known: a folder may hold it, and all single files share one."""
         return self.single is not None or self._scheduler.is_file()
 
     def process(
         self, base: DiffusionSpec | None = None, objective: str | None = None
     ) -> tuple[DiffusionSpec, dict[str, float]]:
-        """Return the diffusion process of the folder, with the loss and weighting of ``base``, and the noise levels of
-        its sampler, if it names any. A typed ``objective`` counts before the one that a single file names.
+        """Return the diffusion process of the folder, with the loss and weighting of ``base``, and its sampler's noise
+        levels, if it names any. A typed ``objective`` counts before a single file's own.
         """
         if not self.has_schedule:
             fault = "so its noise schedule is not known; add the one it was trained with"

@@ -1,7 +1,4 @@
-"""Import: a model of diffusers as the start of a run.
-
-Its weights get our names, and a spec its U-Net and diffusion process.
-"""
+"""Import of a model of diffusers as the start of a run: its weights by our names, and a spec with its U-Net."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +13,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
-from ddpm_ds.evaluate.outputs import new_folder
+from ddpm_ds.evaluate.outputs import new_output
 from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.schema.types import written
 
@@ -25,30 +22,30 @@ ANY_UNET = (
     *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
     *("head_channels=null", "norm_groups=1"),
 )
-"""Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
+"""Overrides for a U-Net that fits images of any size, until the model's own replaces it."""
 ANY_TEXT = ("context_channels=1", "blocks=[1]", "heads=[1]", "pooled_channels=null")
-"""The same for its text."""
+"""Overrides for such a U-Net with text, by keys of `unet.text`."""
 
 
 def import_weights(
     path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
 ) -> list[str]:
-    """Write to ``out`` the weights of the diffusers folder ``path``, or of a repository of this name on the Hugging
-    Face hub, and the spec ``base`` changed to start from them.
+    """Write to ``out`` the weights of the diffusers folder ``path``, or of the repository ``path`` on the Hugging Face
+    hub, and the spec ``base``, changed to start from them.
 
-    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting; its last label
+    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting. Its last label
     means "no label" unless ``last_label_is_class``. Returns lines for the user about both files.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
         SpecError: ``base`` is wrong, or describes images that the model does not fit.
     """
-    with new_folder(out) as temporary:
+    with new_output(out) as temporary:
         folder = _opened(path, last_label_is_class)
         until_replaced = [f"unet.{item}" for item in ANY_UNET]
         if folder.unet.text is None:
             until_replaced.append("unet.text=null")
-        else:  # the model's text, unless another was typed
+        else:  # what was typed counts before the model's text
             keys = {item.partition("=")[0].strip() for item in overrides}
             encoding = {f"data.text.{key}": json.dumps(value) for key, value in folder.encoding().items()}
             until_replaced += [f"unet.text.{item}" for item in ANY_TEXT]
@@ -75,7 +72,6 @@ def import_weights(
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
-    """Return the model at ``path``, or else of this name on the Hugging Face hub."""
     name = None if path.exists() else str(path)
 
     def opened(found: Path) -> DiffusersFolder:
@@ -93,9 +89,9 @@ def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
 def _spec_with_model(
     before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path, overrides: Sequence[str]
 ) -> RunSpec:
-    """Return the spec ``before`` with the model's U-Net, and its diffusion process except for keys that were typed."""
+    """Return the spec ``before`` with the model's U-Net, and with its diffusion process except for typed keys."""
     pairs: dict[str, tuple[object, object]] = {"data.channels": (before.data.channels, folder.interface.channels)}
-    if folder.unet.text is None:  # whose images may be of any size
+    if folder.unet.text is None:  # a U-Net with text draws images of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
     asked, found, model = before.data.interface, folder.interface, f"the model of {folder.path}"
     if asked.numbers:
@@ -115,7 +111,7 @@ def _spec_with_model(
     typed = {key.strip(): text for key, _, text in (item.partition("=") for item in overrides)}
     if folder.has_schedule:
         asked_process = {key: value for key, value in values["diffusion"].items() if f"diffusion.{key}" in typed}
-        if "schedule" in asked_process:  # whose usual betas are not the model's
+        if "schedule" in asked_process:  # its usual betas are not the model's
             asked_process |= {key: values["diffusion"][key] for key in ("beta_start", "beta_end")}
         process = folder.process(before.diffusion, asked_process.get("objective"))[0]
         values["diffusion"] = process.model_dump(mode="json") | asked_process

@@ -1,5 +1,5 @@
 """Configurations of diffusers, checked for types and ranges, and the conversion between our diffusion process and a
-scheduler: ``DDPMScheduler`` or, for EDM, ``EDMEulerScheduler``. Does not need diffusers.
+scheduler: ``DDPMScheduler`` or, for EDM, ``EDMEulerScheduler``. diffusers is not needed.
 """
 
 import json
@@ -29,13 +29,13 @@ class Arguments(BaseModel):
     class_names: ClassVar[tuple[str, ...]]
     """Names of the classes that take these arguments."""
     kind: ClassVar[str] = ""
-    """What a message calls an argument; empty is ``argument of`` the first class."""
+    """Word of messages for an argument; empty means ``argument of`` the first class."""
     ignored: ClassVar[Collection[str]] = ()
-    """Other keys that nothing here depends on; any that are neither known nor ignored are refused."""
+    """Other keys, on which nothing here depends; keys that are neither known nor ignored are refused."""
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        """Return the arguments in a configuration; raises ValueError, a line with the key, its value and the fix."""
+        """Return the arguments in a configuration; raise ValueError, a line with the key, its value and the fix."""
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
             named = ", ".join(known.removesuffix("Scheduler") for known in cls.class_names)
@@ -48,7 +48,7 @@ class Arguments(BaseModel):
             first, *more = error.errors()
             key = str(first["loc"][0])
             of_key = (each for each in more if each["loc"][0] == key)
-            problem = max((first, *of_key), key=lambda each: len(each["loc"]))  # of a list, its entry's
+            problem = max((first, *of_key), key=lambda each: len(each["loc"]))  # in a list the entry's own problem
             raise refused(key, config[key], problem["msg"].replace("Input should be", "it should be")) from None
         for key, value in (found.model_extra or {}).items():
             if key not in cls.ignored and value is not None and value is not False:
@@ -65,11 +65,11 @@ def refused(key: str, value: object, why: str) -> ValueError:
 
 Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
 EXPLICIT = "trained_betas"
-"""Argument of diffusers' schedulers for the betas of a schedule that has no name in diffusers."""
+"""Argument of diffusers' schedulers for the betas of a schedule without a name in diffusers."""
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
 """Ends of the betas of Stable Diffusion."""
 UNLIMITED = 1e6
-"""Maximum of dynamic clipping in diffusers, which requires one; ours has none."""
+"""Maximum for dynamic clipping in diffusers, which requires one; ours has none."""
 FLOW = "DPMSolverMultistepScheduler"
 """Scheduler of flow matching for text, since `FlowMatchEulerDiscreteScheduler` lacks `scale_model_input`, which the
 pipelines call."""
@@ -85,7 +85,7 @@ def scheduler_class(diffusion: DiffusionSpec, *, text: bool = False) -> str:
 
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bool = False) -> dict[str, object]:
     """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
-    run's clipping and variance. For a pipeline of ``text`` it is one that such pipelines sample with in few steps.
+    run's clipping and variance. For ``text`` the scheduler is one by which such pipelines sample in few steps.
 
     Raises ValueError: diffusers has no such noise schedule or objective.
     """
@@ -126,7 +126,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
         "num_train_timesteps": diffusion.timesteps,
         "beta_start": diffusion.beta_start,
         "beta_end": diffusion.beta_end,
-        # Not read if there are explicit betas, but a name is required.
+        # Explicit betas replace it, but a name is required.
         "beta_schedule": "linear" if schedule == EXPLICIT else schedule,
         # Not rescaled, since the scheduler does that.
         "trained_betas": ours.betas(diffusion).tolist() if schedule == EXPLICIT else None,
@@ -139,7 +139,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
 OWN_BETAS = tuple(
     f"{name}Scheduler" for name in ("DPMSolverSDE", "HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete")
 )
-"""Schedulers whose beta_start and beta_end are Stable Diffusion's where they are missing."""
+"""Schedulers whose default beta_start and beta_end are Stable Diffusion's."""
 # fmt: off
 OF_SAMPLING = {
     "algorithm_type", "base_image_seq_len", "base_shift", "clip_sample", "clip_sample_range", "corrector_order",
@@ -152,11 +152,11 @@ OF_SAMPLING = {
     "use_exponential_sigmas", "use_karras_sigmas", "use_lu_lambdas", "variance_type",
 }
 # fmt: on
-"""Arguments of diffusers' schedulers, past ones among them, that no training depends on."""
+"""Arguments of diffusers' schedulers, past and present, on which no training depends."""
 
 
 class _Noise(Arguments):
-    """Arguments of a scheduler; keys that are neither fields nor of sampling are refused."""
+    """Arguments of a scheduler; keys that are neither fields nor about sampling are refused."""
 
     kind: ClassVar = "argument of a scheduler"
     ignored: ClassVar = OF_SAMPLING
@@ -179,7 +179,7 @@ class _SchedulerArguments(_Noise):
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
     rescale_betas_zero_snr: bool = False
     predict_epsilon: Literal[True] | None = None
-    """Before prediction_type; false meant sample."""
+    """Predecessor of prediction_type; false meant sample."""
     timestep_type: Literal["discrete"] = "discrete"
     use_flow_sigmas: Literal[False] = False
 
@@ -197,7 +197,7 @@ class _EdmArguments(_Noise):
 
 
 class _FlowMatchArguments(_Noise):
-    """Arguments of a scheduler that knows flow matching alone, where arguments of noise in timesteps have no effect."""
+    """Arguments of a scheduler for flow matching alone, where arguments about betas have no effect."""
 
     class_names: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
     ignored: ClassVar = OF_SAMPLING | {"beta_start", "beta_end", "beta_schedule", "trained_betas"}
@@ -206,7 +206,7 @@ class _FlowMatchArguments(_Noise):
 
 
 class _FlowArguments(_FlowMatchArguments):
-    """Arguments of a scheduler of flow matching among others."""
+    """Arguments for flow matching of a scheduler that has other processes too."""
 
     class_names: ClassVar = (FLOW, "DPMSolverSinglestepScheduler", "DEISMultistepScheduler", "UniPCMultistepScheduler")
 
@@ -217,11 +217,11 @@ class _FlowArguments(_FlowMatchArguments):
 def process_from_scheduler(
     config: Mapping[str, object], base: DiffusionSpec | None = None
 ) -> tuple[DiffusionSpec, dict[str, float]]:
-    """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``, and the noise
-    levels at which it samples, as fields of the sampler; none for one with timesteps.
+    """Return the diffusion process of a scheduler, with the loss and weighting of ``base``. Also return the noise
+    levels at which it samples, as fields of the sampler; a scheduler with timesteps has none.
 
     Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``. Raises
-    ValueError: our process can't express it; a line with the key, its value and the fix.
+    ValueError, a line with the key, its value and the fix: our process can't express it.
     """
     base, name = base or DiffusionSpec(), config.get("_class_name")
     if name in _EdmArguments.class_names:

@@ -1,7 +1,7 @@
 """Export of a U-Net that reads text: the other parts of its pipeline, in a folder or in a single file.
 
-The text encoders and their tokenizers are copied from the folder in ``data.text.encoders``, or from the Hugging Face
-hub, the autoencoder from ``data.autoencoder``.
+Text encoders and tokenizers are copied from ``data.text.encoders``, a folder or a name on the Hugging Face hub, and the
+autoencoder from ``data.autoencoder``.
 """
 
 import re
@@ -60,8 +60,8 @@ def pipeline_of(trained: Trained) -> str | None:
 
 
 def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, object]]:
-    """Copy text encoders, tokenizers and the autoencoder into ``folder``; return the name of the pipeline, None if some
-    part is not at hand, and its other entries of ``model_index.json``.
+    """Copy text encoders, tokenizers and the autoencoder into ``folder``. Return the name of the pipeline, or None if a
+    part is not at hand, and their entries of ``model_index.json``.
     """
     parts: dict[str, object] = {}
     if trained.autoencoder is not None:
@@ -82,9 +82,9 @@ def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, ob
 
 
 def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
-    """Return tensors for a file, whose floats are in ``precision``.
+    """Return copies of tensors for a file, with floats in ``precision``.
 
-    Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
+    A file takes no views: q, k and v are views of one tensor, and convolutions' weights have permuted dimensions.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -94,13 +94,13 @@ def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Ten
 
 
 def write_single_file(trained: Trained, path: Path, precision: Precision) -> str:
-    """Write a file with the U-Net, the autoencoder and the text encoders under their original names; return a line with
-    the parts that it holds. Raises CheckpointError: there is no text, or readers would build another U-Net.
+    """Write a file with the U-Net, the autoencoder and the text encoders under their original names. Return a line that
+    names these parts. Raises CheckpointError: there is no text, or readers would build another U-Net.
     """
     text = trained.unet_spec.text
     try:
         if text is None:
-            raise ValueError("its U-Net reads no text; leave it out")
+            raise ValueError("its U-Net reads no text; export a folder instead")
         names = original_names(trained.layers)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be a single file: {error}") from None
@@ -125,7 +125,7 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
         }
         of_xl = len(encoders) == 2
         place = f"conditioner.embedders.{number}." if of_xl else "cond_stage_model."
-        if number or (not of_xl and text.linear_projection):  # of SDXL's second, and of SD 2
+        if number or (not of_xl and text.linear_projection):  # SDXL's second, and SD 2's
             tensors |= {f"{place}model.{name}": tensor for name, tensor in open_clip(stored)}
         else:
             tensors |= {f"{place}transformer.{name}": tensor for name, tensor in stored.items()}
@@ -138,10 +138,10 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
-    """Refuse a U-Net with other heads, groups and the like than readers assume for its kind."""
+    """Refuse a U-Net whose heads, groups and the like are not those that readers assume for its kind."""
     mine, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
     assert mine.text is not None and found.text is not None
-    text = found.text.model_copy(update={"tokens": mine.text.tokens})  # which are not the U-Net's
+    text = found.text.model_copy(update={"tokens": mine.text.tokens})  # their number is not the U-Net's
     found = found.model_copy(update={"dropout": mine.dropout, "text": text})
     if unet_layers(found, trained.interface) == trained.layers:
         return
@@ -161,7 +161,7 @@ _VAE_NAMES = {
 
 
 def original_autoencoder(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield an autoencoder's original names, without prefix, and tensors: attention was of 1x1 convolutions."""
+    """Yield an autoencoder's tensors by original names, without prefix; attention once had 1x1 convolutions."""
     levels = 1 + max(int(name.split(".")[2]) for name in stored if name.startswith("decoder.up_blocks."))
     for name, tensor in stored.items():
         place = _VAE_PLACE.fullmatch(name)
@@ -192,7 +192,7 @@ _OPEN_CLIP_LAYER = {"layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "ml
 
 
 def open_clip(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of OpenCLIP, whose q, k and v are joined and whose projection is transposed."""
+    """Yield tensors by OpenCLIP's names; it has q, k and v in one tensor, and a transposed projection."""
     for name, tensor in stored.items():
         if name == "text_projection.weight":
             yield "text_projection", tensor.T

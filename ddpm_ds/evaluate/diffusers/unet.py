@@ -3,9 +3,9 @@
 diffusers has separate q, k and v, counts decoder levels from the deepest, stores convolution weights as (out, in, k, k)
 instead of (out, k, k, in), and has 1x1 convolutions for some linear layers.
 
-Single files have the names of the code in which Stable Diffusion was published, and hold a whole pipeline: the U-Net
-under ``model.diffusion_model.``, whose kind is found from names and shapes, the autoencoder and the text encoders.
-ComfyUI, A1111 and diffusers' ``from_single_file`` read them.
+Single files have the names of Stable Diffusion's published code, and hold a whole pipeline: autoencoder, text encoders
+and, under ``model.diffusion_model.``, the U-Net, whose kind follows from names and shapes. ComfyUI, A1111 and
+diffusers' ``from_single_file`` read them.
 """
 
 import re
@@ -33,9 +33,9 @@ from ddpm_ds.unet.layers import (
 
 UNET = "model.diffusion_model."
 V, ZERO_SNR = "v_pred", "ztsnr"
-"""Empty tensors that say that the U-Net predicts v, and that the last timestep is pure noise."""
+"""Names of empty tensors, which say that the U-Net predicts v, and that the last timestep is pure noise."""
 EDM = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
-"""Tensors of models whose noise has no timesteps."""
+"""Tensors that only models with EDM's noise have."""
 _TRUE = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False, "None": False}
 _PREDICTIONS = {"epsilon": "eps", "eps": "eps", "v": "v", "v_prediction": "v", "v-prediction": "v"}
 _METADATA: Mapping[str, Mapping[str, str | bool]] = {
@@ -44,7 +44,7 @@ _METADATA: Mapping[str, Mapping[str, str | bool]] = {
     "ss_v_parameterization": {text: "v" if yes else "eps" for text, yes in _TRUE.items()},
     "ss_zero_terminal_snr": _TRUE,
 }
-"""Keys of a single file's metadata that its noise depends on, and the meanings of their values."""
+"""Keys of a single file's metadata about its noise, and the meanings of their values."""
 AVERAGED = "model_ema."
 _PARTS = {"time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out"}
 FIRST = "input_blocks.0.0.weight"
@@ -79,7 +79,7 @@ _MODULES: dict[type[Layer], dict[str, str]] = {
     },
     TransformerOutputLayer: {"projection": "proj_out"},
 }
-"""Modules of diffusers, which are fused in ours, by modules of our layers; a layer that is not here has a `conv`."""
+"""Modules of diffusers by modules of our layers, in which several may be fused; every other layer has a `conv`."""
 
 
 def to_diffusers(
@@ -113,13 +113,13 @@ def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict
 
 
 def _projections(layers: Sequence[Layer]) -> set[str]:
-    """Return our names of the weights around transformer blocks."""
+    """Return the names of the linear weights around transformer blocks."""
     ends = (TransformerInputLayer, TransformerOutputLayer)
     return {f"{index}.projection.weight" for index, layer in enumerate(layers) if isinstance(layer, ends)}
 
 
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Return the names in a file (``names``), which may be old, by diffusers' present names.
+    """Return a file's ``names``, old or present, by diffusers' present names.
 
     Raises ValueError unless they are exactly the names of diffusers' U-Net with these layers.
     """
@@ -138,7 +138,7 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
 
 
 def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
+    """Yield the name of each of our tensors, with the names of diffusers' tensors that it joins."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
         modules = _MODULES.get(type(layer), {"conv": "conv"})
@@ -166,7 +166,7 @@ def _place(name: str, levels: int) -> str:
 
 
 def original_names(layers: Sequence[Layer]) -> dict[str, str]:
-    """Return the original name of each of the diffusers tensors of a U-Net that reads text.
+    """Return the original names of a U-Net with text by diffusers' names.
 
     Raises ValueError: the original code has no such U-Net.
     """
@@ -200,7 +200,7 @@ def original_names(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 class SingleFile:
-    """Single file with the original names, of which only names and shapes are read at first.
+    """Single file with the original names; only names and shapes are read at first.
 
     Raises CheckpointError: it can't be read, or is none of SD 1, SD 2 and SDXL.
     """
@@ -225,7 +225,6 @@ class SingleFile:
             raise CheckpointError(f"{path} is none of SD 1, SD 2 and SDXL: its U-Net is built differently") from None
 
     def _prefix(self) -> str:
-        """Return the prefix of the U-Net's names."""
         places = sorted(name.removesuffix(FIRST) for name in self._all if name.endswith(FIRST))
         places = [place for place in places if place in ("", UNET) or place.endswith(".")]
         of_control = any("zero_convs." in name or "input_hint_block." in name for name in self._all)
@@ -243,14 +242,14 @@ class SingleFile:
 
     @property
     def is_xl(self) -> bool:
-        """Whether it is of SDXL's kind, with a pooled text."""
+        """Whether it is of SDXL's kind, which reads a pooled text."""
         return "addition_embed_type" in self.config
 
     def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, object], bool]:
         """Return the arguments of the scheduler, and whether the file names its objective. A ``typed`` objective counts
-        before that, and ``silent`` where the file names none.
+        before the file's; ``silent`` counts if the file names none.
 
-        Raises ValueError: it says something that can't be expressed, or two things.
+        Raises ValueError: the file contradicts itself, or our process can't express it.
         """
         if edm := sorted(self._all.intersection(EDM)):
             raise ValueError(f"{edm[0]}: its noise is EDM's for {', '.join(edm)}, with a scale that ours has not")
@@ -275,7 +274,7 @@ class SingleFile:
         return {**noise, "rescale_betas_zero_snr": bool(zero_snr)}, bool(predicts)
 
     def tensors(self, layers: Sequence[Layer]) -> dict[str, Tensor]:
-        """Return the tensors of the U-Net by diffusers' names; raises ValueError if the names are others."""
+        """Return the tensors of the U-Net by diffusers' names; raise ValueError if the file has other names."""
         originals = {name: original.removeprefix(UNET) for name, original in original_names(layers).items()}
         if wrong := set(originals.values()) ^ set(self._names):
             raise ValueError(f"{len(wrong)} tensor names don't match the U-Net, the first is {min(wrong)}")
@@ -283,10 +282,10 @@ class SingleFile:
 
 
 def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    """Return diffusers' configuration of a U-Net with tensors of these names; raises LookupError for another kind."""
+    """Return diffusers' configuration of a U-Net with these tensors; raise LookupError for a kind that none has."""
 
     def depth(place: str) -> int:
-        """Return the number of transformer blocks at a place."""
+        """Count the transformer blocks at a place."""
         first = f"{place}.transformer_blocks."
         return sum(name.startswith(first) and name.endswith(".norm1.weight") for name in shapes)
 

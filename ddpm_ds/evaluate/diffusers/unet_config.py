@@ -1,4 +1,4 @@
-"""Configurations of diffusers' U-Nets to ours and back: ``UNet2DModel``, and with text ``UNet2DConditionModel``.
+"""Translation of configurations of U-Nets from diffusers and back: ``UNet2DModel``, with text ``UNet2DConditionModel``.
 
 Settings that only one side has are refused by name.
 """
@@ -29,7 +29,7 @@ from ddpm_ds.unet.layers import SIZES
 from ddpm_ds.unet.spec import CrossAttentionSpec, Interface, UnetSpec, check_extent
 
 PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
-"""Classes of diffusers that our U-Net without text and with text equals."""
+"""Classes of diffusers that equal our U-Net, without text and with text."""
 SHARED = {
     "blocks_per_level": "layers_per_block",
     "norm_groups": "norm_num_groups",
@@ -55,7 +55,7 @@ VALUES: dict[str, dict[str, object]] = {
     "sinusoid_order": {"cos_sin": True, "sin_cos": False},
     "downsample_padding": {"symmetric": 1, "asymmetric": 0},
 }
-"""Their values by ours, of keys where these differ."""
+"""Values in diffusers by our values, for keys where the two differ."""
 AVERAGE = {"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"}
 """Keys that diffusers' EMAModel adds to the configuration of the averaged model that it saves."""
 Widths = Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
@@ -63,7 +63,7 @@ Depths = Annotated[int, Field(ge=1, le=64)]
 
 
 class UnetArguments(Arguments):
-    """Arguments that both classes take, as far as our U-Net has them; others are read if they are null or false."""
+    """Arguments of both classes that our U-Net has; others may only be null or false."""
 
     ignored: ClassVar = AVERAGE
 
@@ -116,7 +116,7 @@ class UnetArguments(Arguments):
         return values
 
     def ours(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Return our values by key of arguments that are the same on all levels."""
+        """Return our values by key, for arguments with one value on all levels."""
         values = {}
         for key, argument in keys.items():
             value, *more = set(self.by_level(argument))
@@ -131,7 +131,7 @@ class UnetArguments(Arguments):
 
 
 class PlainArguments(UnetArguments):
-    """Arguments of ``UNet2DModel`` with its defaults, as far as our U-Net has them."""
+    """Arguments of ``UNet2DModel`` that our U-Net has, with diffusers' defaults."""
 
     class_names: ClassVar[tuple[str, ...]] = (PLAIN,)
 
@@ -147,7 +147,7 @@ class PlainArguments(UnetArguments):
     attn_norm_num_groups: Channels | None = None
     add_attention: bool = True
     num_train_timesteps: Timesteps | None = None
-    """Number of timesteps; has no effect on a positional embedding."""
+    """Number of timesteps; without effect on a positional embedding."""
 
     def own_keys(self) -> dict[str, Any]:
         widths, groups, heads, size = self.block_out_channels, self.norm_num_groups, self.attention_head_dim, self.size
@@ -165,7 +165,7 @@ class PlainArguments(UnetArguments):
 
 
 class TextArguments(UnetArguments):
-    """Arguments of ``UNet2DConditionModel`` with its defaults, as far as our U-Net has them."""
+    """Arguments of ``UNet2DConditionModel`` that our U-Net has, with diffusers' defaults."""
 
     class_names: ClassVar[tuple[str, ...]] = (WITH_TEXT,)
 
@@ -185,7 +185,7 @@ class TextArguments(UnetArguments):
     encoder_hid_dim: Width | None = None
     encoder_hid_dim_type: str | None = None
     attention_head_dim: Heads | tuple[Heads, ...] = 8
-    """Number of heads, not their width: diffusers keeps an old error so that old models can be read."""
+    """Number of heads, not their width: diffusers keeps this old mistake for the sake of old models."""
     use_linear_projection: bool = False
     addition_embed_type: Literal["text_time"] | None = None
     addition_time_embed_dim: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] | None = None
@@ -218,7 +218,7 @@ class TextArguments(UnetArguments):
         return {"text": text}
 
     def widths_beside_text(self) -> dict[str, int]:
-        """Return the widths of the pooled text and of the sizes; none if the U-Net takes neither."""
+        """Return the widths of the pooled text and the sizes; none if the U-Net takes neither."""
         key, both = "projection_class_embeddings_input_dim", self.projection_class_embeddings_input_dim
         width = self.addition_time_embed_dim
         if not self.addition_embed_type:
@@ -239,12 +239,12 @@ ARGUMENTS: dict[str, type[UnetArguments]] = {PLAIN: PlainArguments, WITH_TEXT: T
 
 
 def class_of(unet: UnetSpec) -> str:
-    """Return the name of the class of diffusers that equals the U-Net of a spec."""
+    """Return the name of diffusers' class for the U-Net of a spec."""
     return PLAIN if unet.text is None else WITH_TEXT
 
 
 def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, object]:
-    """Return the arguments of :func:`class_of` in diffusers for which its U-Net equals that of a spec.
+    """Return the arguments with which diffusers' :func:`class_of` equals the U-Net of a spec.
 
     Raises ValueError: diffusers has no such U-Net.
     """
@@ -283,7 +283,7 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, object]:
 
 
 def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
-    """Return the reason why diffusers has no such U-Net, whose first level has ``width`` channels; None if it has."""
+    """Return why diffusers has no such U-Net, with ``width`` channels on its first level; None if it has one."""
     kind, text = class_of(unet), unet.text
     zero = "diffusers divides by zero in its sinusoidal embedding; use sinusoid_shift 0 or 4 channels and more"
     if divides_by_zero(width, unet.sinusoid_shift):
@@ -306,19 +306,18 @@ def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
 
 
 def divides_by_zero(width: int, shift: int) -> bool:
-    """Return whether diffusers' sinusoidal embedding would divide by zero, having no frequencies to space."""
+    """Return whether diffusers' sinusoidal embedding would divide by zero, for lack of frequencies."""
     return shift == 1 and width // 2 == 1
 
 
 def unet_spec_from_diffusers(
     config: Mapping[str, object], *, last_label_is_class: bool = False
 ) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net that equals one of diffusers, and its interface. Input channels beyond the number of outputs are
-    a condition, and a timestep as its class is the condition's noise level. Missing keys take diffusers' defaults, and
-    a missing class is ``UNet2DModel``. The last row of ``num_class_embeds`` is read as "no label", as
-    :func:`diffusers_config` writes it, unless ``last_label_is_class``.
+    """Return the U-Net that equals one of diffusers, and its interface. Input channels beyond the outputs' number are a
+    condition; a timestep as class is the condition's noise level. Missing keys take diffusers' defaults, and a missing
+    class is ``UNet2DModel``. The last row of ``num_class_embeds`` means "no label" unless ``last_label_is_class``.
 
-    Raises ValueError: our U-Net can't express it; a line with the key, its value and the fix.
+    Raises ValueError, a line with the key, its value and the fix: our U-Net can't express it.
     """
     name = config.get("_class_name", PLAIN)
     if not isinstance(name, str) or name not in ARGUMENTS:
@@ -334,7 +333,7 @@ def unet_spec_from_diffusers(
         raise refused("freq_shift", 1, f"with {widths[0]} as the first of block_out_channels diffusers divides by zero")
     own = found.own_keys()
     level, conditions = found.class_embed_type is not None, found.in_channels - found.out_channels
-    classes = None if level else found.num_class_embeds  # which has no effect beside it
+    classes = None if level else found.num_class_embeds  # classes have no effect beside a level
     if classes is not None and not last_label_is_class:
         if classes == 1:
             raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
