@@ -174,10 +174,7 @@ class NotSaved(Exception):
 
 
 class Completion:
-    """One rank's part in completing checkpoints: all send rank 0 a text.
-
-    Rank 0 waits for ``seconds``, and for as long again if files have grown meanwhile.
-    """
+    """One rank's part in completing checkpoints: all send rank 0 a text, for which it waits ``seconds``."""
 
     def __init__(self, rank: int, world_size: int, store: Store, seconds: float) -> None:
         self._rank, self._others, self._store, self._seconds = rank, range(1, world_size), store, seconds
@@ -197,7 +194,7 @@ class Completion:
     def collect(self, own: str, scratch: Path) -> list[str]:
         """Return the texts of all ranks on rank 0, its ``own`` first; raises NotSaved if one is missing.
 
-        All write files into the folder ``scratch``.
+        Rank 0 waits again if files of the folder ``scratch`` have grown meanwhile.
         """
         if not self._others:
             return [own]

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -38,8 +38,6 @@ FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
-MOST_THREADS = 16
-"""Maximum number of files whose checksums are computed at a time."""
 _BLANK = "0" * 64
 
 VALUES = "F32"
@@ -286,14 +284,11 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
     if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
         raise unusable(checkpoint, f"it lacks {', '.join(missing)}")
     hidden = not progress or manifest.total_bytes < BAR_BYTES
-    what = f"checking {checkpoint.name}"
-    threads = min(MOST_THREADS, processors())
-    with (
-        tqdm(total=manifest.total_bytes, desc=what, unit="B", unit_scale=True, disable=hidden) as bar,
-        ThreadPoolExecutor(threads) as pool,
-    ):
-        for _ in pool.map(lambda name: check_bytes(checkpoint, name, manifest, bar), manifest.files):
-            pass
+    shown = tqdm(
+        total=manifest.total_bytes, desc=f"checking {checkpoint.name}", unit="B", unit_scale=True, disable=hidden
+    )
+    with shown as bar, ThreadPoolExecutor(processors()) as pool:
+        deque(pool.map(lambda name: check_bytes(checkpoint, name, manifest, bar), manifest.files), 0)  # raises errors
 
 
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[NoReturn] | None = None) -> None:

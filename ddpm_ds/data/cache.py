@@ -26,6 +26,7 @@ import math
 import mmap
 import re
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -66,8 +67,7 @@ MOST_ROUNDING = 0.01
 MOST_OPEN = 256
 """Maximum image files open at a time: processes are often limited to 1,024 open files."""
 
-_LATER = re.compile(r"(.+)\.([1-9]\d*)\.npy")
-"""Name of a file of a field, but for its first."""
+_LATER = re.compile(r"(.+)\.([1-9]\d*)\.npy")  # name of a field's second file, or of a later one
 
 Look = tuple[int, int]
 """Size in bytes, 0 for a folder, and time of the last change in ns. Of a folder of arrays all files count."""
@@ -82,19 +82,13 @@ def shard_name(number: int, name: str = IMAGES) -> str:
 
 
 def by_field(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return checksums of files with one for each field, under its first file's name, however many files it has.
-
-    The sum of several files is that of their sums, in order. The sums of a field are returned as they are.
-    """
-    files: dict[str, dict[int, str]] = {}
+    """Return one checksum of each field's files, that of their checksums if there are several, under the first name."""
+    files = defaultdict[str, list[tuple[int, str]]](list)
     for name, checksum in checksums.items():
         later = _LATER.fullmatch(name)
-        files.setdefault(shard_name(0, later[1]) if later else name, {})[int(later[2]) if later else 0] = checksum
-    ordered = {first: [sums[number] for number in sorted(sums)] for first, sums in files.items()}
-    return {
-        first: sums[0] if len(sums) == 1 else sha256(" ".join(sums).encode()).hexdigest()
-        for first, sums in ordered.items()
-    }
+        files[shard_name(0, later[1]) if later else name].append((int(later[2]) if later else 0, checksum))
+    several = {name: sha256(repr(sorted(sums)).encode()).hexdigest() for name, sums in files.items() if sums[1:]}
+    return {name: several.get(name, sums[0][1]) for name, sums in files.items()}
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]

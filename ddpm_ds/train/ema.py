@@ -38,7 +38,7 @@ class Ema:
         self._masters = insides.masters(engine)
         self._places = {master: place for place, master in enumerate(self._masters)}
         self._averages = [self._copy_of(master.detach()) for master in self._masters]
-        self._pieces = self._masters, self._averages
+        self._pieces: tuple[list[Tensor], ...] = self._masters, self._averages
         """Weights and averages as they are updated and swapped."""
         self._weight = torch.zeros((), device=self._averages[0].device)  # of the new weights
 
@@ -65,7 +65,7 @@ class Ema:
 
     @torch.no_grad()
     def _update(self, new: list[Tensor], weight: Tensor) -> None:
-        _, averages = self._pieces
+        averages = self._pieces[1]
         if len(self._masters) == 1:
             for average, one in zip(averages, new, strict=True):
                 average.lerp_(one, weight)
@@ -117,10 +117,9 @@ class HostEma(Ema):
         self._thread, self._running = ThreadPoolExecutor(1), Future[None]()
         self._running.set_result(None)
         super().__init__(engine, spec)
-        cut = [[part for one in every for part in one.detach().view(-1).split(PIECE)] for every in self._pieces]
-        weights, averages = cut
-        self._pieces = weights, averages
-        self._new = [torch.empty(len(part), pin_memory=part.is_cuda) for part in weights]
+        cut = ([part for one in every for part in one.detach().view(-1).split(PIECE)] for every in self._pieces)
+        self._pieces = tuple(cut)
+        self._new = [torch.empty(len(part), pin_memory=part.is_cuda) for part in self._pieces[0]]
         self._stream = self._copied = None
         if self._masters[0].is_cuda:
             self._stream = torch.cuda.Stream(engine.device)

@@ -30,20 +30,18 @@ from ddpm_ds.unet.tensor_group import read_part
 SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such files"
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+ALL = slice(None)
+
+
 class InitialWeights:
     """Open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
 
-    SpecError if it can't be read, its names or ``shapes`` are others, or values are not finite in the run's ``dtype``:
-    those of the ``checked`` parameters alone, since the processes of a host check the file together.
+    SpecError if it can't be read, its names or ``shapes`` are others, or values are not finite in the run's ``dtype``.
+    This process checks the values of a ``part`` of the parameters.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype = torch.float32,
-        checked: slice = slice(None),
-    ) -> None:
+    def __init__(self, path: Path, shapes: Shapes, dtype: torch.dtype = torch.float32, part: slice = ALL) -> None:
         self.path, self._shapes = path, dict(shapes)
         try:
             self._file = open_tensors(path)
@@ -59,7 +57,7 @@ class InitialWeights:
                 raise self._of_another_unet(f"{name} is {tuple(piece.get_shape())}, not {shape}")
             if piece.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise self._of_another_unet(f"{name} is {piece.get_dtype()}, no float")
-        for name in [*self._shapes][checked]:
+        for name in [*self._shapes][part]:
             if not self.read(name).to(dtype).isfinite().all():
                 what = f"values that are not finite in {str(dtype).removeprefix('torch.')}"
                 raise SpecError(f"train.initial_weights = {path}: {name} has {what}; use other weights or precision")

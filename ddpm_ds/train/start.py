@@ -151,9 +151,9 @@ def started(
             for change in changed:
                 log(f"  changed since: {change}")
         elif spec.train.initial_weights is not None:
-            file, dtype = spec.train.initial_weights, DTYPES[plan.ds.precision][1]
             own = slice(int(os.environ["LOCAL_RANK"]), None, int(os.environ["LOCAL_WORLD_SIZE"]))
-            initial = resume.InitialWeights(file, about.parameters, dtype, own)
+            dtype = DTYPES[plan.ds.precision][1]
+            initial = resume.InitialWeights(spec.train.initial_weights, about.parameters, dtype, own)
         if rank == 0 and spec.data.text is not None and spec.samples.every_images is not None:
             prompts = _prompts(spec.data.text, spec.samples, images, claim.run_dir / PROMPTS, device, log)
         rendezvous.agree("ready", {})

@@ -57,7 +57,7 @@ def test_processes_of_a_host_check_each_value_once(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(InitialWeights, "read", counted)
     for rank in range(2):
-        InitialWeights(path, shapes, checked=slice(rank, None, 3))
+        InitialWeights(path, shapes, part=slice(rank, None, 3))
     with pytest.raises(SpecError, match=r"5\.weight has values that are not finite in float32"):
-        InitialWeights(path, shapes, checked=slice(2, None, 3))
+        InitialWeights(path, shapes, part=slice(2, None, 3))
     assert sorted(seen) == sorted(values)
