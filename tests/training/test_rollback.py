@@ -18,11 +18,11 @@ from ddpm_ds.observe.observer import Observers
 from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
-from ddpm_ds.train import session
-from ddpm_ds.train.meters import Interval
-from ddpm_ds.train.session import SPIKE_POINTS, Training, _bad_loss
+from ddpm_ds.training import session
+from ddpm_ds.training.meters import Interval
+from ddpm_ds.training.session import SPIKE_POINTS, Training, _bad_loss
 from tests.launching import tiny_spec
-from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
+from tests.training.ranks import BATCH, Ranks, end_of, mlflow_run, points
 
 SCRIPT = Path(__file__).with_name("faulty_train.py")
 IMAGES, SAVED, BAD = 480, 240, 243
