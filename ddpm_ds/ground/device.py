@@ -24,7 +24,12 @@ DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
     "bf16": ("BF16", torch.bfloat16),
 }
 """Data types by name: the name in safetensors files and the PyTorch type."""
-MESSAGE_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "8"}
+MESSAGE_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_MAX_P2P_NCHANNELS": "8",
+    "NCCL_GRAPH_REGISTER": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
 """Default environment for several processes on CUDA; docs/gpu.md gives the reasons."""
 LOCKING_ENVIRONMENT = {
     "CUDA_LAUNCH_BLOCKING": "the host would wait for each receive before it sends the message that another rank needs",

@@ -21,12 +21,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
 
 
-H100 = {"id": "GPU-a", "model": "H100 80.00 GiB", "settings": {"NCCL_MAX_P2P_NCHANNELS": "8"}}
+SETTINGS = {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_GRAPH_REGISTER": "0", "NCCL_RUNTIME_CONNECT": "0"}
+H100 = {"id": "GPU-a", "model": "H100 80.00 GiB", "settings": SETTINGS}
 
 
 def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str | None:
     """The remark of rank 0, which has an H100, on the GPUs of ``others``, each on a host of its own."""
-    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "8")
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
     properties = SimpleNamespace(uuid="GPU-a", name="H100", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     together = Rendezvous(1.0)
@@ -49,7 +51,7 @@ def test_gpus_of_several_models_are_a_remark_and_settings_that_differ_an_error(m
     others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-c", "model": "A100 40.00 GiB"}]
     said = gpus_of(others, monkeypatch)
     assert said is not None and said.startswith("GPUs of several models (2 x H100 80.00 GiB, 1 x A100 40.00 GiB): ")
-    others[0]["settings"] = {"NCCL_MAX_P2P_NCHANNELS": "16"}
+    others[0]["settings"] = {**SETTINGS, "NCCL_MAX_P2P_NCHANNELS": "16"}
     said = r"worker-1 \(rank 1\) differs from .*: NCCL_MAX_P2P_NCHANNELS is 16, not 8; set it alike"
     with pytest.raises(HostError, match=said):
         gpus_of(others, monkeypatch)
