@@ -127,6 +127,8 @@ def _as_leaves(tensors: Carry) -> Carry:
 
 CAUTIOUS_STEPS = 2
 """Steps taken until kernels are loaded and the allocator is at its peak, which it reaches after the first one."""
+CAUTIOUS_ORDERS = 64
+"""Most orders of image sizes whose first step is cautious, so that a run with ever new orders becomes fast."""
 
 
 class UnetPipelineEngine(PipelineEngine):
@@ -198,6 +200,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
         self._channels: list[StageChannels] = []
         self._cautious_steps = CAUTIOUS_STEPS
+        self._orders: set[tuple[int, ...]] = set()
+        """Orders of sizes whose first step has been cautious."""
         self._watchers = 0
         self._warm: set[tuple[int, bool, int, bool, int]] = set()
         self._has_stepped = False
@@ -336,6 +340,7 @@ class UnetPipelineEngine(PipelineEngine):
             self.warm_up(self.micro_batch_size, gradients=True)
             self.pace.wait()
             self._set_values(self.train_batch_size())
+            self._meet(self.sizes_of_step())
             loss = self.graph.step(self.sizes_of_step() if self.is_unobserved() else None)
             if loss is None:
                 loss = self.execute_program(
@@ -354,6 +359,12 @@ class UnetPipelineEngine(PipelineEngine):
             if not self._has_stepped:  # samples drawn before found most of the memory free
                 self._has_stepped, self._warm = True, {one for one in self._warm if one[1]}
         return loss
+
+    def _meet(self, sizes: Sequence[int]) -> None:
+        """Make a step cautious if it is the first with this order of sizes, which may need memory in new pieces."""
+        if self.num_stages > 1 and len(self._orders) < CAUTIOUS_ORDERS and tuple(sizes) not in self._orders:
+            self._orders.add(tuple(sizes))
+            self._cautious_steps = max(self._cautious_steps, 1)
 
     def _set_values(self, batch_images: int) -> None:
         """Put on the device the numbers that the host knows before a step over ``batch_images`` images."""

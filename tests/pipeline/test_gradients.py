@@ -16,10 +16,11 @@ import torch
 from deepspeed.runtime import bf16_optimizer
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline import engine as engine_module
 from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases
+from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases, spec_of
 from tests.pipeline.test_synchronisation import Poisoned
 
 SPEC = tiny_spec(unet={"multipliers": [1], "attention_resolutions": []})
@@ -72,7 +73,32 @@ def test_a_step_in_host_memory_has_the_bits_of_one_on_the_device(tmp_path: Path)
         assert resident == offloaded and len({digest for *_, digest in resident}) == len(resident) - skipped
 
 
+@pytest.mark.launch
+def test_the_first_step_of_each_order_of_image_sizes_sends_its_messages_by_the_hosts(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "ways_of_messages", processes=2)
+    assert first == second == [True, True, True, False, False, False, True]
+
+
 # -------------------------------------------------------------------------------- the ranks
+
+
+def ways_of_messages() -> list[bool]:
+    """Whether each step sends its messages by the hosts, with three orders of image sizes, by the step."""
+    spec = spec_of(compiled=False, process="buckets")
+    engine = Case(2, 1, 1, "fp32", 0, process="buckets").engine(spec)
+    execute, ways = engine.execute_program, list[bool]()
+
+    def executed(*, by_host: bool, **others: Any) -> Any:
+        ways.append(by_host)
+        return execute(by_host=by_host, **others)
+
+    with unittest.mock.patch.object(engine_module, "runs_behind", lambda device: True):
+        for step in (0, 0, 1, 0, 1, 0, 2):
+            engine.images_seen = step * spec.train.batch_images
+            with unittest.mock.patch.object(engine, "execute_program", executed):
+                engine.train_batch(micro_batches(engine, global_batch(spec, step)))
+    engine.destroy()
+    return ways
 
 
 BAD_STEPS = (1, 2, 4, 5, 6, 7, 8)
