@@ -2,7 +2,7 @@
 
     SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second one, or one before the first step
                                              has ended, leaves at once
-    RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
+    RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches; rank 0 looks once a second
     checkpoint.every_minutes                 rank 0's clock
     a launcher that is gone                  save, leave, since nobody would end this rank or read its output
 
@@ -10,6 +10,7 @@ Requests are combined once a step, and read a step later, so that all ranks do t
 """
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from ddpm_ds.processes.ranks import TRAINING, Launcher, record, record_exit
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, SignalThread
 
 FILES = ("save", "save_and_stop")
+LOOK_SECONDS = 1.0
+"""Time between two looks for these files, by a thread: a shared file system may answer slowly."""
 
 
 class SaveOrStop(NamedTuple):
@@ -33,13 +36,19 @@ class SaveOrStop(NamedTuple):
 
 
 class Requests:
-    """Listener to a run's requests, and from :meth:`listen` to :meth:`close` to signals; collective."""
+    """Listener to a run's requests until :meth:`close`, and from :meth:`listen` on to signals; collective."""
 
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
         self._launcher = Launcher()
         self._seconds, self._saved_at = 60 * every_minutes if every_minutes else None, time.monotonic()
-        self._files: tuple[str, ...] = ()
+        self._files: tuple[str, ...] = ()  # of the last poll
+        self._found: tuple[str, ...] = ()  # of the last look
+        self._changing_files = threading.Lock()
+        self._closed = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="requests", daemon=True)
+        if dist.get_rank() == 0:
+            self._looking.start()
         self._signalled_at: float | None = None
         self._signals: SignalThread | None = None
         self._group: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
@@ -58,9 +67,7 @@ class Requests:
 
     def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""
-        if dist.get_rank() == 0:
-            # False where the file system fails for a moment; Path.exists would end the run
-            self._files = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
+        self._files = self._found
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
         save = dist.get_rank() == 0 and (late or "save" in self._files)
         stop = self._signalled_at is not None or "save_and_stop" in self._files
@@ -81,8 +88,10 @@ class Requests:
     def saved(self) -> None:
         """Clear the requests to save, after the run has been saved."""
         self._saved_at = time.monotonic()
-        for name in self._files:
-            (self._run_dir / name).unlink(missing_ok=True)
+        with self._changing_files:
+            for name in self._files:
+                (self._run_dir / name).unlink(missing_ok=True)
+            self._found = ()
         if self._under_way is not None:  # its answer still has the request to save
             work, wishes = self._under_way
             work.wait()
@@ -94,6 +103,17 @@ class Requests:
             self._under_way[0].wait()
         if self._signals is not None:
             self._signals.close(leaving=leaving)
+        self._closed.set()
+        if self._looking.is_alive():
+            self._looking.join(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        """Look for the files until the end."""
+        while not self._closed.is_set():
+            with self._changing_files:
+                # False where the file system fails for a moment; Path.exists would end the thread
+                self._found = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
+            self._closed.wait(LOOK_SECONDS)
 
     def _asked(self, wishes: torch.Tensor) -> SaveOrStop:
         save, stop, abandoned = wishes.tolist()

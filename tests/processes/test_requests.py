@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from ddpm_ds.processes import requests as requests_module
 from ddpm_ds.processes.requests import Requests, SaveOrStop
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 from tests.forking import Forked
@@ -27,8 +28,9 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def requests(tmp_path: Path) -> Iterator[Requests]:
+def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Requests]:
     """Requests of a run in ``tmp_path`` that is saved every two minutes."""
+    monkeypatch.setattr(requests_module, "LOOK_SECONDS", 0.01)
     requests = Requests(tmp_path, 2.0, ["rank 0"])
     requests.listen()
     yield requests
@@ -62,7 +64,7 @@ def test_a_file_asks_until_the_run_is_saved_after_it_was_seen(
     assert requests.poll() == SaveOrStop()
     (tmp_path / name).touch()
     requests.saved()  # for another reason, before the file was seen
-    assert requests.poll() == wish
+    wait_for(lambda: requests.poll() == wish)
     requests.saved()
     assert requests.poll() == SaveOrStop() and not (tmp_path / name).exists()
 
@@ -73,10 +75,30 @@ def test_a_file_system_that_fails_for_a_moment_asks_for_nothing(
     (tmp_path / "save").touch()
     for number in (errno.EACCES, errno.EIO, errno.ESTALE):
         with monkeypatch.context() as patch:
-            patch.setattr(os, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
+            patch.setattr(os, "stat", stat := Mock(side_effect=OSError(number, os.strerror(number))))
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while stat.call_count <= 2 * len(requests_module.FILES) and time.monotonic() < deadline:
+                time.sleep(0.01)  # until it has looked once at least
             asked = requests.poll()
         assert asked == SaveOrStop()
-    assert requests.poll() == SaveOrStop(save=True)
+    wait_for(lambda: requests.poll() == SaveOrStop(save=True))
+
+
+def test_a_file_system_that_does_not_answer_keeps_no_step_waiting(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def exists(path: object) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        asked.set()
+        return answers.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(os.path, "exists", exists)
+    asked.wait(PATIENCE_SECONDS)
+    assert requests.poll() == SaveOrStop() and not answers.is_set()
+    answers.set()
+    wait_for(lambda: requests.poll() == SaveOrStop(save=True, stop=True))
 
 
 def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(
