@@ -440,7 +440,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         f"precision    {ds.precision}, ZeRO-{layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
         f"{f', schedule {layout.schedule}' if layout.stages > 1 else ''}"
-        f"{', cut by flops until layers are timed' if cut_by_times(plan) else ''}",
+        f"{', cut by flops, later by time' if cut_by_times(plan) else ''}",
         plan.chosen and plan.chosen.line,
         _tensor_line(plan.layers, layout, max(plan.exchange.sums, default=0)),
         hosts_warning(plan.grid, plan.exchange),
