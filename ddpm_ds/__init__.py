@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddpm_ds.ground.errors import UserError
     from ddpm_ds.planning.run_plan import plan
     from ddpm_ds.tracking.runs import open_run
-    from ddpm_ds.train import train
+    from ddpm_ds.training.from_python import train
 else:  # hidden from type checkers: seeing __getattr__, they would accept every name
 
     def __getattr__(name: str) -> object:
@@ -49,7 +49,7 @@ _MODULES = {
     "open_run": "tracking.runs",
     "plan": "planning.run_plan",
     "sample": "evaluate.sampling",
-    "train": "train",
+    "train": "training.from_python",
 }
 
 

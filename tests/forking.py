@@ -375,7 +375,7 @@ if __name__ == "__main__":
     import ddpm_ds.planning.decisions
     import ddpm_ds.planning.verdict
     import ddpm_ds.tracking.tracker
-    import ddpm_ds.train.session
+    import ddpm_ds.training.session
 
     PIL.Image.init()  # which imports the kinds of files that there are
 

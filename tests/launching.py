@@ -147,7 +147,9 @@ def run_ranks(processes: int, script: Path, *arguments: str, **environment: str)
 
 def on_a_shared_gpu() -> dict[str, str]:
     """Variables of ranks that share one GPU, each as if on a host of its own; skips where NCCL does not let them."""
-    from ddpm_ds.train.start import SHARED_GPU  # imports PyTorch, which the process that only hands out tests has not
+    from ddpm_ds.training.start import (
+        SHARED_GPU,  # imports PyTorch, which the process that only hands out tests has not
+    )
 
     version = ctypes.c_int()  # of the library that is loaded; PyTorch names the one that it was built with
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))

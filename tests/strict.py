@@ -139,7 +139,7 @@ def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> 
 def install() -> None:
     """Let this process use the transport; before its process group is made."""
 
-    import ddpm_ds.train.session  # noqa: F401  # with all in which functions are replaced
+    import ddpm_ds.training.session  # noqa: F401  # with all in which functions are replaced
     from ddpm_ds.ground import device
     from ddpm_ds.pipeline import messages
     from ddpm_ds.pipeline.build import HostAccelerator

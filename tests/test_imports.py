@@ -12,7 +12,7 @@ PACKAGE = REPOSITORY / "ddpm_ds"
 # A room may import from the rooms before it and from itself.
 ROOMS = (
     *("ground", "schema", "unet", "data", "diffusion", "config", "checkpoint", "pipeline", "processes", "observe"),
-    *("tracking", "planning", "train", "evaluate", "experiments", "cli"),
+    *("tracking", "planning", "training", "evaluate", "experiments", "cli"),
 )
 
 HEAVY = {"torch", "numpy", "deepspeed", "mlflow"}

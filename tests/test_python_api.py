@@ -55,7 +55,7 @@ def test_the_example_of_the_page_runs(
     for name in ("launch", "ds_configs"):
         shutil.copytree(REPOSITORY / name, work / name)
     monkeypatch.chdir(work)
-    monkeypatch.setattr("ddpm_ds.train.TRAIN", ("-c", ""))  # tests/train/test_python.py trains
+    monkeypatch.setattr("ddpm_ds.training.from_python.TRAIN", ("-c", ""))  # tests/training/test_from_python.py trains
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)

@@ -10,7 +10,7 @@ from tests.forking import REPOSITORY
 from tests.launching import fork_ranks, place_digits, place_empty_store, write_json
 from tests.pipeline.ladder_worker import Case
 from tests.strict import LOCKED, MUTANTS
-from tests.train.ranks import TRAIN, arguments, checkpoints, points
+from tests.training.ranks import TRAIN, arguments, checkpoints, points
 
 pytestmark = pytest.mark.launch
 

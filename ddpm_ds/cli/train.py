@@ -30,12 +30,12 @@ from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.tracker import start_child
-from ddpm_ds.train.asked import Asked
+from ddpm_ds.training.asked import Asked
 
 if TYPE_CHECKING:
     import torch
 
-    from ddpm_ds.train.session import Ended
+    from ddpm_ds.training.session import Ended
 
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
@@ -190,8 +190,8 @@ def _train_with_others(
 ) -> None:
     """Meet the other ranks, make the plan with them, and train as planned."""
     from ddpm_ds.planning.finished_run import machine_json
-    from ddpm_ds.train.session import run_training
-    from ddpm_ds.train.start import meet, shared_images, started
+    from ddpm_ds.training.session import run_training
+    from ddpm_ds.training.start import meet, shared_images, started
 
     rendezvous = meet(draft, device, asked, line)
     with rendezvous.reporting(), run_folder.disk_errors_reported(run_dir), activity(line, "checking the run's images"):

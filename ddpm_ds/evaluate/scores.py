@@ -41,8 +41,8 @@ from ddpm_ds.ground.units import aligned
 from ddpm_ds.ground.version import __version__
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking.pictures import write_png
-from ddpm_ds.train.held_out_loss import HeldOutLoss
-from ddpm_ds.train.objective import encoders_of
+from ddpm_ds.training.held_out_loss import HeldOutLoss
+from ddpm_ds.training.objective import encoders_of
 
 GRID_IMAGES = 64
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")

@@ -31,7 +31,7 @@ from ddpm_ds.ground.options import process_count
 from ddpm_ds.planning.run_plan import RunDraft, choose, lay_out, read_run
 from ddpm_ds.tracking.run_folder import ASKED_CONFIG, EVENTS, SPEC, ending, write_labels
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
-from ddpm_ds.train import TRAIN
+from ddpm_ds.training.from_python import TRAIN
 
 PROCESSES, CONFIG = "processes", "deepspeed_config"
 OPTIONS = {PROCESSES: "derived.world_size", CONFIG: "derived.precision"}

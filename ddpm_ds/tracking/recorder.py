@@ -79,7 +79,7 @@ class Recorder:
             self.line.log(line)
 
     def point(self, values: Mapping[str, float], step: int, *, fp16: bool) -> None:
-        """Record a log point: the values of :func:`ddpm_ds.train.meters.metrics`."""
+        """Record a log point: the values of :func:`ddpm_ds.training.meters.metrics`."""
         if self.line is not None:
             self.line.log_point(
                 int(values["train/seen_images"]),
@@ -119,7 +119,7 @@ class Recorder:
             tracker.metrics({"usage/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
-        """Record the held-out loss: :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
+        """Record the held-out loss: :meth:`ddpm_ds.training.held_out_loss.HeldOutLoss.values`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
         if self.line is not None and self._spec is not None:

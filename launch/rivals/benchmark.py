@@ -26,7 +26,7 @@ from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import Schedule
-from ddpm_ds.train.meters import peak_memory_bytes
+from ddpm_ds.training.meters import peak_memory_bytes
 from rivals import measure, rows
 from rivals.choice import PACKAGES, TORCH_SCHEDULES, BenchmarkOptions
 from rivals.deepspeed_rows import OurPipeline, StockPipeline

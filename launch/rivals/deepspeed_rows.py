@@ -18,7 +18,7 @@ from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.planning.run_plan import with_decisions
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Schedule
-from ddpm_ds.train.objective import Noised
+from ddpm_ds.training.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer

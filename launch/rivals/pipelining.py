@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.train.objective import Noised
+from ddpm_ds.training.objective import Noised
 from ddpm_ds.unet.blocks import pack, unpack, walk
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer

@@ -24,8 +24,8 @@ from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan, machine_here, make_plan
-from ddpm_ds.train.objective import Denoising, Noised, fields_read, replica_batches
-from ddpm_ds.train.start import check_store
+from ddpm_ds.training.objective import Denoising, Noised, fields_read, replica_batches
+from ddpm_ds.training.start import check_store
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels

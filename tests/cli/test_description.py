@@ -117,10 +117,11 @@ def test_one_host_has_no_word_of_hosts() -> None:
 
 
 def test_the_bytes_between_hosts_are_printed_with_the_alternative() -> None:
-    """ZeRO-2 would reduce the gradients of 701,345 weights after each of 8 micro-batches: 8 x 2 x 2 x 1/2 bytes each
-    over 2 edges, and 2 x 1/2 to gather them."""
+    """ZeRO-2 would send gradients of 701,345 weights to their owners after each of 8 micro-batches, and the new weights
+    back: 8 + 1 times 2 x 1/2 bytes each over 2 edges.
+    """
     two = plan(TWO_BY_TWO)
-    gradients = 701_345 * (8 * 2 + 1) * 2 * 0.5 * 2
+    gradients = 701_345 * (8 + 1) * 2 * 0.5 * 2
     line = hosts_of(two)
     assert line is not None and line in lines_of(two)
     assert line.startswith(
@@ -134,7 +135,7 @@ def test_the_bytes_between_hosts_are_printed_with_the_alternative() -> None:
 def test_the_json_decides_otherwise() -> None:
     other = plan(TWO_BY_TWO, across_hosts="replicas")
     line = hosts_of(other)
-    assert line is not None and "replicas across hosts: 23.85 MB a step, 22.44 MB of gradients and 1.403 MB of" in line
+    assert line is not None and "replicas across hosts: 12.62 MB a step, 11.22 MB of gradients and 1.403 MB of" in line
     assert "stages across would be 1.475 MB" in line
     assert [row.split("  ")[-1] for row in stage_table(other).splitlines()][1:] == ["0, 1", "0, 1"]
 

@@ -30,7 +30,7 @@ VERBS = {
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
 """Words of each verb that writes a file; all paths but FILE are missing, since the file is checked first."""
-FOLDERS = {"export out", "import --out", "sample --out"}
+FOLDERS = {"export place", "import --out", "sample --out"}
 """Options that name another kind of output: a folder, which is never replaced, or a recorded run's."""
 SCRIPTS: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "bench.py": (bench, ["--spec", "SPEC", "--deepspeed_config", "JSON", "--json", "FILE"]),

@@ -234,7 +234,7 @@ FP32 = REPOSITORY / "ds_configs" / "zero0_fp32.json"
     [
         ("cpu", MAIN, 1, 0.85, "--set ds.pipeline.activation_checkpoint_interval=1"),
         ("cpu", MAIN, 1, 0.6, "--set train.accumulation="),
-        ("cpu", MAIN, 4, 0.5, "-p 2"),
+        ("cpu", MAIN, 4, 0.6, "-p 2"),
         ("cpu", MAIN, 1, 0.3, "--set unet.channels="),
         ("cuda", MAIN, 1, 0.55, "--set ds.zero_optimization.offload_optimizer.device=cpu"),
         ("cuda", FP32, 4, 0.3, "ddpm-ds plan"),

@@ -28,7 +28,7 @@ from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
 from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.ground.keyed import Draws, Stream
-from ddpm_ds.train.objective import encoded
+from ddpm_ds.training.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec
 from tests.autoencoders import save_autoencoder
 from tests.data.reading import PICTURES, loaded

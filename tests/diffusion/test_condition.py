@@ -17,7 +17,7 @@ from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import LEVEL_SCALE, Scale, Text
 from ddpm_ds.ground.keyed import Draws, Stream, normal
-from ddpm_ds.train.objective import Denoising, Noised, fields_read
+from ddpm_ds.training.objective import Denoising, Noised, fields_read
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")

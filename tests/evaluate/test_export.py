@@ -29,7 +29,7 @@ from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
 from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE, diffusers_config
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import CheckpointError, SpecError
-from ddpm_ds.train.resume import InitialWeights
+from ddpm_ds.training.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface

@@ -30,7 +30,7 @@ from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.ground.keyed import Stream
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.training.objective import Denoising
 from tests.evaluate.conditioned import (
     CONDITION,
     COUNT,

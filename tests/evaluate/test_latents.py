@@ -23,11 +23,11 @@ from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
-from ddpm_ds.train.start import check_store
+from ddpm_ds.training.start import check_store
 from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import UNLABELLED, plant, plant_alone, refusal, report
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
-from tests.train.ranks import measured_losses, recorded_losses
+from tests.training.ranks import measured_losses, recorded_losses
 
 CPU = torch.device("cpu")
 SAMPLER = {"kind": "ddim", "steps": 3, "clip": "none"}

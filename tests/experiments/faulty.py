@@ -11,7 +11,7 @@ from typing import Any
 from ddpm_ds.cli.train import main
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.messages import Channel
-from ddpm_ds.train import session
+from ddpm_ds.training import session
 
 LATE_SECONDS = 0.1
 batches, receive = session.replica_batches, Channel.receive

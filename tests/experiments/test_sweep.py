@@ -25,7 +25,7 @@ from ddpm_ds.tracking.runs import VARIED_TAG, find_run, open_run
 from ddpm_ds.tracking.tracker import Tracker
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
-from tests.train.ranks import QUIET, TINY
+from tests.training.ranks import QUIET, TINY
 
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 

@@ -270,7 +270,7 @@ import ddpm_ds.unet.fused_norm, ddpm_ds.unet.model
 del sys.modules["triton"]
 from ddpm_ds.pipeline import import_deepspeed
 import_deepspeed()
-import ddpm_ds.train.session
+import ddpm_ds.training.session
 assert not {"mlflow", "torch._inductor.compile_fx"} & set(sys.modules)
 from deepspeed.runtime import compiler
 assert compiler.compile().__name__ == "compile"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.training.objective import Denoising
 from tests.alone import REPOSITORY
 from tests.pipeline.batches import global_batch
 

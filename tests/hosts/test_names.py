@@ -9,7 +9,7 @@ import pytest
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT
 from tests.hosts.hosts import UNMETERED, Host, Hosts
 from tests.launching import place_digits
-from tests.train.ranks import arguments, checkpoints
+from tests.training.ranks import arguments, checkpoints
 
 CHANGES = ("train.images=32", "samples.every_images=null", "evaluation.every_images=null")
 GLOO, PORT, SECONDS = "GLOO_SOCKET_IFNAME", "29512", 120.0

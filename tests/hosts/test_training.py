@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 
 from tests.hosts.hosts import UNMETERED, Host, Hosts
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_digits, wait_for, write_json
-from tests.train.ranks import Ranks, arguments, checkpoints, points
+from tests.training.ranks import Ranks, arguments, checkpoints, points
 
 pytestmark = pytest.mark.launch
 

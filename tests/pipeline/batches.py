@@ -13,7 +13,7 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.diffusion.condition import Encoded
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.training.objective import Denoising
 from ddpm_ds.unet.layers import SIZES
 
 

@@ -28,7 +28,7 @@ from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
-from ddpm_ds.train.ema import averages_of
+from ddpm_ds.training.ema import averages_of
 from tests.launching import on_a_shared_gpu, tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases, spec_of

@@ -29,8 +29,8 @@ from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS
-from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.training.ema import Ema
+from ddpm_ds.training.objective import Denoising, Noised
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches

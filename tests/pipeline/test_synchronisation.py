@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.train.ema import Ema
+from ddpm_ds.training.ema import Ema
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases

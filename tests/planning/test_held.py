@@ -21,8 +21,8 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.planning.decisions import ds_config
 from ddpm_ds.schema.layout import Layout, TensorSplit
-from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.training.ema import Ema
+from ddpm_ds.training.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from ddpm_ds.unet.shards import split_layers
 from tests.ds_json import laid_out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpm_ds.checkpoint.folder import images_of
-from tests.train.ranks import BATCH, Ranks, checkpoints, end_of, mlflow_run, points, the_same
+from tests.training.ranks import BATCH, Ranks, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 

@@ -22,7 +22,7 @@ from ddpm_ds.ground.errors import HostError, LayoutError, PeerLostError, SpecErr
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
 from ddpm_ds.processes.rendezvous import Rendezvous, SealedStore, connect, refuse_alone
-from ddpm_ds.train import start
+from ddpm_ds.training import start
 from tests.launching import PATIENCE_SECONDS
 
 TIMEOUT = timedelta(seconds=20)

@@ -61,5 +61,5 @@ def test_a_process_alone_sends_nothing_and_unknown_bytes_do_not_count_as_zero() 
         dist.all_gather([torch.ones(3)], torch.ones(3))
         dist.barrier()
     assert traffic.message_bytes == traffic.collective_bytes == 0
-    with SentBytes(), pytest.raises(NotImplementedError, match="alltoall_base_ are not known; add it"):
-        dist.all_to_all_single(torch.ones(2), torch.ones(2))
+    with SentBytes(), pytest.raises(NotImplementedError, match="gather_ are not known; add it"):
+        dist.gather(torch.ones(2), [torch.ones(2)])

@@ -36,8 +36,8 @@ from ddpm_ds.tracking.run_folder import (
     disk_errors_reported,
 )
 from ddpm_ds.tracking.tracker import RunStart, Tracker
-from ddpm_ds.train.resume import claim_run, find_checkpoint
-from ddpm_ds.train.saving import Saver
+from ddpm_ds.training.resume import claim_run, find_checkpoint
+from ddpm_ds.training.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
 from tests.launching import tiny_spec
 from tests.tracking.stored import full_disk

@@ -40,9 +40,9 @@ from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import flatten
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.run_folder import disk_errors_reported
-from ddpm_ds.train import resume
-from ddpm_ds.train.asked import Asked
-from ddpm_ds.train.saving import described
+from ddpm_ds.training import resume
+from ddpm_ds.training.asked import Asked
+from ddpm_ds.training.saving import described
 from ddpm_ds.unet.model import check_compiler, choose_kernels
 from ddpm_ds.unet.operations import widening
 

@@ -1,6 +1,6 @@
 """One rank of the sampling's ladder: what the pipeline draws and measures equals plain PyTorch, and disturbs nothing.
 
-    python tests/train/validation_worker.py CASES.json REPORT_FOLDER
+    python tests/training/validation_worker.py CASES.json REPORT_FOLDER
 
 Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 """
@@ -32,9 +32,9 @@ from ddpm_ds.ground.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
-from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out_loss import NOISE_SEED, HeldOutLoss
-from ddpm_ds.train.validation import Previews, measured
+from ddpm_ds.training.ema import Ema
+from ddpm_ds.training.held_out_loss import NOISE_SEED, HeldOutLoss
+from ddpm_ds.training.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import ddpm_ds
-import ddpm_ds.train.start  # what a script may import before
+import ddpm_ds.training.start  # what a script may import before
 from ddpm_ds import UserError, load_spec, open_run
 from ddpm_ds.checkpoint.folder import images_of
 from tests.launching import REPOSITORY, place_digits, place_empty_store, wait_for
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fake(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let a program take the place of the command."""
-    monkeypatch.setattr("ddpm_ds.train.TRAIN", ("-c", textwrap.dedent(program)))
+    monkeypatch.setattr("ddpm_ds.training.from_python.TRAIN", ("-c", textwrap.dedent(program)))
 
 
 @pytest.mark.launch

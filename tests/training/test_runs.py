@@ -20,7 +20,7 @@ from ddpm_ds.tracking.run_folder import NOTE_TAG, OBSERVATIONS, RATE, RunFolder,
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
-from tests.train.ranks import end_of, measured_losses, mlflow_run, recorded_losses, the_same
+from tests.training.ranks import end_of, measured_losses, mlflow_run, recorded_losses, the_same
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 GOLDEN = Path(__file__).with_name("golden_losses.json")

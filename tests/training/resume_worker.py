@@ -1,6 +1,6 @@
 """Rung d of the ladder of trust, one rank: train tiny courses, from the beginning or from checkpoints of any layout.
 
-    python tests/train/resume_worker.py COURSES.json FOLDER
+    python tests/training/resume_worker.py COURSES.json FOLDER
 
 A course without sources trains ``STEPS`` steps, saves, trains as many again and saves. With sources, each is loaded in
 turn, into the one engine, and trained to the same end. What was seen goes to
@@ -29,9 +29,9 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.planning.run_plan import RunDraft
-from ddpm_ds.train.ema import Ema, averages_of
-from ddpm_ds.train.objective import Denoising, Noised, replica_batches
-from ddpm_ds.train.saving import Saver, described
+from ddpm_ds.training.ema import Ema, averages_of
+from ddpm_ds.training.objective import Denoising, Noised, replica_batches
+from ddpm_ds.training.saving import Saver, described
 from tests.checkpoint.saving import store_of
 from tests.launching import drafted
 from tests.pipeline.ladder_worker import groups_of_its_own

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.ground.errors import SpecError
-from ddpm_ds.train.resume import InitialWeights
-from tests.train.ranks import BATCH, Ranks, checkpoints, end_of
+from ddpm_ds.training.resume import InitialWeights
+from tests.training.ranks import BATCH, Ranks, checkpoints, end_of
 
 
 @pytest.mark.launch

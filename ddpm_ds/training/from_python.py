@@ -1,9 +1,5 @@
-"""A training run: what its ranks agree on, the loop, its meters, averaged weights, checkpoints and validation.
+"""Training from a Python program, in child processes."""
 
-The package can be called: ``ddpm_ds.train`` is also the name of the Python function that trains, :func:`train`.
-"""
-
-import inspect
 import json
 import signal
 import subprocess
@@ -11,14 +7,12 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import EXIT_BAD_INPUT, ProgramError, explanation
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.planning.run_plan import Processes
-from ddpm_ds.schema.section import checked
 from ddpm_ds.schema.types import GivenPath
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.run_folder import ASKED_CONFIG, ASKED_SPEC, RunFolder
@@ -100,11 +94,3 @@ def _follow(command: Sequence[str]) -> None:
     if code := child.returncode if child.returncode >= 0 else 128 - child.returncode:  # as a shell has a signal's
         named = () if code == EXIT_BAD_INPUT else (f"training ended with exit code {code} (docs/exit_codes.md):",)
         raise ProgramError([*named, *explanation("".join(lines))], code)
-
-
-class _Callable(ModuleType):
-    __call__ = staticmethod(checked(train))
-    __signature__ = inspect.signature(train)
-
-
-sys.modules[__name__].__class__ = _Callable

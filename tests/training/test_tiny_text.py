@@ -17,7 +17,7 @@ from ddpm_ds.cli.main import main as ddpm_ds
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import How, prepare
 from tests.launching import REPOSITORY
-from tests.train.test_previews import train
+from tests.training.test_previews import train
 
 SPEC = REPOSITORY / "launch" / "specs" / "tiny_text.yaml"
 PROMPTS = list(islice(cycle(captions()), 200))

@@ -24,7 +24,7 @@ from ddpm_ds.data.text import TextEncoders, widened
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
 from ddpm_ds.schema.choices import OBJECTIVES
-from ddpm_ds.train.objective import Denoising, Noised, encoded, fields_read
+from ddpm_ds.training.objective import Denoising, Noised, encoded, fields_read
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0

@@ -21,15 +21,15 @@ from ddpm_ds.checkpoint.folder import checkpoint_name, whole
 from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description, check_headers
 from ddpm_ds.checkpoint.reader import Reader, code_of, consolidate
 from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.train.ema import averages_of
-from ddpm_ds.train.resume import InitialWeights
-from ddpm_ds.train.saving import Saver
+from ddpm_ds.training.ema import averages_of
+from ddpm_ds.training.resume import InitialWeights
+from ddpm_ds.training.saving import Saver
 from ddpm_ds.unet.layers import parameter_shapes
 from tests.checkpoint.saving import store_of
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, layers_of, report_cases, run_cases
-from tests.train.ranks import the_same
+from tests.training.ranks import the_same
 
 STEPS = 2
 WHOLE = "whole"

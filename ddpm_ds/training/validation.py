@@ -31,9 +31,9 @@ from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.tracking.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.tracking.progress import duration
 from ddpm_ds.tracking.recorder import Recorder
-from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out_loss import HeldOutLoss
-from ddpm_ds.train.meters import is_due
+from ddpm_ds.training.ema import Ema
+from ddpm_ds.training.held_out_loss import HeldOutLoss
+from ddpm_ds.training.meters import is_due
 
 PART, QUICK_SECONDS = 8, 0.5
 """Evaluations of the U-Net, on each micro-batch of a picture, between two checks for a stop. A slower evaluation than

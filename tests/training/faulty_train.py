@@ -32,9 +32,9 @@ from ddpm_ds.processes import ranks
 from ddpm_ds.processes.signals import STOP_SIGNALS
 from ddpm_ds.tracking import progress, recorder
 from ddpm_ds.tracking.tracker import Tracker
-from ddpm_ds.train import objective
-from ddpm_ds.train.objective import Denoising, Noised
-from ddpm_ds.train.saving import Saver
+from ddpm_ds.training import objective
+from ddpm_ds.training.objective import Denoising, Noised
+from ddpm_ds.training.saving import Saver
 
 REPORTS = [
     (timeline, "timeline_metrics"),

@@ -20,10 +20,10 @@ from ddpm_ds.checkpoint.folder import CompleteCheckpoint, images_of
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, RunFolder, checkpoints_of, identity_of
-from ddpm_ds.train.resume import check_resume, remove_abandoned_points
+from ddpm_ds.training.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
-from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, about, sources_of, train_all
-from tests.train.ranks import the_same
+from tests.training.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, about, sources_of, train_all
+from tests.training.ranks import the_same
 
 pytestmark = pytest.mark.launch
 

@@ -21,15 +21,15 @@ from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.staged import Give, Take
 from ddpm_ds.planning.inputs import machine
 from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS, make_plan, picture_seconds
-from ddpm_ds.train import validation
-from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
-from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.validation import Previews, Validation
+from ddpm_ds.training import validation
+from ddpm_ds.training.held_out_loss import HeldOutLoss, channel_names
+from ddpm_ds.training.objective import Denoising
+from ddpm_ds.training.validation import Previews, Validation
 from ddpm_ds.unet.model import UNet
 from tests.launching import drafted, tiny_spec
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of, run_cases
-from tests.train.validation_worker import NO_IMAGES, WATCHDOG, Look, engine_of, in_memory
+from tests.training.validation_worker import NO_IMAGES, WATCHDOG, Look, engine_of, in_memory
 from tests.unet.variants import randomise
 
 CPU = torch.device("cpu")

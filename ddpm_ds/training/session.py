@@ -49,14 +49,14 @@ from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_reported
 from ddpm_ds.tracking.tracker import RunStart
-from ddpm_ds.train.asked import Asked
-from ddpm_ds.train.ema import Ema, averages_of
-from ddpm_ds.train.held_out_loss import HeldOutLoss
-from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.train.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
-from ddpm_ds.train.saving import Saver
-from ddpm_ds.train.start import Prepared
-from ddpm_ds.train.validation import Previews, Validation, prompts_of
+from ddpm_ds.training.asked import Asked
+from ddpm_ds.training.ema import Ema, averages_of
+from ddpm_ds.training.held_out_loss import HeldOutLoss
+from ddpm_ds.training.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
+from ddpm_ds.training.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
+from ddpm_ds.training.saving import Saver
+from ddpm_ds.training.start import Prepared
+from ddpm_ds.training.validation import Previews, Validation, prompts_of
 from ddpm_ds.unet.shards import whole_layers
 
 OVERFLOWS_AT_FLOOR = 8
@@ -228,7 +228,7 @@ def run_training(
     files: Mapping[str, str],
     sender: Popen[bytes] | None,
 ) -> Iterator[Ended | None]:
-    """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end, as :func:`train`. Collective.
+    """Train a run that has started (:func:`ddpm_ds.training.start.started`) to its end, as :func:`train`. Collective.
 
     The body finishes the record (:meth:`Recorder.finish`), unless it gets None: from a rehearsal, or from a run that
     had seen all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's

@@ -13,7 +13,7 @@ from ddpm_ds.diffusion.spec import check_sampler
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.choices import SAMPLERS, SCHEDULES
 from tests.launching import REPOSITORY, drafted
-from tests.train.ranks import Ranks
+from tests.training.ranks import Ranks
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"

@@ -18,11 +18,11 @@ from ddpm_ds.observe.observer import Observers
 from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
-from ddpm_ds.train import session
-from ddpm_ds.train.meters import Interval
-from ddpm_ds.train.session import SPIKE_POINTS, Training, _bad_loss
+from ddpm_ds.training import session
+from ddpm_ds.training.meters import Interval
+from ddpm_ds.training.session import SPIKE_POINTS, Training, _bad_loss
 from tests.launching import tiny_spec
-from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
+from tests.training.ranks import BATCH, Ranks, end_of, mlflow_run, points
 
 SCRIPT = Path(__file__).with_name("faulty_train.py")
 IMAGES, SAVED, BAD = 480, 240, 243
@@ -47,7 +47,7 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
     state = end_of(run_dir).state
     assert (state.images_seen, state.skipped_images, state.rollbacks) == (IMAGES, skipped, 1)
     client, run = mlflow_run(run_dir)
-    assert run.info.status == "FINISHED" and run.data.tags["train/rollbacks"] == "1"
+    assert run.info.status == "FINISHED" and run.data.metrics["train/rollbacks"] == 1
     assert [file.path for file in client.list_artifacts(run.info.run_id, "rollbacks")] == ["rollbacks/1.txt"]
     after = [point for point in points(run_dir) if point["train/seen_images"] > SAVED][-10:]
     assert all(math.isfinite(point["train/loss"]) and point["train/loss"] < 2 for point in after)

@@ -19,7 +19,7 @@ import pytest
 from ddpm_ds.ground.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
-from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
+from tests.training.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 

@@ -19,12 +19,12 @@ from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.held_out import split
 from ddpm_ds.data.prepare import How, prepare
-from ddpm_ds.train.validation import Previews
+from ddpm_ds.training.validation import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
-from tests.train.ranks import measured_losses, recorded_losses
-from tests.train.validation_worker import WATCHDOG, engine_of
+from tests.training.ranks import measured_losses, recorded_losses
+from tests.training.validation_worker import WATCHDOG, engine_of
 
 MEMBERS = 4
 CAPTIONS = ("a red circle", "a blue square", "a circle")

@@ -14,7 +14,7 @@ from ddpm_ds.data.text import Encoded
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from ddpm_ds.evaluate.diffusers.unet import from_diffusers, to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.training.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.meters import Interval, Meter, metrics, peak_memory_bytes
+from ddpm_ds.training.meters import Interval, Meter, metrics, peak_memory_bytes
 
 
 def ticks(*times: float) -> Callable[[], float]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.train.objective import rate_of
+from ddpm_ds.training.objective import rate_of
 from tests.launching import tiny_spec
-from tests.train.test_runs import TINY, train
+from tests.training.test_runs import TINY, train
 
 
 def rate_at(spec: RunSpec, images: int) -> float:

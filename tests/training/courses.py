@@ -18,7 +18,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data import prepare, writing
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
-from tests.train.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
+from tests.training.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 WHOLE = "whole"

@@ -26,8 +26,8 @@ from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object
 from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.resume import InitialWeights
+from ddpm_ds.training.ema import Ema
+from ddpm_ds.training.resume import InitialWeights
 from ddpm_ds.unet.layers import Layer, parameter_shapes
 
 

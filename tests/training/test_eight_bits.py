@@ -17,8 +17,8 @@ from ddpm_ds.ground.formats import open_tensors
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from tests.checkpoint.saving import describe, scalars
-from tests.train.courses import Courses, Layout
-from tests.train.ranks import the_same
+from tests.training.courses import Courses, Layout
+from tests.training.ranks import the_same
 
 SHAPES = {"1.weight": (30, 40), "1.bias": (30,), "2.weight": (4, 100), "2.norm": (50,), "3.weight": (500, 2)}
 ELEMENTS = sum(map(math.prod, SHAPES.values()))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.train import ema as ema_module
-from ddpm_ds.train.ema import Ema, HostEma, averages_of
+from ddpm_ds.training import ema as ema_module
+from ddpm_ds.training.ema import Ema, HostEma, averages_of
 
 STEPS, BATCH = 5, 16
 

@@ -11,7 +11,7 @@ import torch
 
 from ddpm_ds.ground.errors import HostError
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.train import start
+from ddpm_ds.training import start
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.held_out import split
 from ddpm_ds.data.loader import Share, micro_batches
 from ddpm_ds.data.prepare import Recipes, prepare
-from ddpm_ds.train.held_out_loss import HeldOutLoss
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.training.held_out_loss import HeldOutLoss
+from ddpm_ds.training.objective import Denoising
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
