@@ -23,6 +23,7 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import PRINTED_BY_RANK_0, Place
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
+CUTS = "ds.pipeline.partition"
 OTHERS_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
 """How long a test waits for what another process does, however busy the machine is."""
@@ -114,8 +115,11 @@ def fork_ranks(
 ) -> list[Any]:
     """The ranks of one run, with one thread each; their output is appended to two files, or to one.
 
-    They are forked from a server that has imported DeepSpeed, unless ``environment`` names another accelerator.
+    They are forked from a server that has imported DeepSpeed, unless ``environment`` names another accelerator. Unless
+    ``arguments`` say how to cut, stages are cut by flops: times of layers on a busy machine make other cuts each time.
     """
+    if "--deepspeed_config" in arguments and not any(CUTS in word for word in arguments):
+        arguments += ("--set", f"{CUTS}=flops")
     words, ranks = [str(script), *arguments], Place(processes, port=free_port()).environments(os.environ | ONE_THREAD)
     variables = [rank | environment for rank in ranks]
     if variables[0]["DS_ACCELERATOR"] == "cpu":

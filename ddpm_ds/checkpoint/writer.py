@@ -66,18 +66,24 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._bytes, self._buffers = _host_bytes(0), list[Tensor]()
+        self._bytes, self._buffers = torch.empty(0, dtype=torch.uint8), list[Tensor]()
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
-        """Copy all values; return when the tensors may change again. Raises NotSaved if there is no memory."""
+        """Copy all values; return when the tensors may change again. Without memory, :meth:`raw` says so."""
         dtypes = [torch.uint8 if piece.dtype is torch.uint8 else torch.float32 for piece in pieces]
         sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
-        self._used = sum(sizes)
-        if self._bytes.numel() < self._used:
-            self._bytes = _host_bytes(0)  # frees the old memory first
-            self._bytes = _host_bytes(self._used)
-        size, under_way = min(STAGING_BYTES, self._used), deque[tuple[Tensor, Tensor, torch.cuda.Event]]()
+        self._used, buffer_bytes = sum(sizes), min(STAGING_BYTES, sum(sizes))
+        try:
+            if len(self._bytes) < self._used:
+                self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+                self._bytes = torch.empty(self._used, dtype=torch.uint8)
+            if any(piece.is_cuda for piece in pieces) and sum(map(len, self._buffers)) < 2 * buffer_bytes:
+                self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        except RuntimeError:
+            self._bytes = torch.empty(0, dtype=torch.uint8)
+            return
+        under_way = deque[tuple[Tensor, Tensor, torch.cuda.Event]]()
 
         def arrive() -> None:
             target, here, copied = under_way.popleft()
@@ -88,12 +94,10 @@ class HostCopy:
             if not piece.is_cuda:  # torch would restart its threads for every piece
                 raw.view(dtype).numpy()[:] = piece.detach().numpy()
                 continue
-            most = size // dtype.itemsize
+            most = buffer_bytes // dtype.itemsize
             for target, part in zip(raw.view(dtype).split(most), piece.detach().split(most), strict=True):
                 if len(under_way) == 2:
                     arrive()
-                while len(self._buffers) < 2 or len(self._buffers[0]) < size:
-                    self._buffers = [*self._buffers, _host_bytes(size, page_locked=True)][-2:]
                 self._buffers.reverse()
                 under_way.append((target, self._buffers[0][: target.nbytes].view(dtype), torch.cuda.Event()))
                 under_way[-1][1].copy_(part, non_blocking=True)
@@ -102,15 +106,10 @@ class HostCopy:
             arrive()
 
     def raw(self) -> memoryview:
-        """Return the copied bytes."""
+        """Return the copied bytes; raises NotSaved if there was no memory for them."""
+        if len(self._bytes) < self._used:
+            raise NotSaved(f"the host has no {gib(self._used)} left for a copy of the values")
         return self._bytes.numpy()[: self._used].data
-
-
-def _host_bytes(count: int, *, page_locked: bool = False) -> Tensor:
-    try:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=page_locked)
-    except RuntimeError:
-        raise NotSaved(f"the host has no {gib(count)} left for a copy of the values") from None
 
 
 class Writer:
@@ -142,7 +141,6 @@ class Writer:
         self.why_not = ""
         """On rank 0: why the last failed checkpoint was not saved, and which one is there instead."""
         self._host = HostCopy()
-        self._fault: NotSaved | None = None  # of the copy
         if rank == 0:
             with contextlib.suppress(OSError):
                 clean(folder)
@@ -164,11 +162,7 @@ class Writer:
         for span, fragment in zip(spans, fragments, strict=True):
             (floats if fragment.scales is None else codes).append((span.key, fragment.values))
             floats += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
-        self._fault = None
-        try:
-            self._host.take([values for _, values in floats + codes])
-        except NotSaved as error:
-            self._fault = error
+        self._host.take([values for _, values in floats + codes])
         tensors: list[Header] = [(key, VALUES, (values.numel(),)) for key, values in floats]
         tensors += [(key, CODES, (values.numel(),)) for key, values in codes]
         text = json.dumps(dict(state), indent=2) + "\n"
@@ -192,8 +186,6 @@ class Writer:
         try:
             start = self._completion.start
             scratch = self._folder / f"{WRITING}{name}.{start}.{attempt}"  # the same for all ranks, in this start alone
-            if self._fault is not None:
-                raise self._fault
             readable(MANIFEST, description.model_dump_json().encode())  # before anything is written
             for path in self._folder.glob(f"{WRITING}*") if self._rank == 0 else ():
                 # left by ranks that failed late in an earlier attempt, or of an earlier start

@@ -327,9 +327,15 @@ def decided_since(planned: RunDraft, decided: RunDraft) -> str:
     known, new = (planned.grid, planned.exchange), (decided.grid, decided.exchange)
     found = [line(*new) for line in (hosts_line, hosts_warning) if line(*new) != line(*known)]
     lines = [*map(wrapped, filter(None, found))]
-    if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
-        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided, printed=True)}")
+    if cut_by_times(decided):
+        same = decided.bounds == planned.bounds
+        lines.append("\ncut by the layers' times on this device" + (", as above" if same else ""))
+        lines += [] if same else [stage_table(decided, printed=True)]
     return "\n".join(lines)
+
+
+def cut_by_times(plan: RunDraft) -> bool:
+    return plan.ds.partition == "measured" and plan.ds.layout.stages > 1
 
 
 def wrapped(line: str) -> str:
@@ -433,7 +439,8 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
-        f"{f', schedule {layout.schedule}' if layout.stages > 1 else ''}",
+        f"{f', schedule {layout.schedule}' if layout.stages > 1 else ''}"
+        f"{', cut by flops, later by time' if cut_by_times(plan) else ''}",
         plan.chosen and plan.chosen.line,
         _tensor_line(plan.layers, layout, max(plan.exchange.sums, default=0)),
         hosts_warning(plan.grid, plan.exchange),

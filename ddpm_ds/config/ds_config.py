@@ -186,7 +186,7 @@ class ResolvedDsConfig:
     def partition(self) -> CutMethod | list[int]:
         """Method by which the U-Net is cut into stages, or the cuts."""
         cuts = self.config.pipeline.partition
-        return list(cuts) if isinstance(cuts, tuple) else _given(cuts, "flops")
+        return list(cuts) if isinstance(cuts, tuple) else _given(cuts, "measured")
 
     @property
     def eight_bit_settings(self) -> dict[str, Any]:

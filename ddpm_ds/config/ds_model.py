@@ -201,7 +201,7 @@ class Pipeline(Section):
     """Number of stages, unless `-p` is given; "auto" follows from a list in `partition`, or is the planner's."""
     partition: CutMethod | Cuts | Auto = "auto"
     """Measure by which the cuts balance ranks ("measured" times each layer at the start, "uniform" counts layers), or a
-    list of the first layers of stage 1, 2, ... (a fold has two stages for each of `stages`). "auto" is "flops"."""
+    list of the first layers of stage 1, 2, ... (a fold has two stages for each of `stages`). "auto" is "measured"."""
     schedule: Literal["1f1b", "folded", "planned", "auto"] = "auto"
     """This project's key: one forward, one backward; or DualPipeV over mirrored stages, two on each rank, so that skips
     stay there; or an order computed for the run on such stages, with separate weight gradients. "auto" is "planned", or

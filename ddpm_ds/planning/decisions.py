@@ -114,7 +114,7 @@ def layouts(
 def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
     """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
     keys: dict[str, Any] = layout.keys | {
-        "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
+        "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "auto"
     }
     if layout.zero_stage == 0:
         keys["zero_optimization"] = {"stage": 0}

@@ -94,7 +94,10 @@ class DeviceWork:
 
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=ask, name="device", daemon=True)
-            self._asking.start()
+            try:
+                self._asking.start()
+            except RuntimeError:  # the limit of threads is reached
+                return True
         self._asking.join(ANSWER_SECONDS)
         return self._asking.is_alive() or not self._done
 

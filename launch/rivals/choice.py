@@ -97,9 +97,10 @@ def why_not(row: str, plan: RunDraft) -> str | None:
     return None
 
 
-def bounds_of(plan: RunDraft, schedule: Schedule) -> tuple[int, ...]:
-    """Return our engine's cuts under ``schedule``; LayoutError if the U-Net has none."""
-    if plan.ds.layout.schedule == schedule:
+def bounds_of(plan: RunDraft, schedule: Schedule, stages: int | None = None) -> tuple[int, ...]:
+    """Return our engine's cuts under ``schedule`` before layers are timed; LayoutError if the U-Net has none."""
+    layout = plan.ds.layout
+    if (layout.schedule, layout.stages) == (schedule, stages or layout.stages):
         return plan.bounds
     method: PartitionMethod = plan.ds.partition if plan.ds.partition in ("parameters", "uniform") else "flops"
-    return partition(plan.layers, plan.ds.layout.stages, method, schedule)
+    return partition(plan.layers, stages or layout.stages, method, schedule)

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
-from ddpm_ds.planning.run_plan import with_decisions
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.training.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
-from rivals.choice import bounds_of
 from rivals.rows import Setting
 
 
@@ -36,14 +34,13 @@ class OurPipeline:
     """Our engine with the given DeepSpeed JSON, under one of its schedules."""
 
     def __init__(self, setting: Setting, schedule: Schedule, *, graphs: bool = True) -> None:
-        plan = setting.plan if graphs else replace(setting.plan, ds=setting.plan.ds.with_keys({"graphs": False}))
+        plan = setting.under(schedule)
+        plan = plan if graphs else replace(plan, ds=plan.ds.with_keys({"graphs": False}))
         how = ("1F1B" if schedule == "1f1b" else schedule) + ("" if graphs else ", eager")
         self.name = f"ddpm_ds {how}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
         self.note, self.comparable = "", True
         self._replicas = plan.ds.layout.replicas
-        plan = replace(plan, ds=plan.ds.with_layout(schedule=schedule), bounds=bounds_of(plan, schedule))
         with layout_of(None):
-            plan = with_decisions(plan, setting.device)
             parts, seed = (plan.layers, plan.bounds, plan.ds, setting.objective()), plan.spec.train.seed
             self._engine = build_engine(*parts, seed=seed, programs=plan.programs, verbose=setting.verbose)
         replica = self._engine.grid.get_data_parallel_id()
@@ -100,7 +97,7 @@ class StockPipeline:
 
     def __init__(self, setting: Setting, *, folded: bool) -> None:
         plan, seed = setting.plan, setting.plan.spec.train.seed
-        zero_stage, why = stock_zero_stage(plan.ds)
+        bounds, (zero_stage, why) = setting.under("folded" if folded else "1f1b").bounds, stock_zero_stage(plan.ds)
         self.note, self.comparable = why, True
         self._objective, text = setting.objective(), plan.spec.unet.text is not None
         config, sizes = plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), ("reduce", "allgather")
@@ -108,7 +105,7 @@ class StockPipeline:
         config["zero_optimization"] = {**buckets, **config.get("zero_optimization", {}), "stage": zero_stage}
         with layout_of(None), quiet_deepspeed(setting.verbose):
             module = (FoldedCutModule if folded else CutModule)(
-                bounds_of(plan, "folded" if folded else "1f1b"),
+                bounds,
                 layers=[LayerSpec(TupleLayer, layer, index, seed, text) for index, layer in enumerate(plan.layers)],
                 num_stages=plan.ds.layout.stages,
                 loss_fn=self._loss,

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.training.objective import Noised
 from ddpm_ds.unet.blocks import pack, unpack, walk
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
-from rivals.choice import bounds_of
 from rivals.rows import Optimizer, Setting
 
 
@@ -55,7 +53,7 @@ class TorchPipeline:
         layout, single = plan.ds.layout, schedule == "Schedule1F1B"
         self.name = f"torch.distributed.pipelining {schedule.removeprefix('Schedule')}, fp32"
         count = layout.stages * (1 if single else 2)
-        bounds = bounds_of(plan, "1f1b") if single else partition(plan.layers, count, "flops")
+        bounds = setting.under("1f1b", count).bounds
         self._objective, self._batches = setting.objective(), setting.batches(1, 0)
         self._micro_batches, self._device = layout.micro_batches, setting.device
         own = [dist.get_rank()] if single else [dist.get_rank(), count - 1 - dist.get_rank()]

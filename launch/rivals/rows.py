@@ -23,12 +23,14 @@ from ddpm_ds.ground.device import DTYPES, share_threads
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
-from ddpm_ds.planning.run_plan import RunDraft, RunPlan, machine_here, make_plan
+from ddpm_ds.planning.run_plan import RunDraft, RunPlan, machine_here, make_plan, with_decisions
+from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.training.objective import Denoising, Noised, fields_read, replica_batches
 from ddpm_ds.training.start import check_store
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels
+from rivals.choice import bounds_of
 
 DIM64 = SPECS / "cifar10_dim64.yaml"
 """Spec of a U-Net as wide as denoising-diffusion-pytorch's here."""
@@ -69,6 +71,12 @@ class Setting:
         ds, hosts = draft.ds.without_reports(), draft.grid.hosts
         plan = make_plan(replace(draft, ds=ds), hosts, machine_here(ds.precision, len(hosts)))
         return cls(plan, store, device, verbose)
+
+    def under(self, schedule: Schedule, stages: int | None = None) -> RunPlan:
+        """Return the plan under ``schedule``, with the cuts and the order that a run would have; collective."""
+        plan = self.plan
+        ds = plan.ds.with_layout(schedule=schedule, stages=stages or plan.ds.layout.stages)
+        return with_decisions(replace(plan, ds=ds, bounds=bounds_of(plan, schedule, stages)), self.device)
 
     def objective(self) -> Denoising:
         store = self.store

@@ -160,7 +160,7 @@ def test_keys_that_are_left_out_are_filled_like_auto() -> None:
     resolved = filled(short, world_size=2, stages=2)
     assert resolved.config.optimizer.params.lr == 1e-3
     assert resolved.config.scheduler.params.warmup_type == "linear"  # DeepSpeed's own default is log
-    assert (resolved.layout.stages, resolved.partition, resolved.layout.schedule) == (2, "flops", "planned")
+    assert (resolved.layout.stages, resolved.partition, resolved.layout.schedule) == (2, "measured", "planned")
     assert (resolved.precision, resolved.layout.zero_stage, resolved.layout.checkpoint_interval) == ("fp32", 0, "auto")
     pipeline = resolved.as_json()["pipeline"]
     assert (pipeline["use_reentrant"], pipeline["schedule"], pipeline["in_flight"]) == (False, "planned", "auto")

@@ -71,8 +71,8 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
         bounds = predictor.bounds(layout)
         filled = json.loads(json.dumps(ds_config(job, layout, bounds)))
         read = laid_out(filled, job.spec, world_size=devices, stages=None, path="plan.json")
-        assert read.layout == layout and read.partition != "measured"
-        assert partition(job.layers, read.layout.stages, read.partition, layout.schedule) == bounds
+        assert read.layout == layout and (layout.stages == 1 or isinstance(read.partition, list))
+        assert partition(job.layers, read.layout.stages, read.planned_partition, layout.schedule) == bounds
     assert len({layout.stages for layout in found}) > 1
     assert {layout.zero_stage for layout in found} == zero_stages
     planned = [layout for layout in found if layout.schedule == "planned"]

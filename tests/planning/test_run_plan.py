@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from ddpm_ds.cli.plan import describe_plan
+from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
 from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import machine_like
-from ddpm_ds.planning.run_plan import forecast, make_plan
-from tests.launching import REPOSITORY, drafted
+from ddpm_ds.planning.run_plan import RunPlan, forecast, make_plan, with_decisions
+from ddpm_ds.unet.layers import AttentionLayer, Layer
+from tests.launching import CUTS, REPOSITORY, drafted
 
 ZERO_2 = REPOSITORY / "ds_configs" / "zero2_bf16.json"
 CONFIG = REPOSITORY / "ds_configs" / "zero0_fp32.json"
@@ -92,3 +94,40 @@ def test_a_step_is_forecast_by_measured_layers_on_a_cpu(monkeypatch: pytest.Monk
     known = replace(plan.machine, layer_times=(LayerSeconds(0.1, 0.2),) * len(plan.layers))
     expected = pytest.approx(0.3 * len(plan.layers), rel=0.05)
     assert run_plan._step_seconds(replace(plan, machine=known), device) == expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "planned"])
+def test_auto_cuts_by_the_times_of_the_layers_where_they_differ_from_flops(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is slow on the planted device: flops give one rank three of the four layers of it or more."""
+
+    def planted(layer: Layer, *_: object) -> LayerSeconds:
+        seconds = 0.1 if isinstance(layer, AttentionLayer) else 0.001
+        return LayerSeconds(seconds, 2 * seconds)
+
+    def planned(partition: str) -> tuple[RunPlan, str]:
+        """The plan, and what is printed when it is made."""
+        changes = [f"ds.pipeline.schedule={schedule}", *([f"{CUTS}={partition}"] if partition else [])]
+        draft = drafted(DIGITS, changes, CONFIG, world_size=2, stages=2)
+        plan = with_decisions(make_plan(draft, "aa", replace(CPU, devices=2)), torch.device("cpu"))
+        return plan, decided_since(draft, plan)
+
+    def heaviest(plan: RunPlan) -> int:
+        """The attention layers of the rank that has most."""
+        ranks = [0, 0]
+        for stage, (first, stop) in zip(plan.stages, itertools.pairwise(plan.bounds), strict=True):
+            ranks[stage.rank] += sum(isinstance(layer, AttentionLayer) for layer in plan.layers[first:stop])
+        return max(ranks)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ddpm_ds.observe.device_speed.time_layer", planted)
+    monkeypatch.setattr("ddpm_ds.processes.process_group.decided_by_rank_0", lambda decide, kind: decide())
+    (timed, said), (by_flops, nothing) = planned(""), planned("flops")
+    assert heaviest(timed) == 2 < heaviest(by_flops), (timed.bounds, by_flops.bounds)
+    assert said == f"\ncut by the layers' times on this device\n{stage_table(timed, printed=True)}" and not nothing
+    assert timed.machine.layer_times == tuple(map(planted, timed.layers)) and by_flops.machine.layer_times is None
+    monkeypatch.setattr("ddpm_ds.observe.device_speed.time_layer", lambda *_: pytest.fail("was timed again"))
+    (again, _), (listed, as_above) = planned("auto"), planned(str(list(timed.bounds[1:-1])))
+    assert again.bounds == timed.bounds == listed.bounds
+    assert decided_since(timed, again) == "\ncut by the layers' times on this device, as above" and not as_above

@@ -150,6 +150,8 @@ def test_a_device_has_unfinished_work_unless_it_says_that_it_is_done(monkeypatch
     answered.set()
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", PATIENCE_SECONDS)
     assert not work.is_unfinished()
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    assert DeviceWork(lambda: True).is_unfinished(), "an error would end the heartbeat, and the run after it"
 
 
 def test_whoever_waits_for_a_message_waits_for_a_rank_and_whoever_waits_for_a_thread_does_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 from rivals import choice
 from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, why_not
 from rivals.deepspeed_rows import TupleLayer, stock_zero_stage
+from rivals.rows import Setting
 
-from ddpm_ds.planning.run_plan import RunDraft
-from ddpm_ds.unet.layers import SIZES, unet_layers
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.observe.device_speed import LayerSeconds
+from ddpm_ds.planning.inputs import machine_like
+from ddpm_ds.planning.run_plan import RunDraft, make_plan
+from ddpm_ds.unet.layers import SIZES, OutputLayer, unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import REPOSITORY, drafted, tiny_text_spec
 
@@ -71,6 +76,21 @@ def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedules() -
     assert bounds_of(plan, "planned") == plan.bounds == bounds_of(plan, "folded") and len(bounds_of(plan, "1f1b")) == 3
     line = replace(plan, ds=plan.ds.with_layout(schedule="1f1b", stages=16, micro_batches=32))
     assert "mirrored cuts" in (why_not("folded", line) or "")
+
+
+def test_every_row_is_cut_by_the_layers_times_as_a_run_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a device whose last layer takes longer than all others together."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ddpm_ds.processes.process_group.decided_by_rank_0", lambda decide, kind: decide())
+    monkeypatch.setattr(
+        "ddpm_ds.observe.device_speed.time_layer",
+        lambda layer, *_: LayerSeconds(*[1.0 if isinstance(layer, OutputLayer) else 0.001] * 2),
+    )
+    draft, device = plan_of(2, 2), torch.device("cpu")
+    plan = make_plan(draft, "aa", machine_like("cpu", 2**34, half=False, devices=2))
+    setting, last = Setting(plan, DatasetCache.__new__(DatasetCache), device), len(plan.layers) - 1
+    assert last in setting.under("1f1b").bounds and last in setting.under("1f1b", 4).bounds
+    assert last not in bounds_of(plan, "1f1b") and setting.under("folded").bounds[-2] == last != plan.bounds[-2]
 
 
 def test_the_stock_engine_gets_a_zero_stage_under_which_it_trains_right() -> None:

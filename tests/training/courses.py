@@ -88,6 +88,7 @@ class Courses:
         config["zero_optimization"]["stage"] = layout.zero
         config["optimizer"]["type"] = layout.optimizer
         config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
+        config["pipeline"]["partition"] = "flops"
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
         if precision == "fp32":
             del config["fp16"]

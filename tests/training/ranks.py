@@ -17,7 +17,7 @@ import torch
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, wait_for
+from tests.launching import CUTS, REPOSITORY, fork_ranks, place_digits, place_empty_store, wait_for
 
 if TYPE_CHECKING:  # it takes seconds, and ranks import this module
     from mlflow import MlflowClient
@@ -35,6 +35,7 @@ TINY = (
     f"train.batch_images={BATCH}",
     f"logging.log_every_images={2 * BATCH}",
     "train.accumulation=2",
+    f"{CUTS}=flops",
     "optimizer.warmup_images=400",
     "ema.halflife_images=400",
     "checkpoint.every_minutes=null",

@@ -51,6 +51,7 @@ def test_values_train_on_two_processes_and_the_run_is_returned(
 ) -> None:
     """A second call with the same folder goes on, here with nothing left to do."""
     spec, config = load_spec(SPEC, SMALL), json.loads(CONFIG.read_text())
+    config["pipeline"]["partition"] = "flops"
     run = ddpm_ds.train(spec, config, run_dir="runs/mine", processes=2, stages=2, device="cpu")
     assert run.folder == Path("runs/mine") and run.status == "FINISHED"
     assert run.last_metrics["train/seen_images"] == 96 and run.last_metrics["step"] == 3
