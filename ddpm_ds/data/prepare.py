@@ -11,10 +11,11 @@ A :class:`Recipe` is decided before: the folder of a cache, and the source of it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -94,10 +95,8 @@ class Recipes:
             with suppress(DataError):  # of images that have been replaced
                 found = self._of_buckets(shapes, group, sizes)
         if shapes is None or not any(recipe.path.exists() for recipe in found):  # else the source may be gone
-            try:
+            with _written_below(data.store_root):
                 shapes = source.shapes
-            except OSError as error:
-                raise _unwritable(data.store_root, error) from error
             found = self._of_buckets(shapes, group, sizes)
         chosen = [recipe.bucket for recipe in found if recipe.bucket is not None]
         if self._progress and sizes is None and (line := moved(self._sizes, shapes, chosen, group)) is not None:
@@ -281,14 +280,12 @@ def _opened(path: Path, how: How) -> cache.DatasetCache | None:
 
 def _made(path: Path, make: Callable[[], Content], progress: bool) -> cache.DatasetCache:
     """Make the cache at ``path`` together with other processes, and open it."""
-    try:
+    with _written_below(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with lock_of(path):  # only one process of a host lists and downloads
             content = None if path.exists() else make()
         if content is not None:
             write_cache(path, content, progress)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
     return cache.DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
 
 
@@ -303,11 +300,16 @@ def _missing(what: str, option: str = "encode") -> DataError:
     return DataError(f"{what} once with: ddpm-ds prepare --{option}")
 
 
-def _unwritable(store_root: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.store_root = {store_root} can't be written ({error.strerror or error}); "
-        "choose another folder with --set data.store_root=FOLDER"
-    )
+@contextlib.contextmanager
+def _written_below(store_root: Path) -> Iterator[None]:
+    """Turn OSErrors of this block into DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.store_root = {store_root} can't be written ({error.strerror or error}); "
+            "choose another folder with --set data.store_root=FOLDER"
+        ) from error
 
 
 def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
