@@ -107,14 +107,9 @@ class FlatGradients(OwnStep):
         ]
         owned = len(flat.weights) // count
         self._reduces = flat.partitions and count > 1
-        self.own_sum = torch.zeros(owned, dtype=flat.dtype, device=device)
-        self._sum = self.own_sum
-        if flat.accumulator is not None:
-            self._sum = flat.accumulator
-        elif count > 1 and not self._reduces:
-            self._sum = torch.zeros(len(flat.weights), dtype=flat.dtype, device=device)
-        if count == 1:
-            self.own_sum = self._sum
+        kept = owned if self._reduces else len(flat.weights)
+        self._sum = torch.zeros(kept, dtype=flat.dtype, device=device) if flat.accumulator is None else flat.accumulator
+        self.own_sum = self._sum if kept == owned else torch.zeros(owned, dtype=flat.dtype, device=device)
         """Sum of the own gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
         self._keeps = False
         self._tensor = engine.module.tensor
@@ -141,12 +136,12 @@ class FlatGradients(OwnStep):
         """Number of passes of this step that will still add to a chunk."""
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-        with torch.no_grad():
-            for chunk in self._chunks:  # DeepSpeed gave this rank other parts
-                flat.master[chunk.own].copy_(chunk.weights.chunk(count)[flat.replica])
-        self.refresh_weights()
         self._arriving: list[_Chunk] = []  # in the order of the layers that need them
         if count > 1:
+            with torch.no_grad():
+                for chunk in self._chunks:  # DeepSpeed gave this rank other parts
+                    flat.master[chunk.own].copy_(chunk.weights.chunk(count)[flat.replica])
+            self.refresh_weights()
             self._wait_in_layers(engine.module.own_layers().values())
 
     def _wait_in_layers(self, layers: Collection[nn.Module]) -> None:
@@ -592,7 +587,7 @@ class SeparateGradients(OwnStep):
             self.refresh_weights()
             return
         if self._wide:
-            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+            _take_memory(self._flat)
             torch._foreach_copy_(self._wide, gradients)
             gradients = self._wide
         if factor is not None:
