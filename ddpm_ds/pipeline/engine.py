@@ -340,8 +340,11 @@ class UnetPipelineEngine(PipelineEngine):
             self.warm_up(self.micro_batch_size, gradients=True)
             self.pace.wait()
             self._set_values(self.train_batch_size())
-            self._meet(self.sizes_of_step())
-            loss = self.graph.step(self.sizes_of_step() if self.is_unobserved() else None)
+            sizes = tuple(self.sizes_of_step())
+            if self.num_stages > 1 and len(self._orders) < CAUTIOUS_ORDERS and sizes not in self._orders:
+                self._orders.add(sizes)  # which may need memory in new pieces
+                self._cautious_steps = max(self._cautious_steps, 1)
+            loss = self.graph.step(sizes if self.is_unobserved() else None)
             if loss is None:
                 loss = self.execute_program(
                     by_host=runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
@@ -359,12 +362,6 @@ class UnetPipelineEngine(PipelineEngine):
             if not self._has_stepped:  # samples drawn before found most of the memory free
                 self._has_stepped, self._warm = True, {one for one in self._warm if one[1]}
         return loss
-
-    def _meet(self, sizes: Sequence[int]) -> None:
-        """Make a step cautious if it is the first with this order of sizes, which may need memory in new pieces."""
-        if self.num_stages > 1 and len(self._orders) < CAUTIOUS_ORDERS and tuple(sizes) not in self._orders:
-            self._orders.add(tuple(sizes))
-            self._cautious_steps = max(self._cautious_steps, 1)
 
     def _set_values(self, batch_images: int) -> None:
         """Put on the device the numbers that the host knows before a step over ``batch_images`` images."""
