@@ -46,7 +46,7 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
 from ddpm_ds.ground.files import sync, write_file
-from ddpm_ds.ground.host import machine
+from ddpm_ds.ground.host import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -273,13 +273,13 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
             found = find()
         except CheckpointError as error:
             why, none = str(error), isinstance(error, NoCheckpointError)
-    answer = gather({"path": found and str(found.path), "why": why, "none": none, "machine": machine()})[0]
+    answer = gather({"path": found and str(found.path), "why": why, "none": none, "boot_id": boot_id()})[0]
     if answer["why"]:
         raise (NoCheckpointError if answer["none"] else CheckpointError)(answer["why"])
     if rank and answer["path"]:
         path = Path(answer["path"])
         state = parse_state(path, read_bytes(path, STATE))
-        found = CompleteCheckpoint(path, read_manifest(path), state, verified=answer["machine"] == machine())
+        found = CompleteCheckpoint(path, read_manifest(path), state, verified=answer["boot_id"] == boot_id())
     return found
 
 

@@ -157,9 +157,9 @@ class Files:
 
 
 def take_files(options: SpecOptions, usual: Path | None = None, *, needed: bool = True, quiet: bool = False) -> Files:
-    """Return the spec and the JSON, and print a line with those that were not given but found.
+    """Return the spec and the JSON, and print a line if a file was not given but found.
 
-    They are looked for in the run's folder, unless the run begins anew, and in the current folder; then the ``usual``
+    Files are looked for in the run's folder, unless the run begins anew, and in the current folder; then the ``usual``
     spec is taken. SpecError if there is no JSON and it is ``needed``.
     """
     run_dir = getattr(options, "run_dir", None)

@@ -392,7 +392,7 @@ class Prompts:
         return len(self._encoded.tokens)
 
     def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return the inputs of images ``index`` (N,) with their prompts, and those that guidance leads away from."""
+        """Return the inputs of images ``index`` (N,) with their prompts, and with what guidance leads away from."""
         mine = index % len(self)
         return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
 

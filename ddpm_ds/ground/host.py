@@ -25,7 +25,7 @@ def processes_on_host(otherwise: int = 1) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", otherwise))
 
 
-def machine() -> str:
+def boot_id() -> str:
     """Return a name that only processes under this running kernel, which share its cache of files, return too."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()

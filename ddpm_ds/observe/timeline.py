@@ -72,7 +72,7 @@ NUMBERED_BOXES = 600  # maximum number of boxes for which micro-batches are numb
 CHARACTER = 0.014  # width of a character as a share of the step; a box with a number has room for one more
 VISIBLE = 0.001  # smallest width of a visible box, as a share of the step
 TITLE_CHARACTERS = 72
-LEGEND_LINE, LABELS = 0.17, 0.7  # inches of the picture's height: a line of legend or title; what is below the axis
+LEGEND_LINE, LABELS = 0.17, 0.7  # inches of the picture's height: a line of legend or title; the labels below the axis
 MOST_ROWS = 32  # maximum number of rows for which the picture grows, and of ranks that are named at its side
 
 

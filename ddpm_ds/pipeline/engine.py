@@ -342,7 +342,7 @@ class UnetPipelineEngine(PipelineEngine):
             self._set_values(self.train_batch_size())
             sizes = tuple(self.sizes_of_step())
             if self.num_stages > 1 and len(self._orders) < CAUTIOUS_ORDERS and sizes not in self._orders:
-                self._orders.add(sizes)  # which may need memory in new pieces
+                self._orders.add(sizes)  # the first step of an order may need memory in new pieces
                 self._cautious_steps = max(self._cautious_steps, 1)
             loss = self.graph.step(sizes if self.is_unobserved() else None)
             if loss is None:

@@ -55,7 +55,7 @@ def level_of(layer: Layer, levels: int) -> int:
 
 
 def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, ...]:
-    """Return the layers; those that ``tensor`` asks for are split if their groups or heads divide."""
+    """Return the layers; layers that ``tensor`` asks for are split if their groups or heads divide."""
     split = [is_asked(layer, layers, tensor) and can_split(layer, tensor.size) for layer in layers]
     return tuple(replace(one, shards=tensor.size) if asked else one for one, asked in zip(layers, split, strict=True))
 

@@ -144,7 +144,7 @@ def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path, monkeypa
     found = [agreed(partial(newest, tmp_path, print), rank, gather) for rank in range(2)]
     assert found[0] == found[1] is not None and found[1].verified, "rank 0 has read the files on this machine"
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(folder, "machine", lambda: "another")
+        elsewhere.setattr(folder, "boot_id", lambda: "another")
         there = agreed(partial(newest, tmp_path, print), 1, gather)
         assert there is not None and not there.verified
     (tmp_path / checkpoint_name(3) / "rank0.safetensors").write_bytes(b"damaged")

@@ -138,7 +138,7 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
-    """Refuse a U-Net whose heads, groups and the like are not those that readers assume for its kind."""
+    """Refuse a U-Net with other heads, groups or the like than readers assume for its kind."""
     mine, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
     assert mine.text is not None and found.text is not None
     text = found.text.model_copy(update={"tokens": mine.text.tokens})  # their number is not the U-Net's
