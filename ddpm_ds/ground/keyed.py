@@ -206,16 +206,17 @@ def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
     return Draws(seed, images, {}, {stream: count}).normal(stream)
 
 
-def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Return the mask of elements that dropout keeps, (N, count) bool: False with probability `drop`.
+def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float, first: int = 0) -> Tensor:
+    """Return the mask of elements that dropout keeps, (N, count) bool, from an even `first` one on: False with
+    probability `drop`.
 
     To be fast for large activations, Philox gives each image two 32-bit keys and an integer hash of (keys, counter)
-    gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. The first elements don't depend on
+    gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. An element does not depend on `first` and
     `count`. ``ddpm_ds.unet.keyed_mask`` computes the same bits in one kernel. Numbers out of range raise ValueError.
     """
     threshold = drop_threshold(drop) - 2**15  # compared with the bits as a signed integer
     key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, {stream: 1}, images))  # (N, 1) each
-    counter = torch.arange(-(-count // 2), dtype=torch.int32, device=images.device)
+    counter = torch.arange(first // 2, -(-(first + count) // 2), dtype=torch.int32, device=images.device)
     x = torch.add(key_0, counter, alpha=_COUNTER_STEP)  # (N, words)
     # MurmurHash3's finaliser, except that the second key enters half-way: with one key, two images with close keys
     # would share a shifted mask. >> copies the sign, so a mask makes each shift logical.

@@ -47,10 +47,26 @@ class TensorSplit:
 
 
 @dataclass(frozen=True)
+class SpaceSplit:
+    """Levels whose rows are shared by the ranks of a space group, and the size of a group."""
+
+    size: int = 1
+    """Number of ranks of a group, which are replicas that share each image; 1 shares nothing."""
+    levels: tuple[int, ...] | Literal["auto"] = "auto"
+    """Levels of the U-Net from 0, full size, on; "auto": down to the lowest whose rows are shared well enough."""
+
+    @property
+    def block(self) -> dict[str, object]:
+        """Value of the JSON's ``pipeline.space``."""
+        levels = self.levels if self.levels == "auto" else list(self.levels)
+        return {"size": self.size, "levels": levels}
+
+
+@dataclass(frozen=True)
 class Layout:
     """Layout of a run on its processes: the values of the JSON's keys that the planner can choose.
 
-    Processes = stages x tensor group x replicas, batch = replicas x micro-batches x micro-batch.
+    Processes = stages x tensor group x space group x replicas, batch = replicas x micro-batches x micro-batch.
     """
 
     stages: int
@@ -70,11 +86,17 @@ class Layout:
     in_flight: int | Literal["auto"] = "auto"
     """Most micro-batches that a rank of a planned pipeline holds; "auto" is the usual number."""
     tensor: TensorSplit = TensorSplit()
+    space: SpaceSplit = SpaceSplit()
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.stages * self.tensor.size * self.replicas
+        return self.stages * self.tensor.size * self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with the same weights, among which gradients are averaged: the ranks of all replicas."""
+        return self.replicas * self.space.size
 
     @property
     def batch_images(self) -> int:
@@ -90,7 +112,7 @@ class Layout:
         """
         if self.in_flight != "auto":
             return self.in_flight
-        each = 3 if self.zero_stage == 2 and self.replicas > 1 else 2
+        each = 3 if self.zero_stage == 2 and self.data_ranks > 1 else 2
         return 1 if self.stages == 1 else each * self.stages
 
     @property
@@ -118,18 +140,21 @@ class Layout:
             "pipeline.across_hosts": self.across_hosts,
             "pipeline.activation_checkpoint_interval": self.checkpoint_interval,
             "pipeline.tensor": self.tensor.block if self.tensor.size > 1 else REMOVED,
+            "pipeline.space": self.space.block if self.space.size > 1 else REMOVED,
         }
 
     @property
     def sizes(self) -> dict[str, int]:
         """Numbers of the layout, by the names under which runs and checkpoints keep them."""
         names = ("world_size", "stages", "replicas", "batch_images", "micro_batch_images", "micro_batches")
-        return {**{name: getattr(self, name) for name in names}, "tensor_size": self.tensor.size}
+        groups = {"tensor_size": self.tensor.size, "space_size": self.space.size}
+        return {**{name: getattr(self, name) for name in names}, **groups}
 
     def processes_words(self, schedule: str = "") -> str:
-        """Return stages with words about their ``schedule``, tensor groups and replicas, for a sentence."""
-        tensor = f" x {self.tensor.size} tensor ranks" if self.tensor.size > 1 else ""
-        return f"{counted(self.stages, 'stage')}{schedule}{tensor} x {counted(self.replicas, 'replica')}"
+        """Return stages with words about their ``schedule``, groups of ranks and replicas, for a sentence."""
+        sizes = {"tensor": self.tensor.size, "space": self.space.size}
+        groups = "".join(f" x {size} {kind} ranks" for kind, size in sizes.items() if size > 1)
+        return f"{counted(self.stages, 'stage')}{schedule}{groups} x {counted(self.replicas, 'replica')}"
 
     def words(self) -> str:
         """Return the layout in a few words, for a sentence."""

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from ddpm_ds.unet import layers as kinds
 from ddpm_ds.unet import operations as ops
+from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
+FEWEST_FOR_HEADS = 4
+"""Fewest ranks that exchange heads: of two, gathering keys and values sends as much and waits once."""
 Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
@@ -59,6 +62,10 @@ class CarryLayer(nn.Module):
         self.layer = layer
         self.tensor = ALONE
         """Ranks among which the layer is split."""
+        self.arriving: Band | None = None
+        """Rows of the input that ranks share, and this rank's; None if it has all."""
+        self.leaving: Band | None = None
+        """The same of the output."""
 
     def split(self, tensor: TensorGroup) -> None:
         """Keep this rank's part of the layer, which a tensor group computes together from now on."""
@@ -70,6 +77,17 @@ class CarryLayer(nn.Module):
             beside = WaitingGradients(())
             for part in self.parts_of(piece):
                 part.beside = beside
+
+    def share(self, space: SpaceGroup) -> None:
+        """Compute this rank's rows of images, which a space group computes together, from now on."""
+        rows = self.layer.rows
+        self.arriving = Band(space, rows.arriving) if rows.arriving else None
+        self.leaving = Band(space, rows.leaving) if rows.leaving else None
+        for part in self.modules():
+            if isinstance(part, ops.GroupNorm | ops.KeyedDropout):
+                part.band = self.arriving
+            elif isinstance(part, ops.Convolution) and self.leaving is not None:
+                part.padding = 0, part.padding[1]  # neighbours' rows are there
 
     def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
         """Return the next carry; ``given`` is called instead of :meth:`given`."""
@@ -190,7 +208,7 @@ class Input(CarryLayer, kind=kinds.InputLayer):
         self.conv = ops.Convolution(layer.in_channels, layer.out_channels)
 
     def compute(self, h: Tensor) -> Tensor:
-        return self.conv(h)
+        return self.conv(h if self.arriving is None else self.arriving.wide(h))
 
 
 class ResidualBlock(CarryLayer, kind=kinds.BlockLayer):
@@ -285,7 +303,8 @@ class Attention(CarryLayer, kind=kinds.AttentionLayer):
 
     def mixed(self, h: Tensor) -> Tensor:
         """Return the term of this rank's heads, (N, pixels, C)."""
-        return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), width=self.head_channels))
+        qkv = self.qkv(as_pixels(self.norm(h)))
+        return self.projection(attend_itself(qkv, width=self.head_channels, band=self.arriving))
 
 
 class TransformerInput(CarryLayer, kind=kinds.TransformerInputLayer):
@@ -341,7 +360,8 @@ class TransformerBlock(CarryLayer, kind=kinds.TransformerBlockLayer):
 
     def mixed(self, pixels: Tensor) -> Tensor:
         """Return the term of self-attention, (N, pixels, C); here and below it is this rank's."""
-        return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), width=self.head_channels))
+        qkv = self.qkv(self.norm1(pixels))
+        return self.projection1(attend_itself(qkv, width=self.head_channels, band=self.arriving))
 
     def read(self, pixels: Tensor, context: Tensor) -> Tensor:
         """Return the term of attention to the context."""
@@ -381,6 +401,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, width: int) -> Tensor:
     return rearrange(F.scaled_dot_product_attention(query, key, value), "n heads p c -> n p (heads c)")
 
 
+def attend_itself(qkv: Tensor, *, width: int, band: Band | None) -> Tensor:
+    """Return attention of queries over keys and values of all pixels, side by side in ``qkv`` (N, pixels, 3 C).
+
+    If ranks share the pixels, they gather keys and values. Four ranks or more exchange their rows for heads instead, if
+    these divide, which sends less.
+    """
+    if band is None:
+        return attend(*qkv.chunk(3, dim=2), width=width)
+    ranks, channels = band.group.size, qkv.shape[2] // 3
+    if ranks >= FEWEST_FOR_HEADS and channels // width % ranks == 0:
+        own = band.to_heads(qkv.unflatten(2, (3, channels)))  # (N, all pixels, 3, C / ranks)
+        return band.to_rows(attend(*own.unbind(2), width=width).unsqueeze(2)).squeeze(2)
+    query, keyed = qkv.split([channels, 2 * channels], dim=2)
+    return attend(query, *band.gathered(keyed).chunk(2, dim=2), width=width)
+
+
 def set_context(blocks: Iterable[TransformerBlock], context: Tensor | None) -> None:
     """Set the encoded text, (N, tokens, channels), before each forward, and each backward, which may recompute."""
     for block in blocks:
@@ -399,17 +435,34 @@ class Downsample(CarryLayer, kind=kinds.DownsampleLayer):
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
         self.conv = ops.Convolution(layer.in_channels, layer.out_channels, stride=2)
-        self.conv.padding = int(not layer.asymmetric)
+        if layer.asymmetric:
+            self.conv.padding = 0, 0
 
     def compute(self, h: Tensor) -> Tensor:
-        return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
+        below = int(self.asymmetric)
+        if self.arriving is not None and self.leaving is None:
+            h = self.arriving.image(h)
+        elif self.arriving is not None:
+            h, below = self.arriving.wide(h, 1 - below, below), 0
+        return self.conv(F.pad(h, (0, 1, 0, below)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
 class Upsample(Input, kind=kinds.UpsampleLayer):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
 
     def compute(self, h: Tensor) -> Tensor:
-        return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
+        if self.leaving is None:
+            return self.conv(_doubled(h))  # (N, C, 2H, 2W)
+        first, stop = self.leaving.first - 1, self.leaving.stop + 1  # a row from each side
+        before, after = first // 2, (stop + 1) // 2
+        coarse = (
+            F.pad(h, (0, 0, 1, 1))[:, :, before + 1 : after + 1] if self.arriving is None else self.arriving.wide(h)
+        )
+        return self.conv(_doubled(coarse)[:, :, first - 2 * before : stop - 2 * before])
+
+
+def _doubled(h: Tensor) -> Tensor:
+    return F.interpolate(h, scale_factor=2.0, mode="nearest")
 
 
 class Output(CarryLayer, kind=kinds.OutputLayer):

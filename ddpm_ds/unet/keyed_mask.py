@@ -29,9 +29,11 @@ class Mask(NamedTuple):
     seed: int
     stream: int
     shape: tuple[int, int, int]
-    """(C, H, W) of an image."""
+    """(C, H, W) of an image, or of some of its rows."""
     drop: float
     """Share of the elements that are dropped."""
+    first: int = 0
+    """Even number of the image's elements before these rows."""
 
     @property
     def elements(self) -> int:
@@ -53,17 +55,18 @@ def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
     write_keep_masks[(math.prod(counts),)](
         images.to(torch.int64).contiguous(), rows, mask_of_block, keep, *counts, *HASH_MULTIPLIERS, WORDS, aligned
     )
-    sizes = [(len(images), height, width, channels) for _, _, (channels, height, width), _ in masks]
+    sizes = [(len(images), height, width, channels) for _, _, (channels, height, width), *_ in masks]
     parts = zip(keep.split(lengths), sizes, strict=True)
     return [part.view(size).permute(0, 3, 1, 2) for part, size in parts]
 
 
 @functools.cache
 def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a row for each mask, (masks, 5) int64, and the mask of each block of an image, (blocks,) int32.
+    """Return a row for each mask, (masks, 6) int64, and the mask of each block of an image, (blocks,) int32.
 
-    A row has the key, the threshold, the number of elements of an image, its sum over earlier masks, and the first
-    block. Making the table waits for the device; a layout has one for each group of layers that run together.
+    A row has the key, the threshold, the number of elements of an image, its sum over earlier masks, the first block
+    and the first hash. Making the table waits for the device; a layout has one for each group of layers that run
+    together.
     """
     blocks = [triton.cdiv(mask.elements, 2 * WORDS) for mask in masks]
     rows, before, first = [], 0, 0
@@ -71,7 +74,7 @@ def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tenso
         check_key(mask.seed, mask.stream)
         key = mask.seed | mask.stream << 32
         signed = key - (key >> 63 << 64)
-        rows.append((signed, drop_threshold(mask.drop), mask.elements, before, first))
+        rows.append((signed, drop_threshold(mask.drop), mask.elements, before, first, mask.first // 2))
         before, first = before + mask.elements, first + of_mask
     mask_of_block = torch.arange(len(masks), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
     return torch.tensor(rows).to(device), mask_of_block.to(device)
@@ -85,14 +88,14 @@ def write_keep_masks(
 ):  # fmt: skip
     """Write a block of an image's mask. Hashes are uint32, which wraps; addresses are int64, for 2^31 elements."""
     image = tl.cast(tl.program_id(0) // blocks, tl.int64)
-    row = rows + 5 * tl.load(mask_of_block + tl.program_id(0) % blocks)
+    row = rows + 6 * tl.load(mask_of_block + tl.program_id(0) % blocks)
     threshold = tl.load(row + 1)
     count = tl.multiple_of(tl.load(row + 2), ALIGNED)
     start = tl.multiple_of(tl.load(row + 3) * count_of_images + image * count, ALIGNED)
     block = tl.program_id(0) % blocks - tl.load(row + 4)
     index = tl.load(images + image)
     key_0, key_1, _, _ = tl.philox(tl.load(row), 0, index.to(tl.uint32), (index >> 32).to(tl.uint32), 0)
-    x = key_0 + (block * WORDS + tl.arange(0, WORDS)).to(tl.uint32) * COUNTER_STEP
+    x = key_0 + (tl.load(row + 5) + block * WORDS + tl.arange(0, WORDS)).to(tl.uint32) * COUNTER_STEP
     x ^= x >> 16
     x = key_1 + x * MIX_1
     x ^= x >> 13

@@ -42,6 +42,16 @@ ROWS, COLUMNS = Split(0), Split(-1)
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Spread of an image's rows over a space group: rows of a layer's input and output by rank, () if all have all."""
+
+    arriving: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    rank: int = 0
+    """Rank whose rows a layer counts."""
+
+
+@dataclass(frozen=True)
 class Parameter:
     """Parameter of a whole layer, and its spread where the layer is split."""
 
@@ -72,7 +82,7 @@ def _product(name: str, shape: tuple[int, ...], uses: int, spread: Spread = "who
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Layer of the list. Its kind is its class; counts are per image, and of one rank if the layer is split."""
+    """Layer of the list. Its kind is its class; sizes and counts are per image, and of one rank if ranks share it."""
 
     name: str
     in_channels: int
@@ -92,6 +102,8 @@ class Layer:
     """Whether the residual is popped and added to the new h."""
     shards: int = 1
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
+    rows: Rows = Rows()
+    """Rows of the image by rank of a space group (:mod:`ddpm_ds.unet.space`)."""
 
     unit: ClassVar[str] = ""
     """Word for the parts that a tensor group shares: groups of channels, or heads; "" for layers that stay whole."""
@@ -129,6 +141,11 @@ class Layer:
     @property
     def pixels(self) -> int:
         return math.prod(self.out_size)
+
+    @property
+    def all_pixels(self) -> int:
+        """Number of pixels of the output on all ranks together."""
+        return self.out_size[1] * (sum(self.rows.leaving) or self.out_size[0])
 
     @property
     def listed(self) -> Sequence[Parameter]:
@@ -251,7 +268,10 @@ class DownsampleLayer(ConvolutionLayer):
 
     @property
     def activation_elements(self) -> int:
-        return self.in_channels * math.prod(side + self.asymmetric for side in self.in_size)
+        height, width = self.in_size
+        if not self.rows.leaving:
+            height = sum(self.rows.arriving) or height  # every rank computes the whole output
+        return self.in_channels * (height + self.asymmetric) * (width + self.asymmetric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,13 +361,14 @@ class AttentionLayer(Layer):
 
     @property
     def macs(self) -> int:
-        return self.weight_macs + 2 * self.in_channels * self.pixels**2 // self.shards
+        return self.weight_macs + 2 * self.in_channels * self.pixels * self.all_pixels // self.shards
 
     @property
     def activation_elements(self) -> int:
         # h and its normalisation; q, k, v and the heads' output; a logarithm per query and head
         own = (4 * self.in_channels + self.heads) // self.shards
-        return (2 * self.in_channels + own) * self.pixels + 2 * self.groups
+        others = 2 * self.in_channels * (self.all_pixels - self.pixels)  # keys and values
+        return (2 * self.in_channels + own) * self.pixels + others + 2 * self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,14 +411,15 @@ class TransformerBlockLayer(Layer):
 
     @property
     def macs(self) -> int:
-        return self.weight_macs + 2 * (self.pixels + self.tokens) * self.own_channels * self.pixels
+        return self.weight_macs + 2 * (self.all_pixels + self.tokens) * self.own_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
         # three normalisations and their inputs; of the own heads q, k, v and output twice, 8 + 4 + 4 of the gate and a
         # logarithm per query and head, twice. The context is one tensor for all layers of a rank, and is counted there.
         per_pixel = 6 * self.in_channels + 22 * self.own_channels + 2 * self.heads // self.shards + 6
-        return per_pixel * self.pixels + 2 * self.own_channels * self.tokens
+        others = 2 * self.in_channels * (self.all_pixels - self.pixels)  # keys and values
+        return per_pixel * self.pixels + others + 2 * self.own_channels * self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import BlockLayer, Layer
+from ddpm_ds.unet.space import SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped
 
@@ -22,8 +23,10 @@ AskedKernels = Literal["auto", "fused", "reference"]
 C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
-def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
-    """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
+def build_layer(
+    layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE, space: SpaceGroup | None = None
+) -> CarryLayer:
+    """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a shared layer.
 
     Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's generator is
     neither read nor moved.
@@ -36,6 +39,8 @@ def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE
     operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
     if layer.shards > 1 and tensor is not ALONE:
         module.split(tensor)
+    if space is not None:
+        module.share(space)
     return module
 
 

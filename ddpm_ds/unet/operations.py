@@ -17,6 +17,7 @@ from torch.nn.grad import conv2d_input
 
 from ddpm_ds.ground.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
+from ddpm_ds.unet.space import Band, normalised
 from ddpm_ds.unet.weight_gradients import Weighted
 
 WIDENED_ON_CPU = (
@@ -50,12 +51,12 @@ def widening(device_type: str, stored: torch.dtype) -> str | None:
     return f"{precision} on a CPU: stored in {precision}, computed in fp32"
 
 
-def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+def _by_products(x: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]) -> bool:
     return (
         x.device.type == "cpu"
         and BY_PRODUCTS
         and x.dtype is torch.float32
-        and (stride, padding) == (1, 1)
+        and (stride, padding[1]) == (1, 1)
         and weight.shape[2:] == (3, 3)
         and min(weight.shape[:2]) >= FEWEST_CHANNELS
         and x.is_contiguous(memory_format=torch.channels_last)
@@ -64,28 +65,30 @@ def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
 
 
 class _Convolution3x3(torch.autograd.Function):
-    """3x3 convolution of stride 1 that keeps the size of the image; all tensors are channels-last."""
+    """3x3 convolution of stride 1 that keeps the width of the image; all tensors are channels-last."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.conv2d(x, weight, bias, padding=1)
+        ctx.padding = padding
+        return F.conv2d(x, weight, bias, padding=padding)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            x_gradient = conv2d_input(x.shape, weight, gradient, padding=1)
-        return x_gradient, _weight_backward(gradient, x).permute(0, 3, 1, 2), gradient.sum((0, 2, 3))
+            x_gradient = conv2d_input(x.shape, weight, gradient, padding=ctx.padding)
+        return x_gradient, _weight_backward(gradient, x).permute(0, 3, 1, 2), gradient.sum((0, 2, 3)), None
 
 
 @torch.library.custom_op("ddpm_ds::convolution_weight_backward", mutates_args=())
 def _weight_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the weight gradient (O, 3, 3, C) from the output's gradient (N, O, H, W) and x (N, C, H, W)."""
-    height, width = x.shape[2:]
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))  # (N, H + 2, W + 2, C)
+    """Return the weight gradient (O, 3, 3, C) from the output's gradient (N, O, H, W) and x (N, C, H or H + 2, W)."""
+    height, width = gradient.shape[2:]
+    beyond = int(x.shape[2] == height)
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, beyond, beyond))  # (N, H + 2, W + 2, C)
     pixels = gradient.permute(0, 2, 3, 1).flatten(0, 2).t()  # (O, N H W)
     products = x.new_empty(len(pixels), 3, 3, x.shape[1])
     for row in range(3):
@@ -108,7 +111,7 @@ class Undrawn:
 
 
 class Convolution(Weighted):
-    """Convolution with bias; at stride 1 it keeps the size of the image.
+    """Convolution with bias; at stride 1 it keeps the size of the image, unless :attr:`padding` is less.
 
     ``weight`` is (out, k, k, in), the order that a channels-last convolution reads: it survives being flattened.
     """
@@ -122,7 +125,8 @@ class Convolution(Weighted):
         self.weight = nn.Parameter(torch.empty(out_channels, kernel, kernel, channels))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.stride = stride
-        self.padding = kernel // 2
+        self.padding = kernel // 2, kernel // 2
+        """Rows and columns of zeros on each side of the image."""
         self.starts_at_zero = starts_at_zero
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +135,7 @@ class Convolution(Weighted):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)  # (out, in, k, k)
         if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, self.stride, self.padding):
-            return _Convolution3x3.apply(x, weight, bias)
+            return _Convolution3x3.apply(x, weight, bias, self.padding)
         return F.conv2d(x, weight, bias, self.stride, self.padding)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
@@ -139,7 +143,7 @@ class Convolution(Weighted):
         like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k); only its layout counts
         if _by_products(x, like, self.stride, self.padding):
             return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
-        where = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
+        where = ([self.stride] * 2, self.padding, [1, 1], False, [0, 0], 1)
         found = torch.ops.aten.convolution_backward(gradient, x, like, None, *where, [False, True, False])[1]
         return found.permute(0, 2, 3, 1)
 
@@ -267,8 +271,13 @@ class GroupNorm(nn.GroupNorm):
     def __init__(self, groups: int, channels: int, epsilon: float) -> None:
         super().__init__(groups, channels, epsilon)
         self.kernels: Kernels = "reference"
+        self.band: Band | None = None
+        """Rows that a space group shares, and this rank's; None normalises whole images."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.band is not None:
+            affine = self.weight, self.bias, None, None
+            return normalised(self.band, x, affine, self.num_groups, self.eps, silu=False)
         if self.kernels == "fused":
             return fused_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, silu=False)
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -277,7 +286,13 @@ class GroupNorm(nn.GroupNorm):
 def norm_silu(
     norm: GroupNorm, x: Tensor, *, add: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Return SiLU(norm(x + add) * (1 + scale) + shift), (N, C, H, W); an embedding gives add, or the others: (N, C)."""
+    """Return SiLU(norm(x + add) * (1 + scale) + shift), (N, C, H, W); an embedding gives add, or the others: (N, C).
+
+    Where ranks share the image, a row more from each side follows, for a 3x3 convolution.
+    """
+    if norm.band is not None:
+        x = x if add is None else x + add[:, :, None, None]
+        return normalised(norm.band, x, (norm.weight, norm.bias, scale, shift), norm.num_groups, norm.eps)
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
     x = norm(x if add is None else x + add[:, :, None, None])
@@ -291,7 +306,7 @@ class KeyedDropout(nn.Module):
 
     :func:`set_image_index` sets `images` (N,) int64, the image indices, before each forward, including a checkpoint's
     recomputation. :func:`draw_masks` draws the masks of several layers together, before their use, so that compiled
-    code is the same in every layer. `shape` is an image's, (C, H, W).
+    code is the same in every layer. `shape` is an image's, (C, H, W), or that of this rank's rows.
     """
 
     def __init__(self, rate: float, seed: int, layer: int, shape: tuple[int, int, int]) -> None:
@@ -299,8 +314,27 @@ class KeyedDropout(nn.Module):
         self.rate, self.seed, self.stream, self.shape = rate, seed, Stream.DROPOUT + layer, shape
         self.beside = 0, 0
         """Number of channels before and after this rank's."""
+        self.band: Band | None = None
+        """Rows that a space group shares; masks have this rank's and one more from each side."""
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First row of an image that is drawn, an even one, and the row after the last; others are beyond the image."""
+        if self.band is None:
+            return 0, self.shape[1]
+        return max(self.band.first - 1, 0) // 2 * 2, min(self.band.stop + 1, self.band.height)
+
+    @property
+    def drawn_shape(self) -> tuple[int, int, int]:
+        """Shape of the rows that are drawn."""
+        return self.shape[0], self.rows[1] - self.rows[0], self.shape[2]
+
+    @property
+    def drawn_first(self) -> int:
+        """Number of elements of an image before those that are drawn."""
+        return self.rows[0] * self.shape[0] * self.shape[2]
 
     def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
         return x if keep is None else x * keep * (1 / (1 - self.rate))
@@ -321,17 +355,21 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     if drawing[0].kernels == "reference":
         masks = []
         for one in drawing:
-            channels, height, width = one.shape
-            keep = keep_mask(one.seed, one.stream, images, math.prod(one.shape), one.rate)
+            channels, height, width = one.drawn_shape
+            keep = keep_mask(one.seed, one.stream, images, math.prod(one.drawn_shape), one.rate, one.drawn_first)
             masks.append(keep.view(-1, height, width, channels).permute(0, 3, 1, 2))
     else:
         from ddpm_ds.unet.keyed_mask import Mask, fused_keep_masks  # needs Triton, which not every machine has
 
-        masks = fused_keep_masks(images, [Mask(one.seed, one.stream, one.shape, one.rate) for one in drawing])
+        kinds = [Mask(one.seed, one.stream, one.drawn_shape, one.rate, one.drawn_first) for one in drawing]
+        masks = fused_keep_masks(images, kinds)
     own: dict[KeyedDropout, Tensor | None] = dict.fromkeys(dropouts)
     for one, mask in zip(drawing, masks, strict=True):
         first, after = one.beside
-        own[one] = mask[:, first : mask.shape[1] - after].contiguous(memory_format=torch.channels_last)
+        mask = mask[:, first : mask.shape[1] - after]
+        if one.band is not None:
+            mask = F.pad(mask, (0, 0, one.rows[0] - one.band.first + 1, one.band.stop + 1 - one.rows[1]))
+        own[one] = mask.contiguous(memory_format=torch.channels_last)
     return [*own.values()]
 
 

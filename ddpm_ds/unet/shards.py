@@ -2,7 +2,16 @@
 
 A residual block is split by channels, attention by heads, a transformer block by heads and by the width of its gated
 network. Each rank computes its part from the whole input, and the parts are summed to the whole output, so that all
-ranks of the group have the same carry between layers. Does not import torch.
+ranks of the group have the same carry between layers.
+
+The ranks of a space group have whole weights, and share the rows of the carry instead (:mod:`ddpm_ds.unet.space`). The
+lowest level that they share is divided as evenly as possible, and finer levels have twice its rows, so that rows of a
+level are above the rows of the next::
+
+    6 rows of level 2       rank 0  0 1       rank 1  2         rank 2  3 4           rank 3  5
+    12 rows of level 1              0 1 2 3           4 5               6 7 8 9               10 11
+
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -18,9 +27,9 @@ from typing import NamedTuple
 
 from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.ground.units import counted
-from ddpm_ds.schema.layout import Layout, TensorSplit, divisors
+from ddpm_ds.schema.layout import Layout, SpaceSplit, TensorSplit, divisors
 from ddpm_ds.schema.section import shown
-from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Split
+from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Rows, Split
 
 
 class Shard(NamedTuple):
@@ -61,8 +70,78 @@ def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, .
 
 
 def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Return the layers unsplit, so that they count the whole U-Net."""
-    return tuple(replace(layer, shards=1) for layer in layers)
+    """Return the layers unsplit, with all rows of the image, so that they count the whole U-Net."""
+    return tuple(replace(_with_rows(layer, Rows()), shards=1) for layer in layers)
+
+
+EVEN_SHARE, MOST_SHARE = 1.1, 1.5
+"""Largest part of the rows that one rank may have, in equal shares: on levels that are shared unasked; at all."""
+
+
+def rows_by_rank(height: int, ranks: int) -> tuple[int, ...]:
+    """Return the rows of each rank, as evenly as possible."""
+    return tuple((rank + 1) * height // ranks - rank * height // ranks for rank in range(ranks))
+
+
+def busiest_share(height: int, ranks: int) -> float:
+    """Return the rows of the busiest rank in equal shares; infinite if some rank has none."""
+    return -(-height // ranks) * ranks / height if height >= ranks else math.inf
+
+
+def lowest_shared(height: int, levels: int, space: SpaceSplit) -> int:
+    """Return the lowest of so many ``levels`` whose rows a space group shares, for images of a ``height``."""
+    if space.levels != "auto":
+        return max(space.levels)
+    even = [level for level in range(levels) if busiest_share(height >> level, space.size) <= EVEN_SHARE]
+    return max(even, default=0)
+
+
+def row_layers(layers: Sequence[Layer], space: SpaceSplit) -> tuple[Layer, ...]:
+    """Return whole layers as the busiest rank of a space group has them."""
+    if space.size == 1:
+        return tuple(layers)
+    levels, height = 1 + max(level_of(layer, 0) for layer in layers), layers[0].in_size[0]
+    lowest = lowest_shared(height, levels, space)
+    own = rows_by_rank(height >> lowest, space.size)
+    shared = {height >> level: tuple(rows << lowest - level for rows in own) for level in range(lowest + 1)}
+    busiest = own.index(max(own))
+    return tuple(
+        _with_rows(one, Rows(shared.get(one.in_size[0], ()), shared.get(one.out_size[0], ()), busiest))
+        for one in layers
+    )
+
+
+def layers_of_rank(layers: Sequence[Layer], rank: int) -> tuple[Layer, ...]:
+    """Return the layers as another rank of their space group has them."""
+    return tuple(_with_rows(layer, replace(layer.rows, rank=rank)) for layer in layers)
+
+
+def _with_rows(layer: Layer, rows: Rows) -> Layer:
+    """Return a layer with the sizes that it has on the rank of some ``rows``; without rows, of the whole image."""
+
+    def size(size: tuple[int, int], before: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, int]:
+        return (now[rows.rank] if now else sum(before) or size[0]), size[1]
+
+    arriving = size(layer.in_size, layer.rows.arriving, rows.arriving)
+    leaving = size(layer.out_size, layer.rows.leaving, rows.leaving)
+    return replace(layer, rows=rows, in_size=arriving, out_size=leaving)
+
+
+def check_rows(layers: Sequence[Layer], space: SpaceSplit, path: Path | str) -> None:
+    """Check that a space group, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
+    height, levels = layers[0].in_size[0], 1 + max(level_of(layer, 0) for layer in layers)
+    lowest = lowest_shared(height, levels, space)
+    if space.size == 1 or (share := busiest_share(height >> lowest, space.size)) <= MOST_SHARE:
+        return
+    rows, key = height >> lowest, "pipeline.space"
+    able = [level for level in range(lowest) if busiest_share(height >> level, space.size) <= MOST_SHARE]
+    sizes = [size for size in range(1, space.size) if busiest_share(rows, size) <= MOST_SHARE]
+    why = f"has {counted(rows, 'row')}" if math.isinf(share) else f"gives one rank {share:.2f} shares of {rows} rows"
+    fix = f"ds.{key}.size={sizes[-1]}" + (f" or ds.{key}.levels={shown([*range(able[-1] + 1)])}" if able else "")
+    raise DsConfigError(
+        f"{path}: {key} = {shown(space.block)}: level {lowest} of an image of height {height} {why}; sizes that work "
+        f"are {', '.join(map(str, sizes))}; use --set {shlex.quote(fix) if ' ' in fix else fix}"
+    )
 
 
 def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:

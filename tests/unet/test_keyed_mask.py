@@ -28,6 +28,7 @@ class Case:
     images: tuple[int, ...] = (5,)
     count: int = 40
     drop: float = 0.3
+    first: int = 0
 
 
 CASES = {
@@ -36,6 +37,7 @@ CASES = {
     "highest-key": Case(2**32 - 1, 2**32 - 1, count=200),
     **{f"rate-{drop:g}": Case(drop=drop, count=3000) for drop in (0.0, 2**-17, 2**-16, 0.1, 0.5, 0.999)},
     "highest-rate": Case(drop=1.0 - 1e-12, count=2**14),  # one element is kept
+    "from-a-later-row": Case(count=3000, first=2 * BLOCK + 6, images=(4, 2**40)),
     "images-beyond-32-bits": Case(images=(2**31, 2**32 - 1, 2**32, 2**40 + 7, 2**63 - 1, 5, 5)),
 }
 
@@ -48,10 +50,11 @@ def differing(device: str) -> list[str]:
     found = []
     for name, case in CASES.items():
         images = torch.tensor(case.images, device=device)
-        wanted = Mask(case.seed, case.stream, (case.count, 1, 1), case.drop)
+        wanted = Mask(case.seed, case.stream, (case.count, 1, 1), case.drop, case.first)
         other = Mask(case.seed, 7, (3, 5, 7), 0.25)
         masks = [*fused_keep_masks(images, [wanted]), *fused_keep_masks(images, [other, wanted, other])]
-        expected = keep_mask(case.seed, case.stream, images, case.count, case.drop)
+        whole = keep_mask(case.seed, case.stream, images, case.first + case.count, case.drop)
+        expected = whole[:, case.first :]
         beside = keep_mask(case.seed, 7, images, 105, 0.25)
         for mask, of_mask in zip(masks, (expected, beside, expected, beside), strict=True):
             if not torch.equal(mask.permute(0, 2, 3, 1).flatten(1), of_mask) and name not in found:

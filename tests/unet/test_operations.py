@@ -47,10 +47,11 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
     return x, weight, bias
 
 
-def test_gradients_of_a_convolution_by_products_are_those_of_autograd() -> None:
+@pytest.mark.parametrize("padding", [(1, 1), (0, 1)], ids=str)
+def test_gradients_of_a_convolution_by_products_are_those_of_autograd(padding: tuple[int, int]) -> None:
     ours, theirs = ([tensor.detach().requires_grad_() for tensor in tensors()] for _ in range(2))
-    y: Tensor = _Convolution3x3.apply(*ours)
-    expected = F.conv2d(theirs[0], theirs[1], theirs[2], padding=1)
+    y: Tensor = _Convolution3x3.apply(*ours, padding)
+    expected = F.conv2d(theirs[0], theirs[1], theirs[2], padding=padding)
     torch.testing.assert_close(y, expected)
     gradient = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
     y.backward(gradient)
@@ -61,7 +62,7 @@ def test_gradients_of_a_convolution_by_products_are_those_of_autograd() -> None:
     assert ours[1].grad is not None and ours[1].grad.permute(0, 2, 3, 1).is_contiguous()
 
     x, weight, bias = tensors()
-    _Convolution3x3.apply(x, weight.requires_grad_(), bias).sum().backward()
+    _Convolution3x3.apply(x, weight.requires_grad_(), bias, padding).sum().backward()
     assert x.grad is None and weight.grad is not None
 
 
@@ -80,7 +81,7 @@ def test_other_convolutions_are_left_to_pytorch(
 ) -> None:
     monkeypatch.setattr(operations, "BY_PRODUCTS", True)
     x, weight, bias = tensors(torch.float32)
-    assert _by_products(x, weight.requires_grad_(), 1, 1)
+    assert _by_products(x, weight.requires_grad_(), 1, (1, 1))
     ours = partial(Convolution(16, 16).product, bias=bias)
     with torch.no_grad():
         assert ours(x, weight.permute(0, 2, 3, 1)).grad_fn is None
@@ -89,7 +90,7 @@ def test_other_convolutions_are_left_to_pytorch(
     x = x.detach()
     x = x.to(dtype)[:, :width].contiguous(memory_format=torch.contiguous_format if contiguous else torch.channels_last)
     weight = weight.detach().to(dtype)[:, :width].contiguous(memory_format=torch.channels_last).requires_grad_()
-    assert not _by_products(x, weight, stride, padding)
+    assert not _by_products(x, weight, stride, (padding, padding))
 
 
 def test_dropout_mask_is_keyed_by_image_layer_and_seed_and_off_in_eval() -> None:

@@ -1,0 +1,375 @@
+"""Ranks that share the rows of one image: each has all weights, and a band of rows of every activation.
+
+A layer needs other ranks' rows where it looks beyond a pixel, and swaps them with its neighbours::
+
+    rank 0   rows 0 to 3    ── row 3, statistics ─▶    rank 1   rows 4 to 7    ──▶
+                            ◀─ row 4, statistics ──                            ◀──
+
+A 3x3 convolution needs a row from each side. If a normalisation precedes it, the rows travel before they are
+normalised, in one message with the normalisation's statistics. Attention gathers keys and values, or exchanges rows for
+heads. In the backward the same ranks swap gradients. Each rank computes a part of every parameter's gradient: the sum
+over ranks is the gradient, as among replicas. Sums are in the order of ranks, with the same bits on all of them.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = tuple[torch.Size | tuple[int, ...], torch.dtype]
+"""Shape and data type of a tensor to receive."""
+
+
+class SpaceGroup:
+    """This process's place in a group of ranks that share images; by default it is alone.
+
+    Only swaps go over ``group``, in the order of the layers on every rank. Without one, received tensors are zeros, so
+    that a rank's part can be timed.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self.group = rank, size, group
+
+    def swap(
+        self, sent: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[Kind]], device: torch.device
+    ) -> Callable[[], dict[int, list[Tensor]]]:
+        """Begin to send tensors to some ranks, and to receive others from them; return a function that waits.
+
+        What goes from one rank to another is one message; all messages are posted as one call. Pairs of ranks have one
+        order everywhere, and of a pair the lower rank sends first, so that even a transport without such calls can't
+        lock.
+        """
+        wanted = {rank: kinds for rank, kinds in wanted.items() if kinds}
+        sends = {rank: torch.cat([_as_bytes(part) for part in parts]) for rank, parts in sent.items() if parts}
+        received = {rank: self._buffer(kinds, device) for rank, kinds in wanted.items()}
+        works = self.post(sends, received)
+
+        def finish() -> dict[int, list[Tensor]]:
+            for work in works:
+                work.wait()
+            sends.clear()  # alive until now
+            return {rank: _parts_of(received[rank], kinds) for rank, kinds in wanted.items()}
+
+        return finish
+
+    def post(self, sends: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Sequence[Any]:
+        """Post a message to each of some ranks and one from each; return the works to wait for."""
+        if self.group is None:
+            return []
+        operations = []
+        for rank in sorted({*sends, *received}):
+            pair = [(dist.isend, sends.get(rank)), (dist.irecv, received.get(rank))]
+            for does, message in pair if self.rank < rank else reversed(pair):
+                if message is not None:
+                    operations.append(dist.P2POp(does, message, group=self.group, group_peer=rank))
+        return dist.batch_isend_irecv(operations)
+
+    def _buffer(self, kinds: Sequence[Kind], device: torch.device) -> Tensor:
+        make = torch.zeros if self.group is None else torch.empty
+        return make(sum(_bytes_of(kind) for kind in kinds), dtype=torch.uint8, device=device)
+
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Give each rank its part, and return what each has given this one, of these shapes by rank."""
+        own = parts[self.rank]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        kinds = {rank: [(shapes[rank], own.dtype)] for rank in others}
+        found = self.swap({rank: [parts[rank]] for rank in others}, kinds, own.device)()
+        return [found[rank][0] if rank in found else own for rank in range(self.size)]
+
+    def trade(
+        self, up: Tensor, down: Tensor, statistics: Tensor | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        """Begin to give rows (N, C, rows, W) to the ranks above and below, and statistics to all.
+
+        Return a function that waits. It returns the rows from above, as many as go down, and from below, as many as go
+        up, which are zeros beyond the image; then the statistics of all ranks, (ranks, ...).
+        """
+        alone = [] if statistics is None else [statistics]
+        others = range(self.size) if alone else (self.rank - 1, self.rank + 1)
+        sent = {rank: [*alone] for rank in others if rank != self.rank and 0 <= rank < self.size}
+        wanted: dict[int, list[Kind]] = {rank: [(one.shape, one.dtype) for one in alone] for rank in sent}
+        for rank, given, taken in ((self.rank - 1, up, down), (self.rank + 1, down, up)):
+            if rank in sent and given.numel():
+                sent[rank].append(given.permute(0, 2, 3, 1))
+            if rank in sent and taken.numel():
+                wanted[rank].append((taken.permute(0, 2, 3, 1).shape, taken.dtype))
+        finish = self.swap(sent, wanted, up.device)
+
+        def finished() -> tuple[Tensor, Tensor, Tensor]:
+            found = finish()
+            rows = []
+            for rank, alike in ((self.rank - 1, down), (self.rank + 1, up)):
+                parts = found.get(rank, [])[len(alone) :]
+                rows.append(parts[0].permute(0, 3, 1, 2) if parts else torch.zeros_like(alike))
+            everyone = [found[rank][0] if rank in found else own for rank in range(self.size) for own in alone]
+            return *rows, torch.stack(everyone) if alone else up.new_empty(0)  # type: ignore[return-value]
+
+        return finished
+
+
+ALONE = SpaceGroup()
+
+
+class Band(NamedTuple):
+    """Rows of a level of the U-Net by rank of a group, of which this process has its own."""
+
+    group: SpaceGroup
+    rows: tuple[int, ...]
+
+    @property
+    def height(self) -> int:
+        """Number of rows of all ranks."""
+        return sum(self.rows)
+
+    @property
+    def first(self) -> int:
+        """First of this rank's rows."""
+        return sum(self.rows[: self.group.rank])
+
+    @property
+    def stop(self) -> int:
+        """Row after this rank's last one."""
+        return self.first + self.rows[self.group.rank]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows of images (N, C, H, W)."""
+        return whole[:, :, self.first : self.stop]
+
+    def wide(self, x: Tensor, above: int = 1, below: int = 1) -> Tensor:
+        """Return x (N, C, rows, W) with so many rows of the neighbours beside it, zeros beyond the image."""
+        rows = x.shape[2]
+
+        def widen(x: Tensor) -> Tensor:
+            top, bottom, _ = self.group.trade(x[:, :, :below], x[:, :, rows - above :])()
+            return torch.cat((top, x, bottom), dim=2)
+
+        def narrow(gradient: Tensor) -> Tensor:
+            return _narrowed(gradient, above, below, *self._returned(gradient, above, below)()[:2])
+
+        return _Linear.apply(x, widen, narrow)
+
+    def _returned(
+        self, gradient: Tensor, above: int, below: int, sums: Tensor | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        """Begin to give the gradients of rows beside this rank's back to their owners, and ``sums`` to all."""
+        end = gradient.shape[2] - below
+        return self.group.trade(gradient[:, :, :above], gradient[:, :, end:], sums)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks in dimension 1; x (N, rows or pixels, ...) has this rank's."""
+        return _Linear.apply(x, self._gather, self._scatter)
+
+    def image(self, x: Tensor) -> Tensor:
+        """Return the whole images (N, C, H, W) of which x (N, C, rows, W) has this rank's rows."""
+        return self.gathered(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def _shapes(self, x: Tensor, *inside: int) -> list[tuple[int, ...]]:
+        """Return the shapes (N, rows or pixels, inside) by rank, if x (N, rows or pixels, ...) has this rank's."""
+        each = x.shape[1] // self.rows[self.group.rank]
+        return [(x.shape[0], each * rows, *inside) for rows in self.rows]
+
+    def _by_rank(self, whole: Tensor) -> Sequence[Tensor]:
+        """Return the parts of each rank's rows of a tensor (N, rows or pixels, ...)."""
+        return whole.split([whole.shape[1] // self.height * rows for rows in self.rows], dim=1)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.group.exchange([x] * self.group.size, self._shapes(x, *x.shape[2:])), dim=1)
+
+    def _scatter(self, gradient: Tensor) -> Tensor:
+        """Return the sum over ranks of the gradients of this rank's rows."""
+        parts = self._by_rank(gradient)
+        own = parts[self.group.rank]
+        total = torch.stack(self.group.exchange(parts, [own.shape] * self.group.size))
+        return total.sum(0, dtype=_wide_type(own.dtype)).to(own.dtype)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Return a rank's share of the heads at all pixels, from x (N, pixels, parts, C) with all heads at its own."""
+        return _Linear.apply(x, self._to_heads, self._to_rows)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return all heads at this rank's pixels: the inverse of :meth:`to_heads`."""
+        return _Linear.apply(x, self._to_rows, self._to_heads)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        parts = x.chunk(self.group.size, dim=3)
+        return torch.cat(self.group.exchange(parts, self._shapes(x, *parts[0].shape[2:])), dim=1)
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        parts = self._by_rank(x)
+        return torch.cat(self.group.exchange(parts, [parts[self.group.rank].shape] * self.group.size), dim=3)
+
+
+class _Linear(torch.autograd.Function):
+    """Linear exchange of a tensor, and the exchange that its gradient takes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def normalised(
+    band: Band,
+    x: Tensor,
+    affine: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    groups: int,
+    epsilon: float,
+    *,
+    silu: bool = True,
+) -> Tensor:
+    """Return SiLU(norm(x) * (1 + scale) + shift) of images whose rows a group shares, with a row more on either side.
+
+    ``affine`` has the norm's weight and bias (C,), then scale and shift (N, C) or None. Rows beyond the image are
+    zeros. Without ``silu`` there are neither SiLU nor more rows.
+    """
+    return _Norm.apply(x, *affine, band, groups, epsilon, silu)
+
+
+class _Norm(torch.autograd.Function):
+    """Group normalisation over the rows of all ranks, an affine function of each pixel once its statistics are known.
+
+    With mean m and r = 1 / sigma over a group, gain w and offset b of a channel, y = x a + c for a = r w, c = b - m a.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        band: Band,
+        groups: int,
+        epsilon: float,
+        silu: bool,
+    ) -> Tensor:
+        beside = int(silu)
+        own = torch.stack(_moments(x, groups))  # (2, N, G)
+        top, bottom, both = band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
+        # Chan et al. 1979: moments of parts with different means
+        share = _shares(band.rows, own.dtype, x.device)
+        mean = (share * both[:, 0]).sum(0)  # (N, G)
+        variance = (share * (both[:, 1] + (both[:, 0] - mean).square())).sum(0)
+        rstd = (variance + epsilon).rsqrt()
+        ctx.save_for_backward(x, top, bottom, weight, bias, scale, shift, mean, rstd)
+        ctx.band, ctx.silu = band, silu
+        gain, offset = _gain(weight, bias, scale, shift, own.dtype)
+        a = _by_channel(rstd, x) * gain
+        return _Norm.applied(ctx, x, top, bottom, a, offset - _by_channel(mean, x) * a)[1].to(x.dtype)
+
+    @staticmethod
+    def applied(ctx: Any, x: Tensor, top: Tensor, bottom: Tensor, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x with its neighbours' rows, and y."""
+        wide = torch.cat((top, x, bottom), dim=2) if ctx.silu else x
+        y = torch.addcmul(c[:, :, None, None], wide.to(a.dtype), a[:, :, None, None])
+        return wide, _without_edges(F.silu(y, inplace=True), ctx.band.group) if ctx.silu else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, top, bottom, weight, bias, scale, shift, mean, rstd = ctx.saved_tensors
+        band, beside = ctx.band, int(ctx.silu)
+        gain, offset = _gain(weight, bias, scale, shift, mean.dtype)
+        of_mean, of_rstd = _by_channel(mean, x), _by_channel(rstd, x)
+        a = of_rstd * gain
+        wide = torch.cat((top, x, bottom), dim=2) if ctx.silu else x
+        wide, dy = wide.to(a.dtype), dy.to(a.dtype).contiguous(memory_format=torch.channels_last)
+        if ctx.silu:
+            y = torch.addcmul((offset - of_mean * a)[:, :, None, None], wide, a[:, :, None, None])
+            dy = _without_edges(torch.ops.aten.silu_backward(dy, y), band.group)
+        of_c = dy.sum((2, 3))  # (N, C)
+        of_a = (dy * wide).sum((2, 3)) - of_mean * of_c
+        sums = torch.stack([-of_c * a, of_a * gain]).unflatten(2, (mean.shape[1], -1)).sum(-1)  # (2, N, G)
+        end = dy.shape[2] - beside
+        edges = [rows * a[:, :, None, None] for rows in (dy[:, :, :beside], dy[:, :, end:])]
+        finish = band.group.trade(*(rows.to(x.dtype) for rows in edges), sums)
+        of_gain = of_a * of_rstd
+        vectors: list[Tensor | None] = [None, None]
+        if scale is not None and shift is not None:
+            vectors = [(of_gain * weight + of_c * bias).to(scale.dtype), of_c.to(shift.dtype)]
+            of_gain, of_bias = of_gain * (1 + scale), of_c * (1 + scale)
+        else:
+            of_bias = of_c
+        up, down, both = finish()
+        of_moments = both.sum(0) / (band.height * x.shape[3] * (x.shape[1] // mean.shape[1]))
+        slope = -_by_channel(of_moments[1] * rstd.pow(3), x)  # twice the variance's gradient
+        dx = dy[:, :, beside:end] * a[:, :, None, None]
+        dx.addcmul_(wide[:, :, beside:end], slope[:, :, None, None])
+        dx = dx.add_((_by_channel(of_moments[0], x) - slope * of_mean)[:, :, None, None]).to(x.dtype)
+        if beside:
+            dx[:, :, :1] += up
+            dx[:, :, -1:] += down
+        return dx, of_gain.sum(0).to(weight.dtype), of_bias.sum(0).to(bias.dtype), *vectors, None, None, None, None
+
+
+def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of x (N, C, rows, W) over its groups, (N, G) each, in fp32 at least."""
+    dtype = _wide_type(x.dtype)
+    mean = x.mean((2, 3), dtype=dtype).unflatten(1, (groups, -1)).mean(-1)
+    squares = (x - _by_channel(mean, x)[:, :, None, None]).square_()
+    return mean, squares.mean((2, 3)).unflatten(1, (groups, -1)).mean(-1)
+
+
+def _gain(
+    weight: Tensor, bias: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return factor and offset of normalised pixels, (C,) or (N, C) each."""
+    weight, bias = weight.to(dtype), bias.to(dtype)
+    return (weight, bias) if scale is None or shift is None else (weight * (1 + scale), bias * (1 + scale) + shift)
+
+
+def _by_channel(of_groups: Tensor, x: Tensor) -> Tensor:
+    """Return numbers (N, G) of groups for each channel of x, (N, C)."""
+    images, groups = of_groups.shape
+    return of_groups[:, :, None].expand(images, groups, x.shape[1] // groups).reshape(images, -1)
+
+
+def _without_edges(y: Tensor, group: SpaceGroup) -> Tensor:
+    """Return y with zeros in its first and last row, where they are beyond the image."""
+    if group.rank == 0:
+        y[:, :, 0] = 0
+    if group.rank == group.size - 1:
+        y[:, :, -1] = 0
+    return y
+
+
+def _narrowed(wide: Tensor, above: int, below: int, up: Tensor, down: Tensor) -> Tensor:
+    """Return this rank's rows of a gradient, to which neighbours add ``up`` at the first and ``down`` at the last."""
+    own = wide[:, :, above : wide.shape[2] - below].clone(memory_format=torch.channels_last)
+    own[:, :, : up.shape[2]] += up
+    own[:, :, own.shape[2] - down.shape[2] :] += down
+    return own
+
+
+@functools.cache  # for good: a CUDA graph keeps the address
+def _shares(rows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return each rank's share of the rows, (ranks, 1, 1)."""
+    return (torch.tensor(rows, dtype=torch.float64) / sum(rows)).to(device, dtype)[:, None, None]
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which numbers of a type are added up."""
+    return dtype if dtype is torch.float64 else torch.float32
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.reshape(-1).view(torch.uint8)
+
+
+def _bytes_of(kind: Kind) -> int:
+    shape, dtype = kind
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _parts_of(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
+    """Return the tensors of a message."""
+    parts = message.split([_bytes_of(kind) for kind in kinds])
+    return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
