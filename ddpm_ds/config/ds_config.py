@@ -18,7 +18,7 @@ from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES
 from ddpm_ds.ground.formats import DEEPEST, parse_json, read_json
 from ddpm_ds.ground.units import MOST_BATCH, MOST_PROCESSES, counted
-from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Precision, Schedule, TensorSplit, divisors
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Precision, Schedule, SpaceSplit, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED, shown, unused, value_at
 
 T = TypeVar("T")
@@ -69,6 +69,12 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
         fix = f"use --set {shlex.quote(f'ds.pipeline.tensor.levels={shown(few)}')}"
         fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
         faults.add("pipeline.tensor.levels", fault)
+    if checked.pipeline.space.size > 1 and spec.data.buckets is not None:
+        fault = f"= {checked.pipeline.space.size} needs images of one height; use --set ds.pipeline.space.size=1 or "
+        faults.add("pipeline.space.size", f"{fault}--set data.buckets=null")
+    if (shared := checked.pipeline.space.levels) != "auto" and shared[-1] > most:
+        fault = f"= {shown(shared)} names level {shared[-1]}, but the U-Net has levels 0 to {most}; use --set "
+        faults.add("pipeline.space.levels", f"{fault}{shlex.quote(f'ds.pipeline.space.levels={[*range(most + 1)]}')}")
     warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
     if "scheduler" not in checked.model_fields_set and warmup and decay is None:
         fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
@@ -89,6 +95,11 @@ def tensor_split(config: DsConfig) -> TensorSplit:
     if tensor.size == "auto" or tensor.size == 1:
         return TensorSplit()
     return TensorSplit(tensor.size, "all" if isinstance(tensor.levels, str) else tensor.levels, tensor.layers)
+
+
+def space_split(config: DsConfig) -> SpaceSplit:
+    """Return the levels whose rows space groups share in a config."""
+    return SpaceSplit(config.pipeline.space.size, config.pipeline.space.levels)
 
 
 def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
@@ -123,6 +134,14 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     zero, params = config.zero_optimization, config.optimizer.params
     for key, fault, others in unused(config):
         faults.add(key, fault, *others)
+    space, tensor = config.pipeline.space.size, config.pipeline.tensor.size
+    if space > 1 and tensor != 1:
+        fault = (
+            f"= {space} does not go with pipeline.tensor.size = {shown(tensor)}; use --set ds.pipeline.tensor.size=1"
+        )
+        faults.add("pipeline.space.size", fault, "pipeline.tensor.size")
+    if space > 1 and config.compile:
+        faults.add("compile", f"= true does not go with pipeline.space.size = {space}; use --set ds.compile=false")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
         if config.fp16.enabled and "hysteresis" in config.fp16.model_fields_set and config.fp16.hysteresis != 1:
@@ -211,7 +230,8 @@ class ResolvedDsConfig:
         """Return the JSON for ``deepspeed.initialize``, without our keys and the profiler, whose timers would crash."""
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         config = {name: value for name, value in self.as_json().items() if name not in ours}
-        for name in ("in_flight", "tensor"):
+        config["train_batch_size"] *= self.layout.space.size  # it counts an image for each rank that shares it
+        for name in ("in_flight", "tensor", "space"):
             config["pipeline"].pop(name, None)
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)
@@ -324,7 +344,7 @@ def _schedule(pipeline: Pipeline, stages: int) -> Schedule:
 def leaves_stages_open(config: DsConfig, world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     given = config.pipeline.stages != "auto" or isinstance(config.pipeline.partition, tuple)
-    return world_size > tensor_split(config).size and not given
+    return world_size > tensor_split(config).size * config.pipeline.space.size and not given
 
 
 def leaves_tensor_open(config: DsConfig) -> bool:
@@ -342,19 +362,21 @@ def leaves_layout_open(config: DsConfig, world_size: int, stages: int | None) ->
 
 def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
     """Return the layout of a JSON that has the spec's values; messages are about the ``original``."""
-    pipeline, tensor = config.pipeline, tensor_split(config)
-    if world_size % tensor.size:
-        raise LayoutError(
-            f"pipeline.tensor.size = {tensor.size} does not divide {counted(world_size, 'process')}; use --set "
-            f"ds.pipeline.tensor.size={divisors(world_size, tensor.size)[-1]}"
-        )
-    stages = _stages(pipeline, world_size // tensor.size, tensor.size, asked_stages)
+    pipeline, tensor, space = config.pipeline, tensor_split(config), space_split(config)
+    for kind, size in (("tensor", tensor.size), ("space", space.size)):
+        if world_size % size:
+            raise LayoutError(
+                f"pipeline.{kind}.size = {size} does not divide {counted(world_size, 'process')}; use --set "
+                f"ds.pipeline.{kind}.size={divisors(world_size, size)[-1]}"
+            )
+    ranks = tensor.size * space.size  # of a group; at most one kind has several
+    stages = _stages(pipeline, world_size // ranks, ranks, asked_stages)
     schedule = _schedule(pipeline, stages)
-    replicas, batch = world_size // (stages * tensor.size), spec.train.batch_images
+    replicas, batch = world_size // (stages * ranks), spec.train.batch_images
     if batch % replicas:
         also = " --set ds.train_batch_size=auto" if original.train_batch_size != "auto" else ""
         parts = f"{world_size} processes in {stages} stages"
-        parts += f" of {tensor.size} ranks" if tensor.size > 1 else ""
+        parts += f" of {ranks} ranks" if ranks > 1 else ""
         raise LayoutError(
             f"train.batch_images = {batch} can't be shared by {replicas} replicas ({parts}); use --set "
             f"train.batch_images={_nearest_batch(config, spec, replicas)}{also} or another -p"
@@ -392,6 +414,7 @@ def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int
         across_hosts=pipeline.across_hosts,
         in_flight=pipeline.in_flight,
         tensor=tensor,
+        space=space,
     )
 
 
@@ -405,7 +428,7 @@ def _nearest_batch(config: DsConfig, spec: RunSpec, replicas: int) -> int:
 
 
 def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> int:
-    """Return the number of stages for a number of tensor ``groups``, each of a number of ``ranks``."""
+    """Return the number of stages for a number of ``groups``, each of a number of ``ranks``."""
     partition = pipeline.partition
     per_rank = {"auto": (1, 2), "1f1b": (1,)}.get(pipeline.schedule, (2,))
     if asked is not None:
@@ -421,7 +444,8 @@ def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> i
     if stages < 1 or groups % stages:
         fitting = " or ".join(map(str, divisors(groups)))
         more = f", or --processes {-(-groups // stages) * stages * ranks}" if stages > 0 else ""
-        what = f"{groups} processes" if ranks == 1 else f"{groups * ranks} processes in tensor groups of {ranks}"
+        kind = "tensor" if pipeline.space.size == 1 else "space"
+        what = f"{groups} processes" if ranks == 1 else f"{groups * ranks} processes in {kind} groups of {ranks}"
         raise LayoutError(f"{name} makes {stages} stages, which don't divide {what}; use {fitting} stages{more}")
     cuts = [count * stages - 1 for count in per_rank]
     if isinstance(partition, tuple) and len(partition) not in cuts:

@@ -31,6 +31,7 @@ Auto = Literal["auto"]
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 Steps = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
+MOST_SPACE = 8  # maximum ranks that share an image: more have hardly any rows
 MOST_BUCKET = 2**31  # maximum elements of a bucket: 8 GiB of fp32
 CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting the U-Net into stages if the JSON does not list the cuts."""
@@ -45,6 +46,12 @@ def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
     if any(low >= high for low, high in pairwise(cuts)):
         raise broken_rule("should rise from cut to cut, such as [3, 7]")
     return cuts
+
+
+def _from_0(levels: tuple[int, ...]) -> tuple[int, ...]:
+    if levels != tuple(range(len(levels))) or not levels:
+        raise broken_rule("should be 0, 1, ... without a gap, such as [0, 1]")
+    return levels
 
 
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
@@ -194,6 +201,16 @@ class TensorGroups(Section):
     """Names of the layers that are split instead, or patterns of names (docs/design.md), such as "up.0.*"."""
 
 
+class SpaceGroups(Section):
+    """Groups of neighbouring ranks that share the rows of each image, all with the same weights (docs/space.md)."""
+
+    size: Annotated[int, Field(ge=1, le=MOST_SPACE)] = 1
+    """Number of ranks of a group; 1 shares nothing."""
+    levels: Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...], AfterValidator(_from_0)] | Auto = "auto"
+    """Levels of the U-Net whose rows are shared, 0 (full size) to some level; each rank computes lower ones whole.
+    "auto": down to the lowest at which no rank has more than 1.1 times its share."""
+
+
 class Pipeline(Section):
     """How the U-Net is cut and in which order the stages work; DeepSpeed never uses the first two keys."""
 
@@ -215,6 +232,8 @@ class Pipeline(Section):
         TensorGroups()
     )
     """This project's key: layers that tensor groups split. Without it nothing is split; "auto" asks the planner."""
+    space: Annotated[SpaceGroups, BeforeValidator(_block_of_auto, json_schema_input_type=SpaceGroups)] = SpaceGroups()
+    """This project's key: ranks that share the rows of each image. Without it each replica has whole images."""
     activation_checkpoint_interval: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Auto = "auto"
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False
@@ -332,9 +351,8 @@ _REASONS = {
     "zero_hpz_partition_size zero_quantized_gradients zero_quantized_weights",
     "only NVMe offload reads it, which is not tested here": "aio buffer_count fast_init nvme_path pipeline_read "
     "pipeline_write",
-    "replicas follow from the processes, pipeline.stages and pipeline.tensor, the only parallelism here": (
-        "data_parallel_size expert_parallel sequence_parallel_size tensor_parallel"
-    ),
+    "replicas follow from the processes, pipeline.stages, pipeline.tensor and pipeline.space, the only parallelism "
+    "here": "data_parallel_size expert_parallel sequence_parallel_size tensor_parallel",
     "it is an old name": "bfloat16 cpu_offload cpu_offload_use_pin_memory",
     "DeepSpeed refuses it here": "optimizer.params.max_grad_norm",
     "gradients and weights travel beside the computation, in chunks of reduce_bucket_size": "allgather_bucket_size "

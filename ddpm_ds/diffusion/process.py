@@ -16,6 +16,7 @@ from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.choices import OBJECTIVES
+from ddpm_ds.unet.space import Band
 
 
 class Diffusion:
@@ -88,12 +89,25 @@ class Diffusion:
         more = keyed.normal(self.seed, Stream.PERTURBATION, index, eps[0].numel()).view_as(eps)
         return torch.add(eps, more, alpha=gamma)
 
-    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar: the mean over images of weight times mean error of weighted channels."""
+    def loss(
+        self,
+        prediction: Tensor,
+        x0: Tensor,
+        eps: Tensor,
+        t: Tensor,
+        mask: Tensor | None = None,
+        band: Band | None = None,
+    ) -> Tensor:
+        """Return the loss, a float32 scalar: the mean over images of weight times mean error of weighted channels.
+
+        If the prediction has a ``band`` of the rows, it is that band's part, times the number of bands.
+        """
+        if band is not None:
+            x0, eps = band.cut(x0), band.cut(eps)
         errors = self.errors(prediction, x0, eps, t)
         if self._channel_weights is not None:
             errors = errors * self._channel_weights
-        return (self.levels.weights(t) * mean_error(errors, mask)).mean()
+        return (self.levels.weights(t) * mean_error(errors, mask, band=band)).mean()
 
     def errors(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the error of each element of the predictions, of any float dtype, (N, H, W, C) float32.
@@ -118,14 +132,18 @@ class Diffusion:
         return labels.masked_fill(dropped, none_label)
 
 
-def mean_error(errors: Tensor, mask: Tensor | None, *, by_channel: bool = False) -> Tensor:
+def mean_error(errors: Tensor, mask: Tensor | None, *, by_channel: bool = False, band: Band | None = None) -> Tensor:
     """Return the mean of errors (N, H, W, C) over the elements of each image, (N,), or of each of its channels, (N, C).
 
-    `mask` (N, 1 or C, H, W) is 1 at the elements that count, and 0 elsewhere; where none does the mean is 0.
+    `mask` (N, 1 or C, H, W) is 1 at the elements that count, and 0 elsewhere; where none does the mean is 0. If the
+    errors have a ``band`` of the rows, it is that band's part of the mean, times the number of bands.
     """
     first, last = (1, 2) if by_channel else (1, 3)
     if mask is None:
-        return errors.flatten(first, last).mean(dim=1)
-    counts = mask.permute(0, 2, 3, 1).expand_as(errors).to(errors.dtype)  # (N, H, W, C)
-    total = (errors * counts).flatten(first, last).sum(dim=1)
-    return total / counts.flatten(first, last).sum(dim=1).clamp(min=1.0)
+        mean = errors.flatten(first, last).mean(dim=1)
+        return mean if band is None else mean * (errors.shape[1] * band.group.size / band.height)
+    counted = mask.permute(0, 2, 3, 1).expand(*mask.shape[:1], *mask.shape[2:], errors.shape[3]).to(errors.dtype)
+    own = counted if band is None else counted[:, band.first : band.stop]  # (N, H, W, C)
+    total = (errors * own).flatten(first, last).sum(dim=1)
+    mean = total / counted.flatten(first, last).sum(dim=1).clamp(min=1.0)
+    return mean if band is None else mean * band.group.size

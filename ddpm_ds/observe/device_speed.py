@@ -27,6 +27,7 @@ from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
+from ddpm_ds.unet.space import SpaceGroup
 from ddpm_ds.unet.tensor_group import TensorGroup
 
 ENOUGH_SECONDS = 0.2  # seconds of timing after which a layer is not run again; it runs at least once
@@ -102,7 +103,9 @@ def measured_times(
 
 def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> LayerSeconds:
     """Return median seconds of a layer's forward and backward, after a warm-up that is not counted."""
-    module = build_layer(layer, 0, 0, TensorGroup(0, layer.shards))  # which sums nothing
+    rows = layer.rows
+    space = SpaceGroup(rows.rank, max(len(rows.arriving), len(rows.leaving)))
+    module = build_layer(layer, 0, 0, TensorGroup(0, layer.shards), space)  # which send nothing
     module.to(device=device, dtype=dtype)
     set_image_index(module.modules(), torch.arange(images, device=device))
     inputs = _inputs(layer, images, device, dtype)

@@ -133,8 +133,9 @@ class Timeline(Observer):
             "micro_batches": engine.micro_batches,  # of a replica's step
             "micro_batch_images": engine.micro_batch_size,
             "pipeline_ranks": engine.num_stages,
-            "replicas": engine.dp_world_size,
+            "replicas": engine.replicas,
             "tensor_size": engine.module.tensor.size,
+            "space_size": engine.ranks_of_image,
             "device": engine.device.type,
             "zero_stage": engine.zero_optimization_stage(),
             "precision": self._precision,
@@ -153,7 +154,8 @@ class Timeline(Observer):
         replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
         tensor = f" x {summary['tensor_size']} tensor ranks" if summary["tensor_size"] > 1 else ""
         passes = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
-        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{tensor}{replicas}, {passes}"
+        space = f" x {summary['space_size']} space ranks" if summary["space_size"] > 1 else ""
+        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{tensor}{space}{replicas}, {passes}"
         name = self._folder / f"steps-{summary['first_step']}-{summary['last_step']}"
         files: dict[Path, str | bytes] = {name.with_suffix(".json"): trace_json(ranks, title)}
         if self._engine.num_stages > 1:

@@ -87,7 +87,8 @@ def build_engine(
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.layout.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
-        module = kind(layers, bounds, seed, across, others, resolved.layout.tensor.size)
+        sizes = resolved.layout.tensor.size, resolved.layout.space.size
+        module = kind(layers, bounds, seed, across, others, *sizes)
         with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
                 model=module,
@@ -96,6 +97,7 @@ def build_engine(
                 optimizer=partial(Adam8bit, **resolved.eight_bit_settings) if resolved.eight_bit_settings else None,
             )
     assert isinstance(engine, UnetPipelineEngine)
+    engine.ranks_of_image = module.space.size
     engine.objective, engine.schedule = objective, resolved.layout.schedule
     engine.gradients = gradients_of(engine, module.arriving)
     if isinstance(engine.basic_optimizer, Adam8bit):

@@ -34,6 +34,8 @@ from torch.utils.file_baton import FileBaton
 from ddpm_ds.ground.errors import HostError
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts
 from ddpm_ds.unet.shards import Shard
+from ddpm_ds.unet.space import ALONE as NO_GROUP
+from ddpm_ds.unet.space import SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 
 BUILD_SECONDS = 1800.0
@@ -62,6 +64,21 @@ def tensor_group(grid: PipelineParallelGrid) -> TensorGroup:
     if grid.model_parallel_size == 1:
         return ALONE
     return TensorGroup(grid.get_slice_parallel_rank(), grid.model_parallel_size, grid.slice_proc_group)
+
+
+def space_group(grid: PipelineParallelGrid, size: int) -> SpaceGroup:
+    """Return this rank's space group of ``size`` neighbours among the ranks that hold its stage; collective.
+
+    Assumes that ``dp_groups`` lists these ranks, in their order, for each stage.
+    """
+    own = NO_GROUP
+    for ranks in grid.dp_groups if size > 1 else ():
+        for start in range(0, len(ranks), size):
+            members = ranks[start : start + size]
+            group: Any = dist.new_group(members)
+            if dist.get_rank() in members:
+                own = SpaceGroup(members.index(dist.get_rank()), size, group)
+    return own
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from ddpm_ds.pipeline.schedule import (
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.unet.blocks import Carry, set_context, transformer_blocks
 from ddpm_ds.unet.operations import KeyedDropout, arithmetic_dtype, set_image_index
+from ddpm_ds.unet.space import Band
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 
 
@@ -58,8 +59,12 @@ class Objective(Protocol):
     def inputs(self, prepared: Any) -> Carry:
         """Return the arguments of the first layer, with floating-point ones in fp32."""
 
-    def loss(self, prediction: Tensor, prepared: Any) -> Tensor:
-        """Return the mean loss of the micro-batch: a scalar in fp32."""
+    def loss(self, prediction: Tensor, prepared: Any, band: Band | None = None) -> Tensor:
+        """Return the mean loss of the micro-batch: a scalar in fp32.
+
+        If the prediction has a ``band`` of the rows, it is that band's part, times the number of ranks that share an
+        image, so that their mean is the loss.
+        """
 
 
 class Averages(Protocol):
@@ -148,6 +153,8 @@ class UnetPipelineEngine(PipelineEngine):
     """Function from the images before a step and in it to the learning rate; None: DeepSpeed's scheduler sets it."""
     size_of: Callable[[int], int] = staticmethod(lambda index: 0)
     """Function from an image index to the number of its size in ``module.sized_layers``; a micro-batch has one size."""
+    ranks_of_image = 1
+    """Number of ranks that share each image; set by :func:`build_engine`."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -321,6 +328,20 @@ class UnetPipelineEngine(PipelineEngine):
         return self.stage_id in (0, self.loss_stage)
 
     @property
+    def replicas(self) -> int:
+        """Number of replicas, which have different images."""
+        return self.dp_world_size // self.ranks_of_image
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self.grid.get_data_parallel_id() // self.ranks_of_image
+
+    def train_batch_size(self) -> int:
+        """Return the number of images of a step; DeepSpeed counts an image for each rank that shares it."""
+        return int(super().train_batch_size()) // self.ranks_of_image
+
+    @property
     def next_index(self) -> int:
         """Image index of the next batch's first image."""
         return self.images_seen + self.skipped_images
@@ -398,7 +419,7 @@ class UnetPipelineEngine(PipelineEngine):
         """Return the number of the size of each micro-batch's images in the next step; [] if all have one size."""
         if len(self.module.sized_layers) == 1:
             return []
-        first, turn = self.next_index, self.micro_batch_size * self.dp_world_size
+        first, turn = self.next_index, self.micro_batch_size * self.replicas
         return [self.size_of(first + number * turn) for number in range(self.micro_batches)]
 
     def is_unobserved(self) -> bool:
@@ -433,7 +454,7 @@ class UnetPipelineEngine(PipelineEngine):
         if number not in self._flights:
             if number not in self._offsets:  # micro-batch m of replica r has the positions from (m R + r) n on
                 micro = self.micro_batch_size
-                first = (number * self.dp_world_size + self.grid.get_data_parallel_id()) * micro
+                first = (number * self.replicas + self.replica) * micro
                 self._offsets[number] = torch.arange(first, first + micro, device=self.device)
             images = self._first_image + self._offsets[number]
             self._flights[number] = Flight(images, tuple(Passage() for _ in range(self.phases)))
@@ -461,12 +482,12 @@ class UnetPipelineEngine(PipelineEngine):
         if channels.activations_in is not None:
             passage.leaves = tuple(leaf.requires_grad_() for leaf in self.receive(channels.activations_in))
         if phase == 0 and self.is_first_stage():
-            carry = self.objective.inputs(flight.prepared)
+            carry = self.module.own_rows(self.objective.inputs(flight.prepared))
         else:
             carry = self.module.unpacked(phase, passage.leaves, flight.kept)
         outputs = self.module.walk(phase, carry)
         if ends and self.stage_id == self.loss_stage:
-            loss = self.objective.loss(outputs, flight.prepared)
+            loss = self.objective.loss(outputs, flight.prepared, self.module.band)
             self.loss_sum += loss.detach()
             passage.roots = (_edge(loss),)
         else:

@@ -19,6 +19,8 @@ from ddpm_ds.unet.blocks import Carry, pack, set_context, transformer_blocks, un
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import projections_of, set_image_index
+from ddpm_ds.unet.shards import layers_of_rank
+from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import weighted_parts
 
@@ -26,12 +28,14 @@ from ddpm_ds.unet.weight_gradients import weighted_parts
 class UnetLayerSpec(LayerSpec):
     """Spec of layer ``index``, or of this rank's part of it; its weights are a function of (seed, index) alone."""
 
-    def __init__(self, layer: Layer, index: int, seed: int, tensor: Callable[[], TensorGroup]) -> None:
+    def __init__(
+        self, layer: Layer, index: int, seed: int, groups: Callable[[], tuple[TensorGroup, SpaceGroup]]
+    ) -> None:
         super().__init__(nn.Module)
-        self.layer, self.index, self.seed, self.tensor = layer, index, seed, tensor
+        self.layer, self.index, self.seed, self.groups = layer, index, seed, groups
 
     def build(self, log: bool = False) -> nn.Module:
-        built = build_layer(self.layer, self.index, self.seed, self.tensor())
+        built = build_layer(self.layer, self.index, self.seed, *self.groups())
         return built.to(get_accelerator().current_device_name())  # the host never holds more than a layer
 
 
@@ -41,7 +45,8 @@ class UnetPipelineModule(PipelineModule):
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
     are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).
     ``first`` and ``stop`` are the layers that :meth:`forward` walks. ``others`` are the lists of layers for images of
-    other sizes. ``tensor_size`` neighbouring ranks have each stage, whose split layers they compute together.
+    other sizes. ``tensor_size`` neighbouring ranks have each stage, whose split layers they compute together. Of the
+    ranks that hold a stage, ``space_size`` neighbours share each image.
     """
 
     schedule: Schedule = "1f1b"
@@ -56,21 +61,37 @@ class UnetPipelineModule(PipelineModule):
         across: AcrossHosts = "stages",
         others: Sequence[Sequence[Layer]] = (),
         tensor_size: int = 1,
+        space_size: int = 1,
     ) -> None:
-        self.unet_layers = tuple(layers)
+        stages = (len(bounds) - 1) // self.phases
+        topology = insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size)
+        place = topology.get_coord(dist.get_rank()).data % space_size
+        self.unet_layers = layers_of_rank(layers, place)
         self.sized_layers = (self.unet_layers, *map(tuple, others))
         """List of layers by the number of the images' size."""
-        self._bounds = tuple(bounds)
-        stages = (len(bounds) - 1) // self.phases
-        super().__init__(
-            layers=[UnetLayerSpec(layer, index, seed, lambda: self.tensor) for index, layer in enumerate(layers)],
-            topology=insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size),
-        )
+        self._bounds, self._space_size = tuple(bounds), space_size
+
+        def groups() -> tuple[TensorGroup, SpaceGroup]:
+            return self.tensor, self.space
+
+        specs = [UnetLayerSpec(layer, index, seed, groups) for index, layer in enumerate(self.unet_layers)]
+        super().__init__(layers=specs, topology=topology)
 
     @cached_property
     def tensor(self) -> TensorGroup:
         """Ranks that share this rank's stages."""
         return insides.tensor_group(self._grid)
+
+    @cached_property
+    def space(self) -> SpaceGroup:
+        """Ranks that share this rank's images."""
+        return insides.space_group(self._grid, self._space_size)
+
+    @cached_property
+    def band(self) -> Band | None:
+        """This rank's rows of an image; None if it has all."""
+        rows = self.unet_layers[0].rows.arriving
+        return Band(self.space, rows) if rows else None
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
@@ -100,6 +121,14 @@ class UnetPipelineModule(PipelineModule):
     def size_number(self, size: tuple[int, int]) -> int:
         """Return the index in :attr:`sized_layers` for images of this height and width."""
         return [layers[-1].output_shape[1:] for layers in self.sized_layers].index(size)
+
+    def own_rows(self, inputs: Carry) -> Carry:
+        """Return the inputs of the first layer with this rank's rows of the images, which are the first of them."""
+        return inputs if self.band is None else (self.band.cut(inputs[0]), *inputs[1:])
+
+    def whole(self, prediction: Tensor) -> Tensor:
+        """Return the whole images (N, C, H, W) of a prediction of this rank's rows; collective over its space group."""
+        return prediction if self.band is None else self.band.image(prediction)
 
     def walk(self, phase: int, carry: Carry) -> Any:
         """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""

@@ -38,7 +38,10 @@ class Edges(Counter[tuple[Hashable, Hashable]]):
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of pipeline ranks x replicas x neighbouring ranks of a tensor group, and each global rank's host."""
+    """Grid of pipeline ranks x replicas x neighbouring ranks of a tensor group, and each global rank's host.
+
+    The ranks of a space group, which have the same weights, count as replicas.
+    """
 
     stages: int
     replicas: int
@@ -173,10 +176,10 @@ def run_exchange(
         reductions = [[passes, passes]] * layout.stages
     if images is None:
         images = layout.batch_images // layout.replicas
-    width, ring = images * ELEMENT_BYTES[ds.precision], (layout.replicas - 1) / layout.replicas
+    width, ring = images * ELEMENT_BYTES[ds.precision], (layout.data_ranks - 1) / layout.data_ranks
     group, summed_bytes = layout.tensor.size, arithmetic_bytes or ELEMENT_BYTES[ds.precision]
     interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
-    gradient_bytes = shared.gradient_bytes / (layout.replicas if shared.weight_bytes else 1)  # of the own partition
+    gradient_bytes = shared.gradient_bytes / (layout.data_ranks if shared.weight_bytes else 1)  # of the own partition
 
     def summed(own: Sequence[Layer]) -> float:
         """Bytes of a stage over each edge of the ring through its tensor group."""
@@ -260,7 +263,7 @@ def across_hosts(
     It is the JSON's choice, else the axis with which the busiest host sends less, and stages if both are equal. A
     single stage allows only replicas, and a single replica only stages.
     """
-    stages, replicas = ds.layout.stages, ds.layout.replicas
+    stages, replicas = ds.layout.stages, ds.layout.data_ranks
     if len(set(hosts)) < 2 or min(stages, replicas) == 1:
         return "replicas" if len(set(hosts)) > 1 and stages == 1 else "stages"
     if ds.layout.across_hosts != "auto":

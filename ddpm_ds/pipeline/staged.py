@@ -78,7 +78,8 @@ class ForwardPipeline:
                 lead = max(1, min(depth, calls, most)) - 1
                 for number in range(calls + lead):
                     if number < calls:
-                        self._under_way.append(self._pass(number, 0, give(number) if self._gives else ()))
+                        inputs = engine.module.own_rows(give(number)) if self._gives else ()
+                        self._under_way.append(self._pass(number, 0, inputs))
                     if number >= lead:
                         outputs = self._under_way.popleft()
                         if engine.phases == 2:
@@ -86,7 +87,7 @@ class ForwardPipeline:
                         if self._back.activations_in is not None:
                             outputs = self._back.activations_in.receive()
                         if self._gives:
-                            take(number - lead, outputs[0].float())
+                            take(number - lead, engine.module.whole(outputs[0].float()))
                         progress()
                 for channels in (*self._channels, self._back):
                     channels.drain()

@@ -83,7 +83,7 @@ def planned_costs(
     ``with_sums`` adds those of tensor groups.
     """
     job = job.of(layout)
-    sends, replicas = sharing(job.config, layout), layout.replicas
+    sends, replicas = sharing(job.config, layout), layout.data_ranks
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
     size = job.config.zero_optimization.reduce_bucket_size
@@ -190,7 +190,7 @@ def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int
 def grid(machine: Machine, layout: Layout) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
     per_node = machine.devices_per_node
-    return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, per_node, layout.tensor.size)
+    return _grid(layout.stages, layout.data_ranks, layout.axis_over_nodes, per_node, layout.tensor.size)
 
 
 def links(machine: Machine, layout: Layout) -> Links:
@@ -219,7 +219,7 @@ def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passe
     """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes), or scatter or gather them
     (one), in so many chunks.
     """
-    count = layout.replicas
+    count = layout.data_ranks
     if count == 1 or not size:
         return 0.0
     latency = chunks * passes * math.ceil(math.log2(count)) * machine.latency_seconds

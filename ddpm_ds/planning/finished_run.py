@@ -27,7 +27,7 @@ from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 SUMMARY = Path("trace") / "summary.json"  # file in a run's folder with the summary of the traced steps
 LAID_OUT = (
-    *("schedule", "pipeline_ranks", "replicas", "tensor_size", "micro_batches", "micro_batch_images"),
+    *("schedule", "pipeline_ranks", "replicas", "tensor_size", "space_size", "micro_batches", "micro_batch_images"),
     *("zero_stage", "precision"),
 )
 """Keys of a trace's summary whose values must equal those of the run's last start."""
@@ -239,7 +239,7 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
         raise ValueError(f"{STAGES} has {bounds[-1]} layers, the U-Net {len(job.layers)}")
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == rank["part"] == 0)
     with suppress(DsConfigError, LayoutError):  # the JSON is for another number of ranks
-        world_size = stages * replicas * summary["tensor_size"]
+        world_size = stages * replicas * summary["tensor_size"] * summary["space_size"]
         layout = resolve(job.config, job.spec, world_size=world_size, stages=None, path=run.folder).layout
         now = vars(layout) | layout.sizes | {"precision": job.precision, "pipeline_ranks": layout.stages}
         if traced == len(bounds) - 1 and all(summary[name] == now[name] for name in LAID_OUT):

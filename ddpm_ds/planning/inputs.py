@@ -19,9 +19,9 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.units import GIB
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
+from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, SpaceSplit, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
-from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.shards import row_layers, split_layers
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerSeconds  # imports PyTorch
@@ -211,30 +211,30 @@ class Workload:
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
-    tensor: TensorSplit = field(default_factory=TensorSplit)  # split of the layers
-    _by_split: dict[TensorSplit, Workload] = field(default_factory=dict, init=False, compare=False, repr=False)
+    split: tuple[TensorSplit, SpaceSplit] = (TensorSplit(), SpaceSplit())  # what groups of ranks share of the layers
+    _by_split: dict[object, Workload] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, layout: Layout) -> Workload:
         """Return the run with its layers split as in a layout; the same one for the same split."""
-        if layout.tensor == self.tensor:
+        if layout.split == self.split:
             return self
-        return self._by_split.setdefault(layout.tensor, replace(self, tensor=layout.tensor))
+        return self._by_split.setdefault(layout.split, replace(self, split=layout.split))
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net for images of ``data.image_size``."""
-        return layers_for(self.spec, self.spec.data.size, self.tensor)
+        return layers_for(self.spec, self.spec.data.size, *self.split)
 
     @functools.cached_property
     def largest_layers(self) -> tuple[Layer, ...]:
         """Layers for images of the largest bucket, which need most memory."""
         sizes = [size for size, _ in self.sizes]
-        return layers_for(self.spec, max(sizes, key=math.prod), self.tensor) if sizes else self.layers
+        return layers_for(self.spec, max(sizes, key=math.prod), *self.split) if sizes else self.layers
 
     @functools.cached_property
     def mean_macs(self) -> float:
         """Multiply-accumulates of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
-        return self._mean(lambda size: sum(layer.macs for layer in layers_for(self.spec, size, self.tensor)))
+        return self._mean(lambda size: sum(layer.macs for layer in layers_for(self.spec, size, *self.split)))
 
     @property
     def mean_pixels(self) -> float:
@@ -271,7 +271,7 @@ class Workload:
     def is_replayed(self, layout: Layout) -> bool:
         """Return whether CUDA graphs replay each step of a layout."""
         flat = not layout.offload and (layout.zero_stage > 0 or self.precision == "bf16")
-        return flat and self.takes_graphs(whole=layout.stages == layout.tensor.size == 1)
+        return flat and self.takes_graphs(whole=layout.stages == layout.tensor.size == layout.space.size == 1)
 
     @property
     def is_fused(self) -> bool:
@@ -300,9 +300,9 @@ def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sch
     )
 
 
-def layers_for(spec: RunSpec, size: tuple[int, int], split: TensorSplit) -> tuple[Layer, ...]:
-    """Return the layers of a run's U-Net for images of some size (height, width), split among a tensor group."""
-    return split_layers(unet_layers(spec.unet, replace(spec.data.interface, size=size)), split)
+def layers_for(spec: RunSpec, size: tuple[int, int], tensor: TensorSplit, space: SpaceSplit) -> tuple[Layer, ...]:
+    """Return the layers of a run's U-Net for images of some size (height, width), as groups of ranks share them."""
+    return row_layers(split_layers(unet_layers(spec.unet, replace(spec.data.interface, size=size)), tensor), space)
 
 
 @functools.lru_cache(maxsize=4096)

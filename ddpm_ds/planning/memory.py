@@ -107,7 +107,7 @@ def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> in
 def communicator_bytes(layout: Layout, rank: int) -> int:
     """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
     tensor = layout.tensor.size
-    groups = (layout.world_size, layout.replicas, layout.stages * tensor, tensor)
+    groups = (layout.world_size, layout.data_ranks, layout.stages * tensor, tensor)
     edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
     own = sum(rank in (edge.source, edge.target) for edge in edges)
     return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
@@ -135,7 +135,7 @@ class _State:
     def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
-        owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
+        owned, moments = (-(-each // layout.data_ranks) if partitioned else each for each in (parameters, moments))
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
         self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
         self.ema = 4 * owned
@@ -153,15 +153,15 @@ class _State:
         elements = min(size if zero and size != "auto" else BUCKET_ELEMENTS, parameters)
         if not partitioned:
             self.bucket = 0
-            averaged = elements * stored if layout.replicas > 1 else 0
+            averaged = elements * stored if layout.data_ranks > 1 else 0
             masters = 4 * parameters if job.precision == "fp16" and not job.config.is_8bit else 0
             # a CPU steps one tensor after the other
             intermediates = 0 if job.on_cpu and not job.config.is_8bit else self._intermediates
             self.update = self.gradients + max(averaged, masters + intermediates)
         else:
-            several = layout.replicas > 1
+            several = layout.data_ranks > 1
             packed = elements * stored if summed != stored and (zero < 2 or not several) else 0
-            copies = 2 + 2 / layout.replicas + (2 if job.on_cpu else 0)  # two chunks, their own parts; gloo receives
+            copies = 2 + 2 / layout.data_ranks + (2 if job.on_cpu else 0)  # two chunks, their own parts; gloo receives
             scratch = packed + round(elements * stored * copies) * several
             self.bucket = elements * stored + scratch
             own = owned * summed if several and zero < 2 else 0  # average of the own part, beside the sum

@@ -65,8 +65,8 @@ class Predictor:
     machine: Machine
     times: LayerTimes | None = None  # times of the layers; without them they are computed
     with_sums: TensorSplit | None = None  # split whose given times include the sums of its tensor groups
-    _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
-    _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
+    _times: dict[tuple[int, object, float], Sequence[LayerSeconds]] = field(default_factory=dict)
+    _cuts: dict[tuple[str, int, int, str, object], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)  # cuts made for one layout alone
     _whole: dict[Layout, tuple[float, float]] = field(default_factory=dict)
     """Seconds of a micro-batch's passes and of the optimizer's step, if all layers were on one rank."""
@@ -76,7 +76,7 @@ class Predictor:
         """Return the cuts that :meth:`fits` or :meth:`improve` found, else the fastest; None if there are none."""
         if layout in self._own_cuts:
             return self._own_cuts[layout]
-        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
+        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.split)
         if key not in self._cuts:
             self._cuts[key] = self._fastest_cut(layout)
         return self._cuts[key]
@@ -210,10 +210,10 @@ class Predictor:
         further = (layout.micro_batches - most) / (most - most // 2)
         return longer + further * (longer - step), busier + further * (busier - busy)
 
-    def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
+    def _times_key(self, layout: Layout) -> tuple[int, object, float]:
         """Return the facts that times of layers depend on: images, split and, if computed, the seconds of a launch."""
         launch = launch_seconds(self.job, self.machine, layout) if self.times is None else 0.0
-        return layout.micro_batch_images, layout.tensor, launch
+        return layout.micro_batch_images, layout.split, launch
 
     def layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
         """Return the seconds of each layer of a layout for a micro-batch, in the mean over buckets of aspect."""

@@ -40,7 +40,7 @@ from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, ki
 from ddpm_ds.schema.layout import Layout, Precision, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
-from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
+from ddpm_ds.unet.shards import check_rows, check_split, row_layers, split_layers, whole_layers
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +150,8 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     ds = resolve(config, spec, world_size=ranks, stages=stages, path=files.ds_path)
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, files.ds_path)
-    layers = split_layers(layers, ds.layout.tensor)
+    check_rows(layers, ds.layout.space, files.ds_path)
+    layers = row_layers(split_layers(layers, ds.layout.tensor), ds.layout.space)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     places = _places(ds, layers, bounds, hosts)
     return RunDraft(spec, files.spec_path, ds, files.ds_path, layers, bounds, *places, chosen)
@@ -268,7 +269,7 @@ def _places(
     layout, across = ds.layout, across_hosts(ds, layers, bounds, hosts)
     return (
         describe(whole_layers(layers), bounds, layout.schedule),
-        Grid(layout.stages, layout.replicas, across, tuple(hosts), layout.tensor.size),
+        Grid(layout.stages, layout.data_ranks, across, tuple(hosts), layout.tensor.size),
         run_exchange(ds, layers, bounds, weight_passes),
         encoding_ranks(layers, bounds, layout.schedule),
     )

@@ -228,7 +228,7 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
         slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {rounded(bandwidth / 1e6)} MB/s"
         wires = f"; {rounded(now.micro_batches * messages / 1e6)} MB cross between stages{slow}"
-    wires += f"; {_seconds(facts.mean('reduce_seconds'))} to gradients of replicas" if now.replicas > 1 else ""
+    wires += f"; {_seconds(facts.mean('reduce_seconds'))} to gradients of replicas" if now.data_ranks > 1 else ""
     reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
     return {
         "bubble": f"with {counted(now.micro_batches, 'micro-batch')} on {counted(now.stages, 'rank')} ({now.schedule}) "
@@ -279,7 +279,7 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     """
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
-    owners = now.replicas if sharing(job.config, now).weight_bytes else 1
+    owners = now.data_ranks if sharing(job.config, now).weight_bytes else 1
     owned = sum(layer.parameters for layer in facts.own_layers) / owners
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
     bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf

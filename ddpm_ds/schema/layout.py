@@ -94,6 +94,11 @@ class Layout:
         return self.stages * self.tensor.size * self.data_ranks
 
     @property
+    def split(self) -> tuple[TensorSplit, SpaceSplit]:
+        """What groups of ranks share of the layers."""
+        return self.tensor, self.space
+
+    @property
     def data_ranks(self) -> int:
         """Number of ranks with the same weights, among which gradients are averaged: the ranks of all replicas."""
         return self.replicas * self.space.size

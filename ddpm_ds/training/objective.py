@@ -25,6 +25,7 @@ from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, d
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
+from ddpm_ds.unet.space import Band
 
 
 class Noised(NamedTuple):
@@ -138,9 +139,9 @@ class Denoising:
         condition, *others = self._conditions.channels(x0, given)
         return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *others, *text)
 
-    def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
-        """Return the mean loss of the micro-batch, an fp32 scalar."""
-        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t, prepared.mask)
+    def loss(self, prediction: Tensor, prepared: Noised, band: Band | None = None) -> Tensor:
+        """Return the mean loss of the micro-batch, an fp32 scalar, or the part of it that a ``band`` of rows has."""
+        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t, prepared.mask, band)
 
     def errors(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the error of each element, (N, H, W, C) fp32, without weights and mask."""

@@ -246,7 +246,7 @@ def run_training(
             Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
             seed=plan.spec.train.seed,
             programs=plan.programs,
-            others=[layers_for(plan.spec, size, plan.ds.layout.tensor) for size in other_sizes],
+            others=[layers_for(plan.spec, size, *plan.ds.layout.split) for size in other_sizes],
             verbose=asked.verbose,
         )
         engine.rate = rate_of(plan.spec.optimizer, plan.spec.train.images)
@@ -315,8 +315,7 @@ def _batches(
     """Return this replica's micro-batches from the engine's progress on; None on a stage without data."""
     if not engine.reads_data:
         return None
-    replica = engine.grid.get_data_parallel_id()
-    share = Share(layout.micro_batch_images, engine.dp_world_size, replica)
+    share = Share(layout.micro_batch_images, engine.replicas, engine.replica)
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index

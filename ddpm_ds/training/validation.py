@@ -92,15 +92,16 @@ class Previews:
 
     def draw(self) -> Drawn | None:
         """Draw the images, None on ranks other than 0; raises Stopped if the run is asked to stop. Collective."""
-        spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
+        spec, engine, replicas = self._spec, self._engine, self._engine.replicas
         sampler = Sampler(spec.sampler, spec.diffusion)
         # enough micro-batches to keep all stages at work, none larger than in training
         images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
         rounds = math.ceil(self.count / (replicas * images))
-        replica = engine.grid.get_data_parallel_id()
         drawings = []
         for number in range(rounds) if engine.is_first_stage() or self._prompts is not None else ():
-            drawings.append(self._drawing(sampler, torch.arange(images) + (number * replicas + replica) * images))
+            drawings.append(
+                self._drawing(sampler, torch.arange(images) + (number * replicas + engine.replica) * images)
+            )
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
@@ -124,8 +125,9 @@ class Previews:
             mine = torch.cat([drawing.images() for drawing in drawings])  # (rounds x images, C, H, W)
             mine = self._scale.to_physical(mine) if spec.data.are_fields else self._to_pixels(mine)
         mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in 5 dims
-        everyone = [torch.empty_like(mine) for _ in range(replicas)]
+        everyone = [torch.empty_like(mine) for _ in range(engine.dp_world_size)]
         dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
+        everyone = everyone[:: engine.ranks_of_image]  # a space group has drawn the same
         drawn = torch.stack(everyone, dim=1).flatten(0, 2)[: self.count].cpu()  # in the order of their index
         return self._beside(drawn) if dist.get_rank() == 0 else None
 
@@ -201,7 +203,7 @@ def measured(
 
     First stages read the images and get the values, others an empty dictionary.
     """
-    replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
+    replica, replicas = engine.replica, engine.replicas
     sums, module, pipeline = held_out.zeros(), engine.module, ForwardPipeline(engine, held_out.images)
     sized = len(module.sized_layers) > 1
 
@@ -220,6 +222,8 @@ def measured(
         run([call for turn in turns if (call := turn * replicas + replica) < held_out.calls])
     if not engine.is_first_stage():
         return {}
+    if module.space.rank:
+        sums.zero_()  # the first rank has counted the same images
     dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
     return held_out.values(sums)
 

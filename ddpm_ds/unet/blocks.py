@@ -455,10 +455,8 @@ class Upsample(Input, kind=kinds.UpsampleLayer):
             return self.conv(_doubled(h))  # (N, C, 2H, 2W)
         first, stop = self.leaving.first - 1, self.leaving.stop + 1  # a row from each side
         before, after = first // 2, (stop + 1) // 2
-        coarse = (
-            F.pad(h, (0, 0, 1, 1))[:, :, before + 1 : after + 1] if self.arriving is None else self.arriving.wide(h)
-        )
-        return self.conv(_doubled(coarse)[:, :, first - 2 * before : stop - 2 * before])
+        h = F.pad(h, (0, 0, 1, 1))[:, :, before + 1 : after + 1] if self.arriving is None else self.arriving.wide(h)
+        return self.conv(_doubled(h)[:, :, first - 2 * before : stop - 2 * before])
 
 
 def _doubled(h: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[Mic
     """The micro-batches of the engine's replica, one of each replica, then the next of each, with what the rank reads:
     a condition on the first stage, a mask on the last, text wherever it is used.
     """
-    size, replicas = engine.micro_batch_size, engine.grid.get_data_parallel_world_size()
+    size, replicas = engine.micro_batch_size, engine.replicas
     if not engine.is_first_stage():
         batch = batch._replace(condition=None, vector=None, pooled=None, sizes=None)
     if engine.stage_id != engine.loss_stage:
@@ -113,7 +113,7 @@ def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[Mic
         batch = batch._replace(images=batch.images.new_empty(len(batch.index), 0))
     if not engine.readers:
         batch = batch._replace(text=None, text_scale=None)
-    for first in range(engine.grid.get_data_parallel_id() * size, len(batch.index), replicas * size):
+    for first in range(engine.replica * size, len(batch.index), replicas * size):
         part = batch.each(itemgetter(slice(first, first + size)))
         sized = len(engine.module.sized_layers) > 1 and part.images.numel()
         yield in_bucket(part) if sized else part

@@ -48,12 +48,13 @@ from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_kept, weight_passes
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit
+from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, SpaceSplit, TensorSplit
 from ddpm_ds.unet import model, operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
-from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.shards import row_layers, split_layers
+from ddpm_ds.unet.space import SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, part_of, shard_of
 from tests.ds_json import config_of
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
@@ -104,11 +105,16 @@ class Case:
     """Number of ranks that share each stage."""
     split: tuple[str, ...] = ()
     """Names of the layers that they split; all that can be without."""
+    space: int = 1
+    """Number of ranks that share each image."""
+    levels: tuple[int, ...] | Literal["auto"] = "auto"
+    """Levels whose rows they share."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Case:
         """The case of a JSON's values."""
-        return cls(**values | {name: tuple(values[name]) for name in ("cuts", "split")})
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
 
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
@@ -135,7 +141,11 @@ class Case:
         work = micro, self.micro_batches, self.checkpoint, self.zero, self.offload, self.across
         tensor = TensorSplit(self.tensor, layers=self.split)
         return ResolvedDsConfig(
-            layout=Layout(self.stages, self.replicas, self.schedule, *work, tensor=tensor),
+            layout=Layout(
+                *(self.stages, self.replicas, self.schedule, *work),
+                tensor=tensor,
+                space=SpaceSplit(self.space, self.levels),
+            ),
             config=config_of(**blocks),
         )
 
@@ -147,7 +157,7 @@ class Case:
         """This rank's engine for the U-Net of a spec; ``blocks`` replace some of the configuration."""
         resolved = self.resolved(spec.train.batch_images)
         sizes = [None, *(BUCKETS[1:] if spec.data.buckets else ())]
-        layers, *others = (split_layers(layers_of(spec, size), resolved.layout.tensor) for size in sizes)
+        layers, *others = (shared_layers(spec, size, resolved.layout) for size in sizes)
         engine = build_engine(
             layers,
             self.bounds(layers_of(spec)),
@@ -160,7 +170,14 @@ class Case:
         return engine
 
 
-def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
+def shared_layers(spec: RunSpec, size: tuple[int, int] | None, layout: Layout) -> tuple[Layer, ...]:
+    """The layers of a spec's U-Net as the groups of a layout share them."""
+    return row_layers(split_layers(layers_of(spec, size), layout.tensor), layout.space)
+
+
+def build_awake_layer(
+    layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE, space: SpaceGroup | None = None
+) -> CarryLayer:
     """A layer whose zero-initialised weights are drawn as well, so that every gradient is alive from the start."""
     built = model.build_layer(layer, index, seed)
     generator = torch.Generator().manual_seed(1000 + index)
@@ -169,6 +186,8 @@ def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup =
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     if layer.shards > 1 and tensor is not ALONE:
         built.split(tensor)
+    if space is not None:
+        built.share(space)
     return built
 
 
@@ -354,7 +373,7 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
         "arithmetic_bytes": arithmetic_dtype(device().type, DTYPES[case.precision]).itemsize,
         "gives_gradients": device().type == "cuda",
     }
-    lists = [split_layers(layers_of(spec, size), resolved.layout.tensor) for size in sizes]
+    lists = [shared_layers(spec, size, resolved.layout) for size in sizes]
     exchanges = [run_exchange(resolved, layers, bounds, reductions, **kind) for layers in lists]
     messages = sum(sum(sent.messages[max(stage - 1, 0) : stage + 1]) for sent in exchanges) / len(exchanges)
     sums = sum(sent.sums[stage] for sent in exchanges) / len(exchanges)
@@ -438,11 +457,11 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     contexts = watch_contexts(engine) if engine.readers else []
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # Compiled layers run eagerly where operators are watched; each of these processes sends the same bytes.
-    counting, records = not case.compile and case.process in COUNTED, []
+    counting, records = not case.compile and case.process in COUNTED and case.space == 1, []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
-        loss_here = loss_here / (case.replicas * case.tensor)
+        loss_here = loss_here / (case.replicas * case.tensor * case.space)
         torch.distributed.all_reduce(loss_here)
         moment_errors = dict[str, float]()
         for piece in engine.gradients.owned():

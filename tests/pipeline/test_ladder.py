@@ -57,6 +57,10 @@ BY_TWO = [
     Case(1, 1, 2, "fp16", 1, micro_batches=2, process="caption", tensor=2),
     Case(1, 1, 1, "bf16", 0, micro_batches=2, process="heads", tensor=2, offload=True),
     Case(1, 1, 0, "fp32", 2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
+    # images that two ranks share
+    Case(1, 1, 1, "fp32", 1, micro_batches=2, space=2),
+    Case(1, 1, 2, "fp16", 0, micro_batches=2, process="caption", space=2),
+    Case(1, 1, 0, "fp32", 2, process="reduced", space=2, levels=(0,)),
 ]
 BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
@@ -65,6 +69,10 @@ BY_FOUR = [
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="heads", random_programs=3, tensor=2),
     Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, tensor=2),
+    # images that two or four ranks share
+    Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=3, process="stored", space=2),
+    Case(1, 1, 1, "bf16", 0, process="heads", space=4, levels=(0,)),
+    Case(1, 2, 0, "fp32", 0, across="replicas", micro_batches=2, process="text", space=2),
 ]
 """The core: each value of every factor but the compiler, and the pairs whose code meets."""
 
@@ -213,7 +221,7 @@ QUANTITIES = {"moment_errors": "Adam's first moment", "errors": "gradient"}
 def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
     """The differences of one case, each with the step, the stage and the name of the gradient."""
     found = []
-    grid = Grid(case.stages, case.replicas, case.across, (0,) * len(ranks), case.tensor)
+    grid = Grid(case.stages, case.replicas * case.space, case.across, (0,) * len(ranks), case.tensor)
     for rank, records in enumerate(ranks):
         where = records[0]["coordinates"]
         if tuple(where) != grid.coordinates(rank):

@@ -165,7 +165,7 @@ class Poisoned:
 
     def __init__(self, objective: Objective) -> None:
         self.context, self.prepare, self.inputs = objective.context, objective.prepare, objective.inputs
-        self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
+        self.loss: Callable[..., Tensor] = lambda *given: objective.loss(*given) * float("inf")
 
 
 WAYS: dict[bool, tuple[tuple[int, Precision, bool], ...]] = {

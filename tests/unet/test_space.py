@@ -17,7 +17,7 @@ from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, wal
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import set_image_index
 from ddpm_ds.unet.shards import layers_of_rank, row_layers
-from ddpm_ds.unet.space import SpaceGroup
+from ddpm_ds.unet.space import Band, SpaceGroup
 from tests.unet.variants import VARIANTS, batch, context, interface_of, random_unet
 
 EXACT = 1e-13
@@ -129,10 +129,9 @@ def errors(name: str, space: SpaceSplit, size: tuple[int, int] | None = None) ->
     of = weights_like(expected)
     (expected * of).sum().backward()
 
-    def run(group: ThreadGroup) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(group: ThreadGroup) -> tuple[Tensor, dict[str, Tensor | None]]:
         own = banded(layers, space, group)
-        band = own[0].arriving
-        assert band is not None
+        band = Band(group, row_layers(layers, space)[0].rows.arriving)
         prediction = walk(own, (band.cut(inputs[0]), *inputs[1:]))
         (prediction * band.cut(of)).sum().backward()
         return prediction.detach(), {name: part.grad for name, part in own.named_parameters()}
@@ -141,6 +140,7 @@ def errors(name: str, space: SpaceSplit, size: tuple[int, int] | None = None) ->
     yield "prediction", difference(torch.cat([prediction for prediction, _ in found], dim=2), expected)
     for name, parameter in modules.named_parameters():
         parts = [gradients[name] for _, gradients in found]
+        assert parameter.grad is not None
         yield name, difference(torch.stack(parts).sum(0), parameter.grad)
 
 
