@@ -148,7 +148,7 @@ def install() -> None:
     HostAccelerator.communication_backend_name = lambda accelerator: "strict"
     HostAccelerator.synchronize = lambda accelerator, device_index=None: posted.wait()
     replace_everywhere(messages.runs_behind, lambda device: True)
-    replace_everywhere(messages._group, lambda ranks, device: dist.new_group(ranks, backend="strict"))
+    replace_everywhere(messages.edge_group, lambda ranks, device, blocks: dist.new_group(ranks, backend="strict"))
     replace_everywhere(device.wait_for_device, lambda device: posted.wait())
     seconds = float(os.environ.get("STRICT_SECONDS", "120"))
     threading.Thread(target=posted.watch, args=(seconds,), daemon=True).start()

@@ -41,6 +41,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from ddpm_ds.ground.host import processes_on_host
+
 Kind = Literal["activations", "gradients", "predictions"]
 Value = TypeVar("Value")
 
@@ -282,8 +284,8 @@ def as_in_memory(tensor: Tensor) -> Tensor:
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
 
 
-MOST_BLOCKS = 8
-"""Thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
+BLOCKS_IN_HOST, BLOCKS_ACROSS_HOSTS = 2, 8
+"""Most thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,7 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
         raise RuntimeError(
             "the default process group is bound to a device; make it with ddpm_ds.processes.process_group"
         )
-    own = dist.get_rank()
+    own, per_host = dist.get_rank(), processes_on_host(dist.get_world_size())
     host_groups: dict[frozenset[int], Any] = {}
     connected = {}
     for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
@@ -344,7 +346,8 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
             source, target = pair = pipeline[edge.source], pipeline[edge.target]
             if runs_behind(device) and frozenset(pair) not in host_groups:
                 host_groups[frozenset(pair)] = dist.new_group(pair, backend="gloo")
-            group = _group(pair, device)
+            in_host = source // per_host == target // per_host
+            group = edge_group(pair, device, BLOCKS_IN_HOST if in_host else BLOCKS_ACROSS_HOSTS)
             if own not in pair:
                 continue
             peer = target if own == source else source
@@ -357,14 +360,14 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
     return connected
 
 
-def _group(ranks: Sequence[int], device: torch.device) -> Any:
+def edge_group(ranks: Sequence[int], device: torch.device, blocks: int) -> Any:
     """Return a group of two ranks for messages between their devices; on other ranks PyTorch's marker for no group.
 
-    With NCCL it has no more thread blocks than messages need: one as large as for collectives takes ten times the
-    memory.
+    With NCCL its kernels have at most ``blocks`` thread blocks: as many as for collectives would hold as many
+    multiprocessors, and take ten times the memory.
     """
     if device.type != "cuda":
         return dist.new_group(ranks)
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = MOST_BLOCKS
+    options.config.max_ctas = blocks
     return dist.new_group(ranks, backend="nccl", pg_options=options, device_id=device)
