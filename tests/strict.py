@@ -155,9 +155,11 @@ def install() -> None:
 
 
 def share_communicators() -> None:
-    """Two communicators for each phase of a pipeline: for all of its activations and for all of its gradients."""
-    from ddpm_ds.pipeline import messages
+    """Two communicators for each phase of a pipeline, for all of its activations and for all of its gradients, and all
+    receives of a step posted before it begins."""
+    from ddpm_ds.pipeline import messages, schedule
     from ddpm_ds.pipeline.messages import Edge
+    from tests.pipeline.order_model import all_at_once
 
     connect = messages.open_p2p_groups
 
@@ -172,6 +174,7 @@ def share_communicators() -> None:
         }
 
     replace_everywhere(connect, shared)
+    replace_everywhere(schedule.posted_before, all_at_once)
 
 
 def wait_in_a_forward() -> None:

@@ -165,8 +165,8 @@ class Channel:
     ``others`` are the shapes for images of other sizes; :meth:`begin` gives the size of each message.
 
     A send returns at once, unless ``most_in_flight`` messages are not known to be delivered: then it waits for the
-    oldest, since gloo does not report delivery before a wait. Receives are posted one message ahead, so that a message
-    travels while its receiver computes.
+    oldest, since gloo does not report delivery before a wait. The owner posts each receive before the pass that
+    precedes its use, or lets :meth:`start_receiving` post one message ahead, so that messages travel while it computes.
     """
 
     def __init__(
@@ -235,12 +235,16 @@ class Channel:
     def start_receiving(self, messages: int) -> None:
         """Post the receive of the first of ``messages`` messages; each wait posts the next."""
         self._to_post += messages
-        self._post()
+        self._post_ahead()
+
+    def post(self) -> None:
+        """Post the receive of the next message."""
+        self._receives.append(self.post_receive())
 
     def next_message(self) -> Tensor:
-        """Wait for the next message, and post the receive of the one after it."""
+        """Wait for the next message, whose receive is posted."""
         work, message = self._receives.popleft()
-        self._post()
+        self._post_ahead()
         work.wait()
         return message
 
@@ -249,10 +253,10 @@ class Channel:
         while self._in_flight:
             self._in_flight.popleft().work.wait()
 
-    def _post(self) -> None:
+    def _post_ahead(self) -> None:
         if self._to_post:
             self._to_post -= 1
-            self._receives.append(self.post_receive())
+            self.post()
 
     def post_send(self, message: Tensor) -> Posted:
         """Post a send."""
@@ -297,22 +301,11 @@ class StageChannels:
     gradients_in: Channel | None = None
     gradients_out: Channel | None = None
 
-    def begin(
-        self,
-        micro_batches: int,
-        *,
-        by_host: bool,
-        gradients: bool = True,
-        start: Start = at_once,
-        sizes: Sequence[int] = (),
-    ) -> None:
-        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the images' size of each micro-batch."""
+    def begin(self, *, by_host: bool, start: Start = at_once, sizes: Sequence[int] = ()) -> None:
+        """Begin a step's messages; ``sizes`` numbers the images' size of each micro-batch."""
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
                 channel.begin(by_host=by_host, start=start, sizes=sizes)
-        for channel in (self.activations_in, self.gradients_in if gradients else None):
-            if channel is not None:
-                channel.start_receiving(micro_batches)
 
     def drain(self) -> None:
         """Wait until everything sent has been delivered."""
