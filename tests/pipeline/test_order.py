@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from ddpm_ds.pipeline import messages
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import posted_before, program
 from ddpm_ds.pipeline.staged import ForwardPipeline
@@ -164,6 +165,22 @@ def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: 
     edges = pipeline_edges(ranks, phases)
     assert len(edges) == len(set(edges)) == all_edges
     assert max(sum(rank in edge[2:] for edge in edges) for rank in range(ranks)) == most
+
+
+def test_edges_inside_a_host_have_fewer_thread_blocks_than_edges_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of two ranks, seen by rank 1."""
+    found: dict[tuple[int, ...], set[int]] = defaultdict(set)
+
+    def group(ranks: tuple[int, ...], device: torch.device, blocks: int) -> None:
+        found[tuple(sorted(ranks))].add(blocks)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(messages, "edge_group", group)
+    fakes: dict[str, Any] = {"get_rank": lambda: 1, "get_world_size": lambda: 4, "send": Mock(), "recv": Mock()}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.distributed, name, fake)
+    messages.open_p2p_groups([[0, 1, 2, 3]], 1, torch.device("cpu"))
+    assert found == {(0, 1): {2}, (1, 2): {8}, (2, 3): {2}, (0, 3): {8}}
 
 
 class RecordedEngine:
