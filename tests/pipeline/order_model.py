@@ -148,8 +148,8 @@ def training_order(
 
     for one, ahead in zip(own, posted(own), strict=True):
         name, phase, _ = one
-        for end in filter(None, map(source, ahead)):
-            end.post()
+        for channel in filter(None, map(source, ahead)):
+            channel.post()
         if name in ("SendActivation", "SendGrad"):
             sends["activations" if name == "SendActivation" else "gradients", phase].send()
         elif name in PASSES:
