@@ -206,6 +206,7 @@ def read_and_freed(engine: UnetPipelineEngine) -> list[int]:
     parts: list[Any] = [part for graphs in found for part in graphs._graphs]
     for part in parts:
         part._calls.clear()
+    gc.unfreeze()  # what was there when this process was forked
     for one in gc.get_objects():
         if isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("ddpm_ds"):
             one.cache_clear()
