@@ -150,7 +150,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     On a CPU draws read the same tables as on CUDA."""
     on_cuda = device().type == "cuda"
     if not on_cuda:
-        keyed._fused = lambda device: write
+        keyed._fused = lambda device: write  # type: ignore[assignment]
     spec = spec_of(compiled=False, process=case.process)
     spec = spec if on_cuda else SMALL.get(case.process, spec)
     case = replace(case, cuts=()) if on_cuda else case  # cuts are those of the small U-Net
