@@ -73,7 +73,12 @@ def test_a_thread_shuffles_the_next_epoch_from_the_middle_of_one_on(monkeypatch:
 
 def test_buckets_in_turn_shuffle_each_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, permuted = list[Any](), loader.permutation
-    monkeypatch.setattr(loader, "permutation", lambda *which: made.append(which) or permuted(*which))
+
+    def noted(*which: int) -> Any:
+        made.append(which)
+        return permuted(*which)
+
+    monkeypatch.setattr(loader, "permutation", noted)
     order = Order(tuple(range(40, 52)), 3, group=4)
     for first in range(0, 2 * sum(order.counts), 4):
         order.images_at(np.arange(first, first + 4))
