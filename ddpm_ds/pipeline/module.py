@@ -1,7 +1,7 @@
 """DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,17 +26,14 @@ from ddpm_ds.unet.weight_gradients import weighted_parts
 
 
 class UnetLayerSpec(LayerSpec):
-    """Spec of layer ``index``, or of this rank's part of it; its weights are a function of (seed, index) alone."""
+    """Spec of a layer, which DeepSpeed builds if it is of this rank's stages."""
 
-    def __init__(
-        self, layer: Layer, index: int, seed: int, groups: Callable[[], tuple[TensorGroup, SpaceGroup]]
-    ) -> None:
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__(nn.Module)
-        self.layer, self.index, self.seed, self.groups = layer, index, seed, groups
+        self._build = build
 
     def build(self, log: bool = False) -> nn.Module:
-        built = build_layer(self.layer, self.index, self.seed, *self.groups())
-        return built.to(get_accelerator().current_device_name())  # the host never holds more than a layer
+        return self._build()
 
 
 class UnetPipelineModule(PipelineModule):
@@ -45,8 +42,9 @@ class UnetPipelineModule(PipelineModule):
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
     are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).
     ``first`` and ``stop`` are the layers that :meth:`forward` walks. ``others`` are the lists of layers for images of
-    other sizes. ``tensor_size`` neighbouring ranks have each stage, whose split layers they compute together. Of the
-    ranks that hold a stage, ``space_size`` neighbours share each image.
+    other sizes. ``group_sizes`` are the numbers of neighbouring ranks of a tensor group, which compute split layers
+    together, and of a space group, which share each image. Weights have ``dtype``; the first replica draws them and the
+    engine copies them to others, unless the caller writes all weights, since they are not ``drawn``.
     """
 
     schedule: Schedule = "1f1b"
@@ -60,21 +58,18 @@ class UnetPipelineModule(PipelineModule):
         seed: int,
         across: AcrossHosts = "stages",
         others: Sequence[Sequence[Layer]] = (),
-        tensor_size: int = 1,
-        space_size: int = 1,
+        group_sizes: tuple[int, int] = (1, 1),
+        dtype: torch.dtype = torch.float32,
+        drawn: bool = True,
     ) -> None:
-        stages = (len(bounds) - 1) // self.phases
+        stages, (tensor_size, self._space_size) = (len(bounds) - 1) // self.phases, group_sizes
         topology = insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size)
-        place = topology.get_coord(dist.get_rank()).data % space_size
+        place = topology.get_coord(dist.get_rank()).data % self._space_size
         self.unet_layers = layers_of_rank(layers, place)
         self.sized_layers = (self.unet_layers, *map(tuple, others))
         """List of layers by the number of the images' size."""
-        self._bounds, self._space_size = tuple(bounds), space_size
-
-        def groups() -> tuple[TensorGroup, SpaceGroup]:
-            return self.tensor, self.space
-
-        specs = [UnetLayerSpec(layer, index, seed, groups) for index, layer in enumerate(self.unet_layers)]
+        self._bounds, self._seed, self._dtype, self._drawn = tuple(bounds), seed, dtype, drawn
+        specs = [UnetLayerSpec(partial(self._built, index)) for index in range(len(layers))]
         super().__init__(layers=specs, topology=topology)
 
     @cached_property
@@ -92,6 +87,13 @@ class UnetPipelineModule(PipelineModule):
         """This rank's rows of an image; None if it has all."""
         rows = self.unet_layers[0].rows.arriving
         return Band(self.space, rows) if rows else None
+
+    def _built(self, index: int) -> nn.Module:
+        """Return this rank's part of a layer, on the device: the host has one tensor at a time."""
+        layer, device = self.unet_layers[index], get_accelerator().current_device_name()
+        drawn = self._drawn and insides.gives_first_weights(self._grid)
+        groups = self.tensor, self.space
+        return build_layer(layer, index, self._seed, *groups, device=device, drawn=drawn).to(self._dtype)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)

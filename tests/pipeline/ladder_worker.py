@@ -176,14 +176,14 @@ def shared_layers(spec: RunSpec, size: tuple[int, int] | None, layout: Layout) -
 
 
 def build_awake_layer(
-    layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE, space: SpaceGroup | None = None
+    layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE, space: SpaceGroup | None = None, **how: Any
 ) -> CarryLayer:
     """A layer whose zero-initialised weights are drawn as well, so that every gradient is alive from the start."""
-    built = model.build_layer(layer, index, seed)
+    built = model.build_layer(layer, index, seed, **how)
     generator = torch.Generator().manual_seed(1000 + index)
     with torch.no_grad():
         for parameter in built.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
     if layer.shards > 1 and tensor is not ALONE:
         built.split(tensor)
     if space is not None:

@@ -50,6 +50,7 @@ MEANT: dict[type, dict[str, str]] = {
     UnetPipelineEngine: {
         "__init__": "ours calls it",
         "train_batch": "executes a program in the place of a schedule",
+        "train_batch_size": "counts an image once, however many ranks share it",
         "was_step_applied": "the device may decide that, so it is asked",
         "skipped_steps": "brought up to date when it is read",
         "data_iterator": "set between the first and the last rank as well, which may read text",

@@ -13,7 +13,7 @@ import math
 import traceback
 import unittest.mock
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
