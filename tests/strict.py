@@ -114,6 +114,9 @@ class StrictGroup(dist.ProcessGroup):
 
         return self.post(f"receive from {source}", operation)
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inner._get_backend(device)
+
     def getBackendName(self) -> str:
         return "strict"
 

@@ -96,12 +96,15 @@ def test_a_resume_on_another_layout_does_not_lock_and_hosts_with_folders_of_thei
 
 
 @pytest.mark.long
-def test_ranks_that_read_text_or_sum_do_not_lock(tmp_path: Path) -> None:
-    """Four ranks of a fold, of which all read it, in a random order of passes; and two stages of tensor groups."""
+def test_ranks_that_read_text_sum_or_swap_do_not_lock(tmp_path: Path) -> None:
+    """Four ranks of a fold, of which all read it, in a random order of passes; two stages of tensor groups, and of
+    ranks that share images; four ranks that share one."""
     cases = [
         Case(4, 1, 2, "fp32", 2, micro_batches=8, schedule="folded", process="text", random_programs=1),
         Case(2, 1, 1, "fp32", 1, schedule="folded", process="text", random_programs=1, tensor=2),
         Case(1, 2, 2, "fp32", 0, process="heads", tensor=2),
+        Case(2, 1, 2, "fp32", 1, schedule="folded", process="text", random_programs=1, space=2),
+        Case(1, 1, 1, "fp16", 0, process="heads", space=4, levels=(0, 1)),
     ]
     file = write_json(tmp_path / "cases.json", [asdict(case) for case in cases])
     log = tmp_path / "log"

@@ -32,7 +32,7 @@ from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
-from ddpm_ds.unet.shards import is_asked
+from ddpm_ds.unet.shards import is_asked, swaps_of
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
@@ -367,9 +367,15 @@ def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
 
 
 def hosts_warning(grid: Grid, exchange: Exchange) -> str | None:
-    """Return a line on tensor groups across hosts; None if there are none."""
+    """Return a line on tensor or space groups across hosts; None if there are none."""
     if not (split := grid.split_groups):
         return None
+    if grid.space > 1:
+        return (
+            f"warning      {counted(split, 'space group')} across hosts: each rank sends "
+            f"{_megabytes(max(exchange.swaps))} a step to others that share its images, and waits for each message; "
+            f"use a pipeline.space.size below {grid.space} that divides the processes of a host"
+        )
     return (
         f"warning      {counted(split, 'tensor group')} across hosts: each rank sends {_megabytes(max(exchange.sums))} "
         f"a step to sum parts of layers, and waits for them; use a pipeline.tensor.size below {grid.tensor} that "
@@ -394,6 +400,23 @@ def _tensor_line(layers: Sequence[Layer], layout: Layout, sent: float) -> str | 
     groups = counted(layout.world_size // layout.tensor.size, "group")
     cost = f"a rank sends {_megabytes(sent)} a step to sum their parts"
     return f"tensor       {groups} of {layout.tensor.size} ranks, {'; '.join(parts)}; {cost}"
+
+
+def _space_line(plan: RunDraft) -> str | None:
+    """Return a line on ranks that share images: their rows, and the cost of their messages; None without groups."""
+    layout, layers = plan.ds.layout, plan.layers
+    if layout.space.size == 1:
+        return None
+    shared = {layer.rows.arriving for layer in layers} - {()}
+    rows, last = "+".join(map(str, layers[0].rows.arriving)), len(shared) - 1
+    levels = "level 0" if last == 0 else f"levels 0-{last}"
+    whole = any(not layer.rows.arriving for layer in layers)
+    rest = ", lower levels computed whole on each" if whole else ""
+    interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
+    waits = sum(one.number for one in swaps_of(layers, interval))
+    groups = counted(layout.world_size // layout.space.size, "group")
+    cost = f"a rank sends {_megabytes(max(plan.exchange.swaps))} a step, and a micro-batch waits {waits} times"
+    return f"space        {groups} of {layout.space.size} ranks share images, {rows} rows on {levels}{rest}; {cost}"
 
 
 def _messages_line(plan: RunDraft) -> str | None:
@@ -443,6 +466,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         f"{', cut by flops, later by time' if cut_by_times(plan) else ''}",
         plan.chosen and plan.chosen.line,
         _tensor_line(plan.layers, layout, max(plan.exchange.sums, default=0)),
+        _space_line(plan),
         hosts_warning(plan.grid, plan.exchange),
         _messages_line(plan),
         hosts_line(plan.grid, plan.exchange),

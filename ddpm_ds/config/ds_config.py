@@ -137,9 +137,9 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     space, tensor = config.pipeline.space.size, config.pipeline.tensor.size
     if space > 1 and tensor != 1:
         fault = (
-            f"= {space} does not go with pipeline.tensor.size = {shown(tensor)}; use --set ds.pipeline.tensor.size=1"
+            f"= {space} does not go with pipeline.tensor.size = {shown(tensor)}; use --set ds.pipeline.space.size=1 "
         )
-        faults.add("pipeline.space.size", fault, "pipeline.tensor.size")
+        faults.add("pipeline.space.size", f"{fault}or --set 'ds.pipeline.tensor={{}}'", "pipeline.tensor.size")
     if space > 1 and config.compile:
         faults.add("compile", f"= true does not go with pipeline.space.size = {space}; use --set ds.compile=false")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"

@@ -22,7 +22,7 @@ from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.pipeline.cuts import segments, sent_elements
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.shards import agreed_elements, sums_of
+from ddpm_ds.unet.shards import agreed_elements, sums_of, swaps_of
 
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
@@ -48,6 +48,8 @@ class Grid:
     across: AcrossHosts
     hosts: tuple[Hashable, ...]
     tensor: int = 1
+    space: int = 1
+    """Number of neighbouring replicas that share each image."""
 
     def rank(self, stage: int, replica: int, part: int = 0) -> int:
         """Return the global rank at a rank of the pipeline, a replica and a place in the tensor group."""
@@ -73,9 +75,14 @@ class Grid:
 
     @property
     def split_groups(self) -> int:
-        """Number of tensor groups whose ranks are not all on one host."""
-        starts = range(0, len(self.hosts), self.tensor)
-        return sum(len(set(self.hosts[start : start + self.tensor])) > 1 for start in starts)
+        """Number of tensor or space groups whose ranks are not all on one host."""
+        if not self.hosts:
+            return 0
+        members = [self._members(stage) for stage in range(self.stages)]
+        tensor = [hosts for of_stage in members for hosts in zip(*of_stage, strict=True)]
+        starts = range(0, self.replicas, self.space)
+        space = [part[start : start + self.space] for of_stage in members for part in of_stage for start in starts]
+        return sum(len(set(hosts)) > 1 for hosts in (*tensor, *space))
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
@@ -148,6 +155,8 @@ class Exchange:
     """Bytes of weights over each edge of that ring, when weights are gathered."""
     sums: tuple[float, ...]
     """Bytes over each edge of the ring through a rank's tensor group: sums of activations and of gradients."""
+    swaps: tuple[float, ...]
+    """Bytes that a rank sends to others of its space group."""
 
 
 def run_exchange(
@@ -188,7 +197,13 @@ def run_exchange(
         agreed = agreed_elements(own, given=gives_gradients)
         return (2 * elements * summed_bytes + agreed * gradient_bytes) * (group - 1) / group
 
+    def swapped(own: Sequence[Layer]) -> float:
+        """Bytes that a rank with a stage sends to others of its space group."""
+        passes = swaps_of(own, interval)
+        return images * sum(one.elements * summed_bytes + one.statistics * 4 for one in passes)
+
     messages, parameters, reduced, sums = [], list[int](), list[float](), list[float]()
+    swaps = list[float]()
     for rank in range(layout.stages):
         ends = segments(bounds, layout.schedule, rank)
         stages = [layers[start:stop] for start, stop in ends]
@@ -199,6 +214,7 @@ def run_exchange(
             fewer = (shared.reductions - count for count in reductions[rank])
             reduced[-1] -= sum(less * own for less, own in zip(fewer, weights, strict=True))
         sums.append(sum(map(summed, stages)))
+        swaps.append(sum(map(swapped, stages)))
         if rank < layout.stages - 1:
             cuts = [(ends[0][1], 0), *((start, 1) for start, _ in ends[1:])]
             messages.append(width * sum(sent_elements(layers, *cut, layout.schedule) for cut in cuts))
@@ -208,6 +224,7 @@ def run_exchange(
         gradients=tuple(gradient * count for count in reduced),
         weights=tuple(shared.weight_bytes * ring * count for count in parameters),
         sums=tuple(sums),
+        swaps=tuple(swaps),
     )
 
 

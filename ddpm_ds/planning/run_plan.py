@@ -150,7 +150,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     ds = resolve(config, spec, world_size=ranks, stages=stages, path=files.ds_path)
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, files.ds_path)
-    check_rows(layers, ds.layout.space, files.ds_path)
+    check_rows(layers, ds.layout, files.ds_path)
     layers = row_layers(split_layers(layers, ds.layout.tensor), ds.layout.space)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     places = _places(ds, layers, bounds, hosts)
@@ -267,7 +267,7 @@ def _places(
     layout, across = ds.layout, across_hosts(ds, layers, bounds, hosts)
     return (
         describe(whole_layers(layers), bounds, layout.schedule),
-        Grid(layout.stages, layout.data_ranks, across, tuple(hosts), layout.tensor.size),
+        Grid(layout.stages, layout.data_ranks, across, tuple(hosts), layout.tensor.size, layout.space.size),
         run_exchange(ds, layers, bounds, weight_passes),
         encoding_ranks(layers, bounds, layout.schedule),
     )

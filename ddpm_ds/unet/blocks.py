@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from ddpm_ds.unet import layers as kinds
 from ddpm_ds.unet import operations as ops
+from ddpm_ds.unet.shards import exchanges_heads
 from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
-FEWEST_FOR_HEADS = 4
-"""Fewest ranks that exchange heads: of two, gathering keys and values sends as much and waits once."""
 Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
@@ -404,13 +403,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, width: int) -> Tensor:
 def attend_itself(qkv: Tensor, *, width: int, band: Band | None) -> Tensor:
     """Return attention of queries over keys and values of all pixels, side by side in ``qkv`` (N, pixels, 3 C).
 
-    If ranks share the pixels, they gather keys and values. Four ranks or more exchange their rows for heads instead, if
-    these divide, which sends less.
+    If ranks share the pixels, they gather keys and values, or exchange rows for heads.
     """
     if band is None:
         return attend(*qkv.chunk(3, dim=2), width=width)
     ranks, channels = band.group.size, qkv.shape[2] // 3
-    if ranks >= FEWEST_FOR_HEADS and channels // width % ranks == 0:
+    if exchanges_heads(channels // width, ranks):
         own = band.to_heads(qkv.unflatten(2, (3, channels)))  # (N, all pixels, 3, C / ranks)
         return band.to_rows(attend(*own.unbind(2), width=width).unsqueeze(2)).squeeze(2)
     query, keyed = qkv.split([channels, 2 * channels], dim=2)

@@ -20,7 +20,7 @@ import difflib
 import fnmatch
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,21 @@ from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.ground.units import counted
 from ddpm_ds.schema.layout import Layout, SpaceSplit, TensorSplit, divisors
 from ddpm_ds.schema.section import shown
-from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer, Parameter, Rows, Split
+from ddpm_ds.unet.layers import (
+    AttentionLayer,
+    BlockLayer,
+    DownsampleLayer,
+    EmbedLayer,
+    InputLayer,
+    Layer,
+    OutputLayer,
+    Parameter,
+    Rows,
+    Split,
+    TransformerBlockLayer,
+    TransformerInputLayer,
+    UpsampleLayer,
+)
 
 
 class Shard(NamedTuple):
@@ -127,20 +141,98 @@ def _with_rows(layer: Layer, rows: Rows) -> Layer:
     return replace(layer, rows=rows, in_size=arriving, out_size=leaving)
 
 
-def check_rows(layers: Sequence[Layer], space: SpaceSplit, path: Path | str) -> None:
-    """Check that a space group, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
+FEWEST_FOR_HEADS = 4  # of two ranks gathering keys and values sends as much as exchanging heads, and waits once
+
+
+def exchanges_heads(heads: int, ranks: int) -> bool:
+    """Return whether ranks that share the pixels of self-attention exchange rows for heads."""
+    return ranks >= FEWEST_FOR_HEADS and heads % ranks == 0
+
+
+class Swaps(NamedTuple):
+    """Swaps of a rank with its space group, and what it sends in them for an image."""
+
+    number: int = 0
+    elements: int = 0
+    """Elements of activations, or of their gradients."""
+    statistics: int = 0
+    """Numbers of 4 bytes."""
+
+    def __add__(self, other: Swaps) -> Swaps:  # type: ignore[override]
+        return Swaps(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
+    """Return the swaps of the forward and of the backward of a stage with these ``layers``.
+
+    A backward repeats the forward's swaps, if groups of ``interval`` layers (0: none) are recomputed. The image needs
+    no gradient, so a stage with the first layer gives none back.
+    """
+    forward = backward = Swaps()
+    for layer, before in zip(layers, (None, *layers), strict=False):
+        for there, back in _layer_swaps(layer):
+            forward += there
+            if not isinstance(before, EmbedLayer):
+                backward += back
+            if interval:
+                backward += there
+    return forward, backward
+
+
+def _layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
+    """Yield the swaps of a layer's forward, each with that of its gradient."""
+    rows, width = layer.rows, layer.in_size[1]
+    ranks = len(rows.arriving)
+    if not ranks:  # each rank has the whole input
+        return
+    down, up = rows.rank < ranks - 1, rows.rank > 0
+    own = layer.in_size[0] * width
+    others = sum(rows.arriving) * width - own
+    groups = getattr(layer, "groups", 0)
+
+    def normalised(channels: int) -> Swaps:
+        return Swaps(1, channels * width * (up + down), 2 * groups * (ranks - 1))
+
+    match layer:
+        case InputLayer() | UpsampleLayer():
+            yield (Swaps(1, layer.in_channels * width * (up + down)),) * 2
+        case DownsampleLayer() if rows.leaving:
+            first, last = (up, down) if layer.asymmetric else (down, up)
+            yield Swaps(1, layer.in_channels * width * first), Swaps(1, layer.in_channels * width * last)
+        case DownsampleLayer():
+            yield Swaps(1, layer.in_channels * own * (ranks - 1)), Swaps(1, layer.in_channels * others)
+        case BlockLayer():
+            yield (normalised(layer.width),) * 2
+            yield (normalised(layer.out_channels),) * 2
+        case OutputLayer():
+            yield (normalised(layer.in_channels),) * 2
+        case AttentionLayer() | TransformerInputLayer():
+            yield (normalised(0),) * 2
+    if isinstance(layer, AttentionLayer | TransformerBlockLayer):
+        if exchanges_heads(layer.heads, ranks):
+            each = layer.in_channels // ranks
+            yield Swaps(1, 3 * each * own * (ranks - 1)), Swaps(1, 3 * each * others)
+            yield Swaps(1, each * others), Swaps(1, each * own * (ranks - 1))
+        else:
+            yield Swaps(1, 2 * layer.in_channels * own * (ranks - 1)), Swaps(1, 2 * layer.in_channels * others)
+
+
+def check_rows(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
+    """Check that space groups, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
+    space = layout.space
     height, levels = layers[0].in_size[0], 1 + max(level_of(layer, 0) for layer in layers)
     lowest = lowest_shared(height, levels, space)
     if space.size == 1 or (share := busiest_share(height >> lowest, space.size)) <= MOST_SHARE:
         return
     rows, key = height >> lowest, "pipeline.space"
     able = [level for level in range(lowest) if busiest_share(height >> level, space.size) <= MOST_SHARE]
-    sizes = [size for size in range(1, space.size) if busiest_share(rows, size) <= MOST_SHARE]
+    fitting = divisors(layout.world_size // layout.stages, space.size)
+    sizes = [size for size in fitting if busiest_share(rows, size) <= MOST_SHARE]
     why = f"has {counted(rows, 'row')}" if math.isinf(share) else f"gives one rank {share:.2f} shares of {rows} rows"
-    fix = f"ds.{key}.size={sizes[-1]}" + (f" or ds.{key}.levels={shown([*range(able[-1] + 1)])}" if able else "")
+    fixes = [f"ds.{key}.size={sizes[-1]}", *(f"ds.{key}.levels={shown([*range(one + 1)])}" for one in able[-1:])]
     raise DsConfigError(
         f"{path}: {key} = {shown(space.block)}: level {lowest} of an image of height {height} {why}; sizes that work "
-        f"are {', '.join(map(str, sizes))}; use --set {shlex.quote(fix) if ' ' in fix else fix}"
+        f"are {', '.join(map(str, sizes))}; use {' or '.join(f'--set {shlex.quote(fix)}' for fix in fixes)}"
     )
 
 

@@ -53,7 +53,7 @@ from ddpm_ds.unet import model, operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
-from ddpm_ds.unet.shards import row_layers, split_layers
+from ddpm_ds.unet.shards import layers_of_rank, row_layers, split_layers, swaps_of
 from ddpm_ds.unet.space import SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, part_of, shard_of
 from tests.ds_json import config_of
@@ -65,10 +65,10 @@ STEPS = 2
 EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Settings of Adam in 8 bits, those of the reference."""
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal["plain", "heads", "edm", "flow", "weighted", "rectangles",
+Process = Literal["plain", "heads", "edm", "flow", "weighted", "rectangles", "uneven",
                   "stored", "reduced", "regression", "text", "caption", "buckets"]  # fmt: skip
 """Kinds of training; :func:`spec_of` and :func:`fields_spec` have the specs."""
-COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "stored", "text", "caption", "buckets")
+COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "uneven", "stored", "text", "caption", "buckets")
 """Kinds of training whose bytes are counted."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -361,8 +361,9 @@ def farthest_prediction(engine: UnetPipelineEngine, spec: RunSpec, precision: Pr
     return max(found)
 
 
-def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) -> list[float]:
-    """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
+def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int, place: int) -> list[float]:
+    """Bytes of messages and of collectives that a rank of the pipeline, at its ``place`` in a space group, sends in a
+    step, as the planner counts them."""
     bounds, reductions = case.bounds(layers_of(spec)), weight_passes(programs, case.schedule)
     resolved = case.resolved(spec.train.batch_images)
     sizes = [spec.data.size]
@@ -373,9 +374,10 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
         "arithmetic_bytes": arithmetic_dtype(device().type, DTYPES[case.precision]).itemsize,
         "gives_gradients": device().type == "cuda",
     }
-    lists = [shared_layers(spec, size, resolved.layout) for size in sizes]
+    lists = [layers_of_rank(shared_layers(spec, size, resolved.layout), place) for size in sizes]
     exchanges = [run_exchange(resolved, layers, bounds, reductions, **kind) for layers in lists]
     messages = sum(sum(sent.messages[max(stage - 1, 0) : stage + 1]) for sent in exchanges) / len(exchanges)
+    messages += sum(sent.swaps[stage] for sent in exchanges) / len(exchanges)
     sums = sum(sent.sums[stage] for sent in exchanges) / len(exchanges)
     return [float(messages), exchanges[0].gradients[stage] + exchanges[0].weights[stage] + sums]
 
@@ -388,6 +390,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
+    "uneven": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (12, 4)}},
     "buckets": {"data": {"buckets": {"step": 8}}, "unet": {"dropout": 0.0}},
 }
 """Sections of the specs that differ from those of the tiny U-Net."""
@@ -441,6 +444,26 @@ def decoded(piece: insides.OwnedPiece, fragment: Fragment) -> Tensor:
     return code_of(fragment.kind, scales.device).decode(fragment.values, scales)
 
 
+def count_swaps(engine: UnetPipelineEngine) -> list[object]:
+    """Fill the returned list with the swaps of this rank."""
+    group, found = engine.module.space, list[object]()
+    swap = group.swap
+
+    def counted(*what: Any) -> Any:
+        found.append(what[1])
+        return swap(*what)
+
+    group.swap = counted
+    return found
+
+
+def swaps_in_a_step(engine: UnetPipelineEngine) -> int:
+    """Number of swaps of this rank in a step, as the planner counts them."""
+    ends, interval = engine.module.phase_bounds, engine.module.activation_checkpoint_interval
+    passes = [swaps_of(engine.module.unet_layers[first:stop], interval) for first, stop in ends]
+    return engine.micro_batches * sum(one.number for both in passes for one in both)
+
+
 def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
     spec = spec_of(case.compile, case.process)
@@ -455,9 +478,10 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
     contexts = watch_contexts(engine) if engine.readers else []
-    expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
+    expected_sent = sent_by(case, spec, engine.programs, engine.stage_id, engine.module.space.rank)
+    swaps = count_swaps(engine)
     # Compiled layers run eagerly where operators are watched; each of these processes sends the same bytes.
-    counting, records = not case.compile and case.process in COUNTED and case.space == 1, []
+    counting, records = not case.compile and case.process in COUNTED, []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
@@ -488,6 +512,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id(), engine.module.tensor.rank],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
+                "swaps": [len(swaps), (step + 1) * swaps_in_a_step(engine)],
                 "loss_scale": float(engine.gradients.scale),
                 "graphs": [warm, counters["stats"]["unique_graphs"]],
             }

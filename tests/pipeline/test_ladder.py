@@ -69,8 +69,9 @@ BY_FOUR = [
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="heads", random_programs=3, tensor=2),
     Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, tensor=2),
-    # images that two or four ranks share
-    Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=3, process="stored", space=2),
+    # images that two or four ranks share, with uneven rows and a level that each computes whole
+    Case(2, 1, 1, "fp32", 1, schedule="folded", random_programs=3, process="stored", space=2),
+    Case(1, 1, 2, "fp16", 1, micro_batches=2, process="uneven", space=4, levels=(0, 1)),
     Case(1, 1, 1, "bf16", 0, process="heads", space=4, levels=(0,)),
     Case(1, 2, 0, "fp32", 0, across="replicas", micro_batches=2, process="text", space=2),
 ]
@@ -129,6 +130,13 @@ MORE_BY_TWO = [
     Case(1, 1, 0, "fp16", 2, tensor=2, reentrant=True, process="heads"),
     Case(1, 1, 0, "fp32", 0, compile=True, process="heads", random_programs=8, tensor=2),
     Case(1, 1, 1, "fp32", 0, compile=True, process="text", random_programs=17, tensor=2),
+    *(Case(1, 1, *ways, micro_batches=2, space=2) for ways in (*SOME, (0, "fp16", 1), (0, "bf16", 0), (2, "bf16", 1))),
+    *(Case(1, 1, *ways, process="text", micro_batches=2, space=2) for ways in SOME),
+    Case(1, 1, 1, "fp32", 0, process="edm", random_programs=31, space=2),
+    Case(1, 1, 2, "fp16", 2, process="stored", reentrant=True, space=2, levels=(0,)),
+    Case(1, 1, 1, "bf16", 0, process="reduced", micro_batches=2, offload=True, space=2),
+    Case(1, 1, 2, "fp32", 0, process="weighted", micro_batches=2, eight_bit=True, space=2),
+    Case(1, 1, 0, "fp32", 0, process="regression", space=2, levels=(0,)),
 ]
 MORE_BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
@@ -163,6 +171,15 @@ MORE_BY_FOUR = [
     Case(1, 1, 2, "fp32", 0, tensor=4),
     Case(1, 2, 2, "fp32", 1, across="replicas", process="text", tensor=2),
     Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, process="caption", tensor=2),
+    *(Case(2, 1, *ways, space=2) for ways in SOME),
+    *(Case(2, 1, *ways, schedule="folded", process="text", random_programs=22, space=2) for ways in SOME[:2]),
+    *(Case(2, 1, *ways, schedule="folded", process="flow", random_programs=22, space=2) for ways in SOME[2:]),
+    *(Case(1, 1, *ways, process="uneven", space=4, levels=(0, 1)) for ways in (*SOME, (1, "bf16", 0), (0, "bf16", 2))),
+    *(Case(1, 2, *ways, process="reduced", space=2) for ways in (*SOME, (0, "fp16", 0))),
+    Case(2, 1, 2, "bf16", 0, schedule="folded", random_programs=5, process="edm", space=2),
+    Case(2, 1, 0, "fp32", 2, reentrant=True, process="text", cuts=(14,), space=2, levels=(0,)),
+    Case(1, 1, 2, "fp32", 1, process="text", space=4, levels=(0,)),
+    Case(1, 1, 1, "fp32", 0, process="heads", space=4, levels=(0, 1), random_programs=8),
 ]
 """Other combinations of the same factors."""
 ONE_GPU = [
@@ -261,11 +278,16 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
         for stage in sorted({record["stage"] for record in records}):
             # replicas sum other parts of the gradients in their tensor groups, which differ in size
             same = [record for record in records if record["stage"] == stage]
-            counted = [record["sent"] or record["expected_sent"] for record in same]
-            kinds = zip(("messages", "collectives"), zip(*counted, strict=True), same[0]["expected_sent"], strict=True)
-            for kind, sent, expected in kinds:
-                if not math.isclose(fmean(sent), expected, rel_tol=0, abs_tol=SMALL_BYTES):
-                    found.append(f"step {step}, stage {stage}: sends {sent} bytes of {kind} instead of {expected}")
+            for kind, name in enumerate(("messages", "collectives")):
+                planned = [record["expected_sent"][kind] for record in same]
+                sent = [(record["sent"] or record["expected_sent"])[kind] for record in same]
+                if not math.isclose(fmean(sent), fmean(planned), rel_tol=0, abs_tol=SMALL_BYTES):
+                    found.append(f"step {step}, stage {stage}: sends {sent} bytes of {name} instead of {planned}")
+        for rank, record in enumerate(records):
+            if record["swaps"][0] != record["swaps"][1]:
+                found.append(
+                    f"step {step}: rank {rank} swaps {record['swaps'][0]} times instead of {record['swaps'][1]}"
+                )
         missing = set(records[0]["names"]) - named
         if missing:
             found.append(f"step {step}: no stage has the gradients of {sorted(missing)}")
