@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks that share layers: the same run in the same layout, and every value in any other.
+"""Checkpoints of real ranks that share layers or images: the same run in the same layout, and every value in any other.
 
 As a script, with a file of courses and a folder, this trains the ranks, or loads what others have saved.
 """
@@ -56,13 +56,18 @@ LAYOUTS = {
     "shared, 8 bits, fp16": replace(ONE, tensor=2, eight_bit=True, precision="fp16"),
     "shared, two replicas": replace(ONE, tensor=2, replicas=2, zero=2),
     "shared by four": replace(ONE, tensor=4, zero=1),
+    "images of two": replace(ONE, space=2, zero=1),
+    "images of two, stages": replace(ONE, space=2, stages=2, zero=2),
+    "images of four": replace(ONE, space=4),
 }
-TRAINED = [name for name, case in LAYOUTS.items() if case.tensor == 2 or case == ONE or name == "one, 8 bits"]
-SHARED = [name for name in TRAINED if LAYOUTS[name].tensor > 1]
+TRAINED = [
+    name for name, case in LAYOUTS.items() if 2 in (case.tensor, case.space) or case == ONE or name == "one, 8 bits"
+]
+SHARED = [name for name in TRAINED if LAYOUTS[name].tensor * LAYOUTS[name].space > 1]
 SOURCES = {
-    "one": ["shared", "shared, ZeRO-2, fp16", "some layers, ZeRO-1, fp16", "shared, two replicas"],
+    "one": ["shared", "images of two", "shared, ZeRO-2, fp16", "some layers, ZeRO-1, fp16", "shared, two replicas"],
     "one, 8 bits": ["shared, 8 bits, ZeRO-1", "shared, 8 bits, fp16"],
-    "two stages": ["shared", "some layers, ZeRO-1, fp16"],
+    "two stages": ["shared", "images of two", "some layers, ZeRO-1, fp16"],
     "two replicas": ["shared, ZeRO-2, fp16", "shared, two replicas"],
     "two replicas, 8 bits": ["shared, 8 bits, ZeRO-1"],
     "shared": ["shared", "one", "some layers, ZeRO-1, fp16", "shared, two replicas"],
@@ -71,7 +76,10 @@ SOURCES = {
     "shared, 8 bits, ZeRO-1": ["shared, 8 bits, ZeRO-1", "one, 8 bits"],
     "shared, 8 bits, fp16": ["shared, 8 bits, fp16"],
     "shared, two replicas": ["shared, two replicas", "one", "shared"],
-    "shared by four": ["shared", "one"],
+    "shared by four": ["shared", "one", "images of two"],
+    "images of two": ["images of two", "one", "shared"],
+    "images of two, stages": ["images of two, stages", "images of two", "shared, two replicas"],
+    "images of four": ["one", "images of two, stages"],
 }
 """Checkpoints that each layout loads."""
 EXCHANGES = [(layout, source) for layout, sources in SOURCES.items() for source in sources if source != layout]
@@ -195,7 +203,8 @@ def test_any_layout_has_every_value_of_any_other(layout: str, source: str, cours
 def test_parts_lie_with_their_ranks_and_what_all_have_alike_with_the_first(name: str, courses: Courses) -> None:
     case, reader = LAYOUTS[name], courses.middle(name, WHOLE)
     files = {file for file in reader.manifest.files if file != "state.json"}
-    owners = [f"stage0-replica{replica}" for replica in range(case.replicas)]
+    ranks = case.replicas * case.space if case.zero else 1
+    owners = [f"stage{stage}-replica{rank}" for stage in range(case.stages) for rank in range(ranks)]
     if case.tensor > 1:
         owners = [f"{owner}-tensor{rank}" for owner in owners for rank in range(case.tensor)]
     assert files == {f"{owner}.safetensors" for owner in owners}
