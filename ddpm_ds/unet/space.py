@@ -12,7 +12,7 @@ over ranks is the gradient, as among replicas. Sums are in the order of ranks, w
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -183,8 +183,7 @@ class Band(NamedTuple):
         """Return the sum over ranks of the gradients of this rank's rows."""
         parts = self._by_rank(gradient)
         own = parts[self.group.rank]
-        total = torch.stack(self.group.exchange(parts, [own.shape] * self.group.size))
-        return total.sum(0, dtype=_wide_type(own.dtype)).to(own.dtype)
+        return _total(self.group.exchange(parts, [own.shape] * self.group.size)).to(own.dtype)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Return a rank's share of the heads at all pixels, from x (N, pixels, parts, C) with all heads at its own."""
@@ -257,8 +256,8 @@ class _Norm(torch.autograd.Function):
         top, bottom, both = band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
         # Chan et al. 1979: moments of parts with different means
         share = _shares(band.rows, own.dtype, x.device)
-        mean = (share * both[:, 0]).sum(0)  # (N, G)
-        variance = (share * (both[:, 1] + (both[:, 0] - mean).square())).sum(0)
+        mean = _total(share * both[:, 0])  # (N, G)
+        variance = _total(share * (both[:, 1] + (both[:, 0] - mean).square()))
         rstd = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, top, bottom, weight, bias, scale, shift, mean, rstd)
         ctx.band, ctx.silu = band, silu
@@ -299,7 +298,7 @@ class _Norm(torch.autograd.Function):
         else:
             of_bias = of_c
         up, down, both = finish()
-        of_moments = both.sum(0) / (band.height * x.shape[3] * (x.shape[1] // mean.shape[1]))
+        of_moments = _total(both) / (band.height * x.shape[3] * (x.shape[1] // mean.shape[1]))
         slope = -_by_channel(of_moments[1] * rstd.pow(3), x)  # twice the variance's gradient
         dx = dy[:, :, beside:end] * a[:, :, None, None]
         dx.addcmul_(wide[:, :, beside:end], slope[:, :, None, None])
@@ -353,6 +352,11 @@ def _narrowed(wide: Tensor, above: int, below: int, up: Tensor, down: Tensor) ->
 def _shares(rows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return each rank's share of the rows, (ranks, 1, 1)."""
     return (torch.tensor(rows, dtype=torch.float64) / sum(rows)).to(device, dtype)[:, None, None]
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors, added up one after the other, in fp32 at least."""
+    return functools.reduce(torch.add, (part.to(_wide_type(part.dtype)) for part in parts))
 
 
 def _wide_type(dtype: torch.dtype) -> torch.dtype:

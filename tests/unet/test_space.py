@@ -16,7 +16,7 @@ from ddpm_ds.schema.layout import SpaceSplit
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import set_image_index
-from ddpm_ds.unet.shards import layers_of_rank, row_layers
+from ddpm_ds.unet.shards import layers_of_rank, row_layers, swaps_of
 from ddpm_ds.unet.space import Band, SpaceGroup
 from tests.unet.variants import VARIANTS, batch, context, interface_of, random_unet
 
@@ -166,3 +166,60 @@ CASES: list[tuple[str, SpaceSplit, tuple[int, int] | None]] = [
 def test_ranks_that_share_the_rows_are_one(name: str, space: SpaceSplit, size: tuple[int, int] | None) -> None:
     wrong = {what: error for what, error in errors(name, space, size) if not error < EXACT}
     assert not wrong
+
+
+def test_sums_have_the_order_of_ranks_and_the_same_bits_on_all() -> None:
+    drawn = torch.randn(5, 2, 7, 3, generator=torch.Generator().manual_seed(1))
+    drawn *= 10.0 ** torch.arange(5)[:, None, None, None]
+
+    def run(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        row = drawn[0, :, :1, :1, None].permute(0, 2, 1, 3)[:, :, :0]
+        everyone = group.trade(row, row, drawn[group.rank])()[2]
+        own = Band(group, (2, 1, 2, 1, 1))._scatter(drawn[group.rank])
+        return everyone, own
+
+    found, mail = on_ranks(5, run)
+    assert all(torch.equal(everyone, drawn) for everyone, _ in found)
+    total = drawn[0]
+    for part in drawn[1:]:
+        total = total + part
+    assert torch.equal(torch.cat([own for _, own in found], dim=1), total)
+    assert not torch.equal(drawn.flip(0).sum(0), total), "the order can be seen"
+    assert len(mail.sent) == 2 * 5 * 4, "one message for each pair and direction"
+
+
+def test_rows_of_a_norm_travel_in_the_message_of_its_statistics() -> None:
+    """Swaps of a block: two forwards and two backwards, each with one message to every other rank."""
+    layers = whole_of("bare", (12, 4))[:3]
+    space = SpaceSplit(3)
+
+    def run(group: ThreadGroup) -> None:
+        own = banded(whole_of("bare", (12, 4)), space, group)[2]
+        h = torch.randn(2, 16, 4, 4, dtype=torch.float64).requires_grad_()
+        (own((h, torch.randn(2, 64, dtype=torch.float64)))[0]).sum().backward()
+
+    _, mail = on_ranks(3, run)
+    assert layers[2].name == "down.0.block.0"
+    pairs = [pair[:2] for pair in mail.sent]
+    assert sorted(pairs) == sorted((a, b) for a in range(3) for b in range(3) if a != b for _ in range(4))
+    statistics, row = 2 * 2 * 2 * 8, 2 * 16 * 4 * 8
+    assert {size for a, b, size in mail.sent if abs(a - b) == 1} == {statistics + row}
+    assert {size for a, b, size in mail.sent if abs(a - b) == 2} == {statistics}
+
+
+@pytest.mark.parametrize(("space", "size"), [(SpaceSplit(2), None), (SpaceSplit(4, (0, 1)), (24, 8))], ids=str)
+def test_swaps_and_bytes_are_counted(space: SpaceSplit, size: tuple[int, int] | None) -> None:
+    """Of a walk through the whole U-Net, in fp64: 8 bytes an element or number."""
+    layers = whole_of("text", size)
+
+    def run(group: ThreadGroup) -> None:
+        own = banded(layers, space, group)
+        band = Band(group, row_layers(layers, space)[0].rows.arriving)
+        inputs = inputs_of("text", layers)
+        walk(own, (band.cut(inputs[0]), *inputs[1:])).sum().backward()
+
+    _, mail = on_ranks(space.size, run)
+    for rank in range(space.size):
+        counted = swaps_of(layers_of_rank(row_layers(layers, space), rank), 0)
+        sent = sum(size for sender, _, size in mail.sent if sender == rank)
+        assert sent == 2 * 8 * sum(one.elements + one.statistics for one in counted)
