@@ -41,10 +41,8 @@ def permutation(count: int, seed: int, epoch: int, part: int = 0) -> npt.NDArray
 class Shuffled:
     """Endless order of ``count`` images, shuffled anew in each epoch: 4 bytes an image, and in the middle 8::
 
-        reads    │ wait │ epoch 0 ─────────────── │ epoch 1 ─────────────── │ epoch 2
-        thread   │  0   │            │ 1 │                     │ 2 │
-
-    The thread shuffles without Python's lock, so that only a run's first read waits.
+    reads    │ wait │ epoch 0 ─────────────── │ epoch 1 ─────────────── │ epoch 2
+    thread   │  0   │            │ 1 │                     │ 2 │              without Python's lock
     """
 
     def __init__(self, count: int, seed: int) -> None:
