@@ -282,7 +282,7 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
     if rank and answer["path"]:
         path = Path(answer["path"])
         state, manifest = parse_state(path, read_bytes(path, STATE)), read_manifest(path)
-        found = CompleteCheckpoint(path, manifest, state, verified=answer["seen"] == _seen(path, manifest))
+        found = CompleteCheckpoint(path, manifest, state, answer["seen"] == _seen(path, manifest))
     return found
 
 
@@ -290,8 +290,8 @@ def _seen(path: Path, manifest: Manifest) -> str:
     """Return a checksum of the manifest and of all files' sizes and times of change, as this host sees them."""
     with reading(path, "one of its files"):
         files = [(path / name).stat() for name in sorted(manifest.files)]
-    facts = [manifest.sha256, *((file.st_size, file.st_mtime_ns) for file in files)]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    seen = manifest.sha256, [(file.st_size, file.st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 
 def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:

@@ -61,8 +61,6 @@ SMALLEST = 2.0**-100
 """Smallest scale that is not taken for 0: products with a table's numbers keep all bits of fp32."""
 STORED: dict[str, torch.dtype] = {**dict(DTYPES.values()), CODES: torch.uint8}
 """PyTorch's data types by their names in safetensors files."""
-
-
 WRITTEN_BYTES = 2**26
 """Bytes that are written at a time, while a second thread adds them to the checksum."""
 
