@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -278,6 +278,12 @@ def _ahead(reads: _Reads, threads: int) -> Iterator[MicroBatch]:
             yield from batches
 
 
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Return the process's stream for copies: each roll-back makes a new loader, and PyTorch has 32 streams in all."""
+    return torch.cuda.Stream(device)
+
+
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
     """Yield the same endless micro-batches on ``device``, still uint8.
 
@@ -290,7 +296,7 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[M
     if device.type != "cuda":
         yield from batches
         return
-    stream = torch.cuda.Stream(device)
+    stream = _copying(device)
 
     def copy(batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
