@@ -86,11 +86,68 @@ def test_a_check_that_fails_is_exit_code_1_with_its_log_and_the_others_run(
         assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
+TESTS = """\
+import json, os, pytest, time
+
+@pytest.mark.parametrize("on", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+def test_of_several_gpus(on):
+    with open(os.environ["CHECK_GPU_ROWS"], "a") as rows:
+        print(json.dumps({"name": "speed", "measured": f"{on} images/s"}), file=rows)
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_else(which):
+    assert which == "first"
+
+def test_of_several_gpus_that_hangs():
+    if os.environ.get("HANGS"):
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(TESTS)
+    (tmp_path / "tests" / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs GPUs")
+    monkeypatch.setattr(check_gpu, "TESTS", tmp_path / "tests")
+    return check_gpu.Machine(tmp_path, "cpu")
+
+
+def test_rows_that_tests_measure_come_before_how_the_tests_ended(machine: Any) -> None:
+    measured, ended = check_gpu.several(machine)
+    assert measured == Finding("speed", "1 images/s")
+    assert ended.name == "several GPUs" and ended.result == "pass" and ended.measured.startswith("2 passed")
+    (ended,) = check_gpu.tests(machine, "others", "not gpu", "not several_gpus", PATIENCE_SECONDS)
+    assert ended.result == "fail" and "; FAILED " in ended.measured and "second" in ended.measured
+
+
+def test_rows_measured_before_a_test_that_hangs_are_kept(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANGS", "1")
+    found = check_gpu.tests(machine, "some", "not gpu", "several_gpus", 15)
+    assert next(found) == Finding("speed", "1 images/s")
+    with pytest.raises(check_gpu.CommandFailed, match="not done after 15 s"):
+        next(found)
+
+
+def test_only_some_checks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(check_gpu, "CHECKS", (fails, passes))
+    code, report = run(tmp_path, "--only", "passes")
+    assert code == 0 and "| a limit |" in report and "a bound" not in report
+    assert re.search(r"^ +\d+ s  measured  speed: 3 images/s$", capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.mark.long
 @pytest.mark.launch
 def test_all_that_a_cpu_can_run_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_gpu, "CHECKS", check_gpu.CHECKS[1:])  # no test runs without a GPU
+    monkeypatch.setattr(check_gpu, "CHECKS", check_gpu.CHECKS[1:-1])  # without tests
     code, report = run(tmp_path)
     assert code == 0, report
-    for row in ("main job, fp16", "CIFAR-10, plain", "CIFAR-10, 1f1b", "SDXL, 1f1b"):
+    for row in (
+        "main job, fp16",
+        "CIFAR-10, plain",
+        "CIFAR-10, 1f1b",
+        "SDXL, 1f1b",
+        "SDXL, compiled, eager",
+        "SD 2, 1f1b",
+    ):
         assert re.search(rf"\| {row} \| .*[\d.,]+ images/s.* \|", report), report

@@ -40,7 +40,7 @@ def train(
         ("10.77.0", False),
         ("172.20.9", False),
         ("192.168.77", False),
-        pytest.param("192.168.77", True, id="two_gpus", marks=pytest.mark.gpu(2)),
+        pytest.param("192.168.77", True, id="several_gpus", marks=pytest.mark.gpu(2)),
     ],
 )
 def test_hosts_train_although_each_calls_itself_loopback(

@@ -44,7 +44,7 @@ CHANGES = (
     "samples.every_images=160",
     "evaluation.every_images=160",
 )
-ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="two_gpus", marks=pytest.mark.gpu(2))]
+ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu(2))]
 START_SECONDS = 8.0
 """A kill at the start comes within this time of the start of the processes."""
 
@@ -190,7 +190,9 @@ def test_signals_from_the_last_save_on_do_not_change_that_the_run_is_done(tmp_pa
 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_a_replica_that_stops_or_dies_ends_the_other(number: signal.Signals, device: str, tmp_path: Path) -> None:
+def test_a_replica_that_stops_or_dies_ends_the_other_on_several_gpus(
+    number: signal.Signals, device: str, tmp_path: Path
+) -> None:
     """On GPUs steps are graphs, whose sums over NCCL have no time limit of their own."""
     run_dir, graphs = tmp_path / "run", ["ds.graphs=true"] if device == "cuda" else []
     changes = ("train.images=8000000", "samples.every_images=null", "evaluation.every_images=null", *graphs)
