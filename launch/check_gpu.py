@@ -37,8 +37,9 @@ from ddpm_ds.tracking.run_folder import METRICS  # noqa: E402
 CONFIGS, TESTS = REPOSITORY / "ds_configs", REPOSITORY / "tests"
 PACKAGES = ("torch", "deepspeed", "triton", "diffusers", "denoising-diffusion-pytorch")
 Result = Literal["pass", "fail", "skipped", "measured"]
-SEVERAL, ROWS = "several_gpus", "CHECK_GPU_ROWS"
-"""Word in the names of tests that need several GPUs; variable with the file of the rows that tests measure."""
+SEVERAL, ROWS, PATIENCE = "several_gpus", "CHECK_GPU_ROWS", "PATIENCE_SECONDS"
+"""Word in the names of tests that need several GPUs; variables with the file of the rows that tests measure, and with
+the time that ranks have to end."""
 LOG_LINES = 60
 """Last lines of a log that the report shows if its command failed."""
 
@@ -125,7 +126,8 @@ def gpu_tests(machine: Machine) -> Iterator[Finding]:
 
 def several(machine: Machine) -> Iterator[Finding]:
     """Run what only several GPUs show, in ten minutes, or on a CPU its rehearsal."""
-    marked, seconds = ("gpu", 600) if machine.device == "cuda" else ("not gpu", 3600)
+    marked, seconds, each = ("gpu", 600, 100) if machine.device == "cuda" else ("not gpu", 3600, 900)
+    os.environ[PATIENCE] = str(each)
     yield from tests(machine, "several GPUs", marked, SEVERAL, seconds)
 
 
@@ -180,7 +182,8 @@ def benchmark(
     for row in report["rows"]:
         peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"
         step = f"{1e3 * row['step_seconds']['median']:.4g} ms a step"
-        rate = f"{row['images_per_second']:,.4g} images/s, {step}{peak}"
+        note = f" ({row['note']})" if row["note"] else ""
+        rate = f"{row['images_per_second']:,.4g} images/s, {step}{peak}{note}"
         yield Finding(f"{name}, {row['row']}", rate, limit=published)
     for row in report["not_run"]:
         yield Finding(f"{name}, {row['row']}", row["reason"], "skipped")

@@ -129,6 +129,22 @@ def test_rows_measured_before_a_test_that_dies_are_kept(machine: Any, monkeypatc
         next(found)
 
 
+def test_the_prediction_of_replicas_says_how_much_of_a_step_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    words = check_gpu.settings(train__batch_images=4, train__accumulation=1)
+
+    def share(processes: int, stage: int) -> float | None:
+        own = [*words, *check_gpu.settings(ds__zero_optimization__stage=stage)]
+        config = check_gpu.CONFIGS / "zero2_bf16.json"
+        prediction, fits = check_gpu.predicted("digits", "digits.yaml", config, own, processes)
+        assert fits and re.search(r"predicted [\d.,]+ images/s, [\d.]+ ms a step, [\d.]+ GiB", prediction.measured)
+        found = re.search(r", ([\d.]+)% of a step waits for other replicas$", prediction.measured)
+        return None if found is None else float(found[1])
+
+    two, four = share(2, 1), share(4, 1)
+    assert share(1, 1) is None and two is not None and four is not None and 0 < two < four < 100
+
+
 def test_only_some_checks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(check_gpu, "CHECKS", (fails, passes))
     code, report = run(tmp_path, "--only", "passes")

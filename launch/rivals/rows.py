@@ -40,9 +40,12 @@ class Row(Protocol):
     """Way of training, from the same weights, on the same images in the same order."""
 
     name: str
-    note: str
     comparable: bool
     """Whether its losses should be the first row's; with other random draws or another U-Net they are not."""
+
+    @property
+    def note(self) -> str:
+        """What a reader of the row's numbers should know, or nothing."""
 
     def step(self) -> Tensor:
         """Take one optimizer step on the next batch; every process calls it, and it may return before its device.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from rivals.deepspeed_rows import OurPipeline
 from rivals.rows import Loop, Setting, diffusers_loop, our_loop
 
 from ddpm_ds.data.prepare import prepare
@@ -62,6 +64,15 @@ def test_a_compiled_unet_of_diffusers_trains_as_an_eager_one(store_root: Path, m
     loop = diffusers_loop(own, "compiled")
     assert loop.comparable and "torch.compile" in loop.name
     assert losses(loop, 3) == pytest.approx(eager, rel=1e-5) and len(compiled) == 1
+
+
+def test_a_row_says_why_its_steps_on_a_gpu_are_no_graphs() -> None:
+    row = OurPipeline.__new__(OurPipeline)
+    row._engine = cast(Any, SimpleNamespace(graph=SimpleNamespace(why_eager="a layer can't be captured")))
+    row._graphs = True
+    assert row.note == "eager: a layer can't be captured"
+    row._graphs = False
+    assert row.note == ""
 
 
 def test_a_loss_scale_changes_nothing_but_rounding(store_root: Path) -> None:

@@ -44,8 +44,9 @@ BLOCKS = (1, 2, 4, 8)
 """Numbers of NCCL's thread blocks for a message."""
 MESSAGE_BYTES = {"cpu": 2**12, "cuda": 2**26}
 PRODUCTS, ROUNDS = ("matrix product", "convolution"), 7
-STEPS, PROFILED, TRACED = 24, 8, range(20, 23)
-"""Steps of a run, of which half come before the first save; the profiled one; those that every run traces."""
+STEPS, REPLAYED, PROFILED, TRACED = 24, range(4, 10), 11, range(20, 23)
+"""Steps of a run, of which half come before the first save; those that are graphs for sure, before the profiler warms
+up; the profiled one; those that every run traces."""
 LOCKED = re.compile(r"^Vm(?:Lck|Pin):\s+(\d+) kB$", re.MULTILINE)
 GIB = 2**30
 DISK_BYTES = 90 * GIB
@@ -278,7 +279,7 @@ def test_several_gpus_train_save_and_trace_sdxl(
 
     points = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     assert len(points) == STEPS
-    step = statistics.median(point["usage/step_seconds"] for point in points[TRACED[0] - 7 : TRACED[0] - 1])
+    step = statistics.median(point["usage/step_seconds"] for point in points if point["step"] in REPLAYED)
     reserved = points[-1].get("usage/peak_reserved_bytes", points[-1]["usage/peak_memory_bytes"])
     row(kind, f"{name}, step", f"{batch / step:,.4g} images/s, {1e3 * step:.4g} ms a step, {reserved / GIB:.2f} GiB")
     if zero == 1:
