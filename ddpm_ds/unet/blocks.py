@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ddpm_ds.unet import layers as kinds
 from ddpm_ds.unet import operations as ops
-from ddpm_ds.unet.shards import exchanges_heads
 from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
@@ -408,10 +407,11 @@ def attend_itself(qkv: Tensor, *, width: int, band: Band | None) -> Tensor:
     if band is None:
         return attend(*qkv.chunk(3, dim=2), width=width)
     ranks, channels = band.group.size, qkv.shape[2] // 3
-    if exchanges_heads(channels // width, ranks):
+    if kinds.exchanges_heads(channels // width, ranks):
         own = band.to_heads(qkv.unflatten(2, (3, channels)))  # (N, all pixels, 3, C / ranks)
         return band.to_rows(attend(*own.unbind(2), width=width).unsqueeze(2)).squeeze(2)
     query, keyed = qkv.split([channels, 2 * channels], dim=2)
+    query = query.contiguous()  # else it keeps the memory of this rank's keys and values, which are gathered
     return attend(query, *band.gathered(keyed).chunk(2, dim=2), width=width)
 
 

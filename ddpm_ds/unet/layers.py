@@ -51,6 +51,14 @@ class Rows:
     """Rank whose rows a layer counts."""
 
 
+FEWEST_FOR_HEADS = 4  # of two ranks gathering keys and values sends as much as exchanging heads, and waits once
+
+
+def exchanges_heads(heads: int, ranks: int) -> bool:
+    """Return whether ranks that share the pixels of self-attention exchange rows for heads."""
+    return ranks >= FEWEST_FOR_HEADS and heads % ranks == 0
+
+
 @dataclass(frozen=True)
 class Parameter:
     """Parameter of a whole layer, and its spread where the layer is split."""
@@ -146,6 +154,19 @@ class Layer:
     def all_pixels(self) -> int:
         """Number of pixels of the output on all ranks together."""
         return self.out_size[1] * (sum(self.rows.leaving) or self.out_size[0])
+
+    @property
+    def wide_pixels(self) -> int:
+        """Number of pixels of the output, and of the rows beside it that a 3x3 convolution reads of other ranks."""
+        return self.pixels + 2 * self.out_size[1] * bool(self.rows.leaving)
+
+    def gathered_elements(self, heads: int) -> int:
+        """Return the elements that self-attention of ``heads`` heads keeps besides, where ranks share its pixels: keys
+        and values of others, or its output for this rank's heads.
+        """
+        if exchanges_heads(heads, len(self.rows.leaving)):
+            return self.in_channels * self.pixels
+        return 2 * self.in_channels * (self.all_pixels - self.pixels)
 
     @property
     def listed(self) -> Sequence[Parameter]:
@@ -252,7 +273,7 @@ class ConvolutionLayer(Layer):
 
     @property
     def activation_elements(self) -> int:
-        return self.in_channels * self.pixels
+        return self.in_channels * self.wide_pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +290,9 @@ class DownsampleLayer(ConvolutionLayer):
     @property
     def activation_elements(self) -> int:
         height, width = self.in_size
-        if not self.rows.leaving:
-            height = sum(self.rows.arriving) or height  # every rank computes the whole output
+        if self.rows.leaving:
+            return self.in_channels * (height + 1) * (width + self.asymmetric)
+        height = sum(self.rows.arriving) or height  # every rank computes the whole output
         return self.in_channels * (height + self.asymmetric) * (width + self.asymmetric)
 
 
@@ -292,7 +314,7 @@ class OutputLayer(ConvolutionLayer):
 
     @property
     def activation_elements(self) -> int:
-        return 3 * self.in_channels * self.pixels + 2 * self.groups
+        return (2 if self.rows.arriving else 3) * self.in_channels * self.wide_pixels + 2 * self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,11 +355,14 @@ class BlockLayer(Layer):
     @property
     def activation_elements(self) -> int:
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
+        # Where ranks share rows, norm and SiLU together keep one input, and modulation nothing.
         per_pixel = 3 * self.width + (3 + self.scale_shift) * self.own_channels
+        if self.rows.arriving:
+            per_pixel = 2 * (self.width + self.own_channels)
         groups = 2 * self.groups + 2 * self.groups // self.shards
         vectors = self.embedding_channels + self.scale_shift * self.own_channels + groups
-        mask = self.own_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
-        return per_pixel * self.pixels + vectors + mask
+        mask = self.own_channels * self.wide_pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
+        return per_pixel * self.wide_pixels + vectors + mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +392,7 @@ class AttentionLayer(Layer):
     def activation_elements(self) -> int:
         # h and its normalisation; q, k, v and the heads' output; a logarithm per query and head
         own = (4 * self.in_channels + self.heads) // self.shards
-        others = 2 * self.in_channels * (self.all_pixels - self.pixels)  # keys and values
+        others = self.gathered_elements(self.heads)
         return (2 * self.in_channels + own) * self.pixels + others + 2 * self.groups
 
 
@@ -418,7 +443,7 @@ class TransformerBlockLayer(Layer):
         # three normalisations and their inputs; of the own heads q, k, v and output twice, 8 + 4 + 4 of the gate and a
         # logarithm per query and head, twice. The context is one tensor for all layers of a rank, and is counted there.
         per_pixel = 6 * self.in_channels + 22 * self.own_channels + 2 * self.heads // self.shards + 6
-        others = 2 * self.in_channels * (self.all_pixels - self.pixels)  # keys and values
+        others = self.gathered_elements(self.heads)
         return per_pixel * self.pixels + others + 2 * self.own_channels * self.tokens
 
 

@@ -43,6 +43,7 @@ from ddpm_ds.unet.layers import (
     TransformerBlockLayer,
     TransformerInputLayer,
     UpsampleLayer,
+    exchanges_heads,
 )
 
 
@@ -139,14 +140,6 @@ def _with_rows(layer: Layer, rows: Rows) -> Layer:
     arriving = size(layer.in_size, layer.rows.arriving, rows.arriving)
     leaving = size(layer.out_size, layer.rows.leaving, rows.leaving)
     return replace(layer, rows=rows, in_size=arriving, out_size=leaving)
-
-
-FEWEST_FOR_HEADS = 4  # of two ranks gathering keys and values sends as much as exchanging heads, and waits once
-
-
-def exchanges_heads(heads: int, ranks: int) -> bool:
-    """Return whether ranks that share the pixels of self-attention exchange rows for heads."""
-    return ranks >= FEWEST_FOR_HEADS and heads % ranks == 0
 
 
 class Swaps(NamedTuple):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.schema.layout import SpaceSplit
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
@@ -18,6 +20,8 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import set_image_index
 from ddpm_ds.unet.shards import layers_of_rank, row_layers, swaps_of
 from ddpm_ds.unet.space import Band, SpaceGroup
+from ddpm_ds.unet.spec import Interface, UnetSpec
+from tests.unet.test_layers import saved_by_autograd
 from tests.unet.variants import VARIANTS, batch, context, interface_of, random_unet
 
 EXACT = 1e-13
@@ -223,3 +227,36 @@ def test_swaps_and_bytes_are_counted(space: SpaceSplit, size: tuple[int, int] | 
         counted = swaps_of(layers_of_rank(row_layers(layers, space), rank), 0)
         sent = sum(size for sender, _, size in mail.sent if sender == rank)
         assert sent == 2 * 8 * sum(one.elements + one.statistics for one in counted)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["heads", "scale_shift", "dropout", "levels", "text_time"])
+def test_macs_and_activations_of_a_layer_are_those_of_its_rows(name: str, ranks: int) -> None:
+    layers = layers_of_rank(row_layers(whole_of(name, (32, 32)), SpaceSplit(ranks)), 1)
+    modules = random_unet(whole_of(name, (32, 32))).layers
+    x_t, *others = (part.float() if part.is_floating_point() else part for part in inputs_of(name, layers))
+    carry: tuple[Tensor, ...] = (x_t, *others)
+    for layer, module in zip(layers, modules, strict=True):
+        assert isinstance(module, CarryLayer)
+        module.layer = layer
+        module.share(SpaceGroup(1, ranks))
+        made = layer is not layers[0]
+        inputs = tuple(part.requires_grad_(made and part.is_floating_point()) for part in carry)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            module(inputs)
+        assert counter.get_total_flops() == pytest.approx(2 * 2 * layer.macs, rel=0.02), layer.name
+        saved, output = saved_by_autograd(module, inputs)
+        assert saved / 4 == pytest.approx(2 * layer.activation_elements, rel=0.05), layer.name
+        carry = tuple(part.detach() for part in output)
+
+
+FIELD = UnetSpec(channels=128, multipliers=(1, 1, 2, 2, 2), norm_groups=32)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 0.52), (4, 0.27), (8, 0.15)])
+def test_a_rank_keeps_its_share_of_a_large_field(ranks: int, most: float) -> None:
+    layers = unet_layers(FIELD, Interface(channels=99, size=(512, 640)))
+    kept, whole = (
+        sum(layer.activation_elements for layer in each) for each in (row_layers(layers, SpaceSplit(ranks)), layers)
+    )
+    assert kept / whole <= most
