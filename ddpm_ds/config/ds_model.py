@@ -293,8 +293,8 @@ class DsConfig(Section):
         ),
     ] = "auto"
     """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where each process has the
-    whole U-Net, alone or as one of several replicas; true also in tensor groups and, as one graph for each part between
-    two messages, in pipelines."""
+    whole U-Net, alone or as one of several replicas; true also in tensor and space groups and, as one graph for each
+    part between two messages, in pipelines."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which gradients are reduced."""
     wall_clock_breakdown: bool = False

@@ -2,7 +2,7 @@
 
 A graph replays the operations of a step at the same addresses and with the same numbers of the host. So it needs a step
 that is a function of tensors: micro-batches are copied into the captured ones, and all other numbers that change from
-step to step are on the device (:mod:`ddpm_ds.pipeline.own_step`). Reductions among replicas and sums of tensor groups
+step to step are on the device (:mod:`ddpm_ds.pipeline.own_step`). Reductions among replicas and what groups exchange
 are in the graph too. Messages between stages are not: in a graph the driver would choose when each starts, and no order
 could be proved free of deadlocks (:mod:`ddpm_ds.pipeline.messages`). So a step of a pipeline is several graphs, between
 which the host sends and receives (:class:`ddpm_ds.ground.cuda_graphs.Graphs`)::
@@ -297,6 +297,6 @@ def why_eager(engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> st
         return "only PyTorch's fused Adam can be captured (optimizer.params.torch_adam and fused)"
     if engine.wall_clock_breakdown():
         return "wall_clock_breakdown times each instruction"
-    if asked == "auto" and max(engine.num_stages, engine.module.tensor.size) > 1:
-        return "graphs of stages and tensor groups are taken only if graphs is true"
+    if asked == "auto" and max(engine.num_stages, engine.module.tensor.size, engine.ranks_of_image) > 1:
+        return "graphs of stages and of tensor or space groups are taken only if graphs is true"
     return ""

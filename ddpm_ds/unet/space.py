@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddpm_ds.ground.cuda_graphs import cached
+
 Kind = tuple[torch.Size | tuple[int, ...], torch.dtype]
 """Shape and data type of a tensor to receive."""
 
@@ -334,9 +336,9 @@ def _by_channel(of_groups: Tensor, x: Tensor) -> Tensor:
 def _without_edges(y: Tensor, group: SpaceGroup) -> Tensor:
     """Return y with zeros in its first and last row, where they are beyond the image."""
     if group.rank == 0:
-        y[:, :, 0] = 0
+        y[:, :, 0].zero_()
     if group.rank == group.size - 1:
-        y[:, :, -1] = 0
+        y[:, :, -1].zero_()
     return y
 
 
@@ -348,7 +350,7 @@ def _narrowed(wide: Tensor, above: int, below: int, up: Tensor, down: Tensor) ->
     return own
 
 
-@functools.cache  # for good: a CUDA graph keeps the address
+@cached
 def _shares(rows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return each rank's share of the rows, (ranks, 1, 1)."""
     return (torch.tensor(rows, dtype=torch.float64) / sum(rows)).to(device, dtype)[:, None, None]

@@ -133,7 +133,7 @@ def training_order(
         by_host: messages go from host to host, as in the engine's cautious steps.
         seconds: of a pass, by its instruction and phase.
         posted: the passes whose receives are posted before each instruction.
-        sums: over the tensor group in each pass; weight gradients have none.
+        sums: over the tensor group in each pass, or swaps with the space group; weight gradients have none.
     """
     operations: list[Operation] = []
     own, ranks, most = programs[rank], len(programs), most_in_flight(programs)

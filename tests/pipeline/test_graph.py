@@ -73,6 +73,8 @@ class Recording(TorchDispatchMode):
 
     made: ClassVar[set[int]] = set()
     """Storages that the parts of a step have made so far."""
+    swapping: ClassVar[str] = ""
+    """Name of the group whose ranks share images: its messages are part of a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,9 @@ class Recording(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__ not in ("send", "recv_"), "a message is part of a graph"
+        if func.overloadpacket.__name__ in ("send", "recv_"):
+            group = dist.ProcessGroup.unbox(args[1])
+            assert group.group_name == self.swapping, "a message is part of a graph"
         outputs = func(*args, **(kwargs or {}))
         for tensor in tensors([*args, *(kwargs or {}).values()]):
             if (storage := tensor.untyped_storage())._cdata not in self.made:
@@ -162,6 +166,8 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     ema = engine.averages = averages_of(engine, EmaSpec(on_host=case.eight_bit))
     engine.rate = lambda before, batch: 1e-3 / (1 + before)
     lines: list[str] = []
+    group = engine.module.space.group
+    Recording.swapping = "" if group is None else group.group_name
     engine.graph = StepGraph(engine, recorded) if on_cuda or not recorded else RecordedGraph(engine)
     engine.graph.log = lines.append
     objective, given = engine.objective, []
@@ -250,6 +256,7 @@ CASES = [
     Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp32", 0, fused=True, schedule="folded", process="text", cuts=(4, 8, 14)),
     Case(1, 2, 2, "bf16", 0, fused=True, micro_batches=2),
+    Case(1, 1, 2, "fp16", 0, fused=True, micro_batches=2, process="stored", space=2),
 ]
 """Each setting, and the pairs of them whose code meets."""
 MORE = [
@@ -266,12 +273,13 @@ MORE = [
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(4, 8, 14)),
     Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
     Case(1, 1, 2, "fp16", 0, fused=True, micro_batches=2, process="text", tensor=2),
+    Case(1, 1, 1, "fp32", 1, fused=True, micro_batches=2, process="text", space=2),
 ]
 """Other combinations."""
 
 
 def ranks_of(case: Case) -> int:
-    return case.stages * case.replicas * case.tensor
+    return case.stages * case.replicas * case.tensor * case.space
 
 
 def courses(folder: Path, cases: list[Case], **environment: str) -> list[list[list[dict[str, Any]]]]:
@@ -314,7 +322,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_repl
             assert replayed["replays"] == (sized if case.process == "buckets" else [[3], [1]]), case
             assert {parts > 1 for parts in replayed["parts"]} == {case.stages > 1}, case
             assert replayed["lines"] == [LINES[case.stages > 1]], case
-            assert ("graphs is true" in replayed["reason"]) == (case.stages * case.tensor > 1), case
+            assert ("graphs is true" in replayed["reason"]) == (case.stages * case.tensor * case.space > 1), case
 
 
 @pytest.mark.launch

@@ -198,6 +198,7 @@ class RecordedEngine:
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
         self.readers: list[Any] = []
         self.unpacked = lambda phase, received, kept: (*received, *kept)
+        self.own_rows = self.whole = lambda images: images
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0
