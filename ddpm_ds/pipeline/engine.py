@@ -205,6 +205,8 @@ class UnetPipelineEngine(PipelineEngine):
         """Programs of all ranks of a pipeline; set by :meth:`follow`."""
         self._waiting = WaitingGradients(())
         """Weight gradients that wait for a pass of their own."""
+        self._queues: list[WaitingGradients] = []
+        """All queues of this rank, which must be empty at the end of a step."""
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
         self._channels: list[StageChannels] = []
         self._steps: list[tuple[Instruction, list[Channel]]] = []
@@ -225,9 +227,10 @@ class UnetPipelineEngine(PipelineEngine):
             loaded(own) if self.readers and rank == self.stage_id else own for rank, own in enumerate(programs)
         )
         self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
-        for layer in self.module.own_layers().values():
-            for part in weighted_parts(layer):
-                part.waiting = self._waiting
+        parts = [part for layer in self.module.own_layers().values() for part in weighted_parts(layer)]
+        for part in parts:
+            part.waiting = self._waiting
+        self._queues = [self._waiting, *dict.fromkeys(part.beside for part in parts if part.beside is not None)]
         self.gradients.expect(gradient_passes(programs[self.stage_id]))
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
         own = self.programs[self.stage_id]
@@ -566,7 +569,8 @@ class UnetPipelineEngine(PipelineEngine):
         passage.leaves = ()
 
     def _reduce(self, _: Instruction) -> None:
-        self._waiting.check_empty()
+        for queue in self._queues:
+            queue.check_empty()
         self.gradients.reduce()
 
     def _step(self, _: Instruction) -> None:

@@ -51,6 +51,8 @@ class CarryLayer(nn.Module):
     """Methods that ``torch.compile`` may compile, each with its convolutions and linear layers; () means all."""
     summed_pieces: Mapping[str, tuple[str, ...]]
     """The methods of a split layer, whose ranks sum the output of each one."""
+    convolved: Mapping[str, str] = {}
+    """Names of convolutions by the name of the normalisation before them."""
 
     def __init_subclass__(cls, kind: type[kinds.Layer]) -> None:
         cls.of_kind[kind] = cls
@@ -86,6 +88,10 @@ class CarryLayer(nn.Module):
                 part.band = self.arriving
             elif isinstance(part, ops.Convolution) and self.leaving is not None:
                 part.padding = 0, part.padding[1]  # neighbours' rows are there
+        for norm, convolution in self.convolved.items() if self.arriving is not None else ():
+            part = getattr(self, convolution)
+            part.beside = WaitingGradients(())
+            getattr(self, norm).read_by = (part,)
 
     def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
         """Return the next carry; ``given`` is called instead of :meth:`given`."""
@@ -223,6 +229,7 @@ class ResidualBlock(CarryLayer, kind=kinds.BlockLayer):
         self.shortcut = ops.Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
         self.summed_pieces = {"part": ("conv1", "conv2", "shortcut")}
+        self.convolved = {"norm1": "conv1", "norm2": "conv2"}
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         return block_inputs([self], emb)[0]
@@ -468,6 +475,7 @@ class Output(CarryLayer, kind=kinds.OutputLayer):
         super().__init__(layer)
         self.norm = ops.GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
         self.conv = ops.Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)
+        self.convolved = {"norm": "conv"}
 
     def forward(self, carry: Carry) -> Tensor:  # type: ignore[override]
         return super().forward(carry)[0]

@@ -274,6 +274,8 @@ class GroupNorm(nn.GroupNorm):
         self.kernels: Kernels = "reference"
         self.band: Band | None = None
         """Rows that a space group shares, and this rank's; None normalises whole images."""
+        self.read_by: tuple[Convolution, ...] = ()
+        """Convolution that reads the result, whose weight gradient is computed beside a message."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.band is not None:
@@ -293,7 +295,8 @@ def norm_silu(
     """
     if norm.band is not None:
         x = x if add is None else x + add[:, :, None, None]
-        return normalised(norm.band, x, (norm.weight, norm.bias, scale, shift), norm.num_groups, norm.eps)
+        affine = norm.weight, norm.bias, scale, shift
+        return normalised(norm.band, x, affine, norm.num_groups, norm.eps, parts=norm.read_by)
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
     x = norm(x if add is None else x + add[:, :, None, None])

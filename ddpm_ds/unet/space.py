@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.ground.cuda_graphs import cached
+from ddpm_ds.unet.weight_gradients import Weighted
 
 Kind = tuple[torch.Size | tuple[int, ...], torch.dtype]
 """Shape and data type of a tensor to receive."""
@@ -225,13 +226,16 @@ def normalised(
     epsilon: float,
     *,
     silu: bool = True,
+    parts: Sequence[Weighted] = (),
 ) -> Tensor:
     """Return SiLU(norm(x) * (1 + scale) + shift) of images whose rows a group shares, with a row more on either side.
 
     ``affine`` has the norm's weight and bias (C,), then scale and shift (N, C) or None. Rows beyond the image are
-    zeros. Without ``silu`` there are neither SiLU nor more rows.
+    zeros. Without ``silu`` there are neither SiLU nor more rows. While gradients are swapped the backward computes the
+    weight gradients of ``parts``, which read the result.
     """
-    return _Norm.apply(x, *affine, band, groups, epsilon, silu)
+    beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
+    return _Norm.apply(x, *affine, band, groups, epsilon, silu, beside, *(part.weight for part in beside))
 
 
 class _Norm(torch.autograd.Function):
@@ -252,6 +256,8 @@ class _Norm(torch.autograd.Function):
         groups: int,
         epsilon: float,
         silu: bool,
+        parts: Sequence[Weighted],
+        *_: Tensor,
     ) -> Tensor:
         beside = int(silu)
         own = torch.stack(_moments(x, groups))  # (2, N, G)
@@ -262,7 +268,7 @@ class _Norm(torch.autograd.Function):
         variance = _total(share * (both[:, 1] + (both[:, 0] - mean).square()))
         rstd = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, top, bottom, weight, bias, scale, shift, mean, rstd)
-        ctx.band, ctx.silu = band, silu
+        ctx.band, ctx.silu, ctx.parts = band, silu, parts
         gain, offset = _gain(weight, bias, scale, shift, own.dtype)
         a = _by_channel(rstd, x) * gain
         return _Norm.applied(ctx, x, top, bottom, a, offset - _by_channel(mean, x) * a)[1].to(x.dtype)
@@ -299,6 +305,9 @@ class _Norm(torch.autograd.Function):
             of_gain, of_bias = of_gain * (1 + scale), of_c * (1 + scale)
         else:
             of_bias = of_c
+        found = dict[Tensor, Tensor]()
+        for part in ctx.parts:
+            part.beside.compute([part], [0], found.__setitem__)
         up, down, both = finish()
         of_moments = _total(both) / (band.height * x.shape[3] * (x.shape[1] // mean.shape[1]))
         slope = -_by_channel(of_moments[1] * rstd.pow(3), x)  # twice the variance's gradient
@@ -308,7 +317,8 @@ class _Norm(torch.autograd.Function):
         if beside:
             dx[:, :, :1] += up
             dx[:, :, -1:] += down
-        return dx, of_gain.sum(0).to(weight.dtype), of_bias.sum(0).to(bias.dtype), *vectors, None, None, None, None
+        vectors = [of_gain.sum(0).to(weight.dtype), of_bias.sum(0).to(bias.dtype), *vectors]
+        return dx, *vectors, *[None] * 5, *(found[part.weight] for part in ctx.parts)
 
 
 def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
                 Look(2, 1, text=True, guidance=3.0, between=(0.1, 50.0)),
                 Look(2, 1, schedule="folded", text=True, buckets=True),
                 Look(1, 2, zero=1, text=True, buckets=True),
+                Look(1, 1, zero=1, guidance=3.0, kind="ddpm", space=2),
             ],
             id="2 processes",
         ),
@@ -76,6 +77,9 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
                 Look(2, 2, kind="ddpm", guidance=2.0, schedule="folded", across="replicas"),
                 Look(4, 1, "fp16", schedule="folded"),
                 Look(2, 2, schedule="folded", text=True, guidance=3.0),
+                Look(2, 1, "fp16", guidance=2.0, space=2),
+                Look(2, 1, schedule="folded", text=True, guidance=3.0, space=2),
+                Look(1, 2, kind="ddpm", across="replicas", space=2),
             ],
             id="4 processes",
             marks=pytest.mark.long,
@@ -83,7 +87,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
     ],
 )
 def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list[Look], tmp_path: Path) -> None:
-    processes = looks[0].stages * looks[0].replicas
+    processes = looks[0].stages * looks[0].replicas * looks[0].space
     ranks = run_cases(processes, WORKER, [asdict(look) for look in looks], tmp_path)
     for number, look in enumerate(looks):
         records = [rank[number] for rank in ranks]
@@ -95,7 +99,7 @@ def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list
         assert look.precision != "fp32" or records[0]["image"] <= 1, look
         expected = records[0]["expected"]
         firsts = [record["held_out"] for record in records if record["held_out"]]
-        assert len(firsts) == look.replicas
+        assert len(firsts) == look.replicas * look.space
         for values in firsts:
             assert values == pytest.approx(expected, rel=LOSS_TOLERANCE[look.precision]), look
 

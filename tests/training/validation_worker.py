@@ -37,6 +37,7 @@ from ddpm_ds.training.held_out_loss import NOISE_SEED, HeldOutLoss
 from ddpm_ds.training.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.space import SpaceGroup
 from ddpm_ds.unet.spec import Interface
 from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import tiny_spec
@@ -63,10 +64,13 @@ def engine_of(micro_batch_size: int, **module: object) -> Any:
         micro_batch_size=micro_batch_size,
         num_stages=1,
         dp_world_size=1,
+        replicas=1,
+        replica=0,
+        ranks_of_image=1,
         grid=grid,
         device=torch.device("cpu"),
         is_first_stage=lambda: True,
-        module=SimpleNamespace(tensor=ALONE, **module),
+        module=SimpleNamespace(tensor=ALONE, space=SpaceGroup(), **module),
         images_seen=8,
         global_steps=0,
     )
@@ -90,6 +94,8 @@ class Look:
     text: bool = False
     buckets: bool = False
     """Whether images are of several sizes, in a run with text."""
+    space: int = 1
+    """Number of ranks that share each image."""
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance, "guidance_between": self.between}
@@ -217,7 +223,7 @@ def weights(engine: UnetPipelineEngine) -> list[Tensor]:
 
 def micro_batches(engine: UnetPipelineEngine, spec: RunSpec) -> Any:
     batch, micro = global_batch(spec, 0), engine.micro_batch_size
-    replicas, replica = engine.dp_world_size, engine.grid.get_data_parallel_id()
+    replicas, replica = engine.replicas, engine.replica
     firsts = [(number * replicas + replica) * micro for number in range(engine.micro_batches)]
     return iter([batch.each(itemgetter(slice(first, first + micro))) for first in firsts])
 
@@ -234,6 +240,7 @@ def run_case(look: Look) -> dict[str, Any]:
         micro_batches=8 if deep else 4,
         across=look.across,
         schedule=look.schedule,
+        space=look.space,
     )
     engine = case.engine(spec)
     unet, store = reference(spec), store_of(spec)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import queue
+import queue as queues
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,12 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.schema.layout import SpaceSplit
-from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
+from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.operations import Convolution, set_image_index
 from ddpm_ds.unet.shards import layers_of_rank, row_layers, swaps_of
 from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.spec import Interface, UnetSpec
+from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.unet.test_layers import saved_by_autograd
 from tests.unet.variants import VARIANTS, batch, context, interface_of, random_unet
 
@@ -32,7 +34,7 @@ EXACT = 1e-13
 class Mail:
     """Messages between ranks that are threads."""
 
-    boxes: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=dict)
+    boxes: dict[tuple[int, int], queues.Queue[Tensor]] = field(default_factory=dict)
     sent: list[tuple[int, int, int]] = field(default_factory=list)
     """Sender, receiver and bytes of each message."""
 
@@ -55,7 +57,7 @@ class ThreadGroup(SpaceGroup):
 class Arrival:
     """Message to wait for."""
 
-    box: queue.Queue[Tensor]
+    box: queues.Queue[Tensor]
     message: Tensor
 
     def wait(self) -> None:
@@ -64,7 +66,7 @@ class Arrival:
 
 def on_ranks(size: int, run: Callable[[ThreadGroup], Any]) -> tuple[list[Any], Mail]:
     """What every rank of a group returns, each in a thread, and their messages, all of which must have been taken."""
-    mail = Mail({(a, b): queue.Queue() for a in range(size) for b in range(size)})
+    mail = Mail({(a, b): queues.Queue() for a in range(size) for b in range(size)})
     found: dict[int, Any] = {}
 
     def call(rank: int) -> None:
@@ -227,6 +229,48 @@ def test_swaps_and_bytes_are_counted(space: SpaceSplit, size: tuple[int, int] | 
         counted = swaps_of(layers_of_rank(row_layers(layers, space), rank), 0)
         sent = sum(size for sender, _, size in mail.sent if sender == rank)
         assert sent == 2 * 8 * sum(one.elements + one.statistics for one in counted)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["whole backward", "deferred"])
+def test_weight_gradients_are_computed_while_gradients_travel(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole backwards; under a planned schedule they have passes of their own. No queue is left with any."""
+    events: list[str] = []
+    compute = WaitingGradients.compute
+    layers, space = whole_of("levels", None), SpaceSplit(2, (0, 1))
+
+    class Noted(SpaceGroup):
+        def swap(self, *what: Any) -> Any:
+            finish = super().swap(*what)
+            events.append("starts")
+
+            def finished() -> Any:
+                events.append("ends")
+                return finish()
+
+            return finished
+
+    def computed(*what: Any) -> None:
+        events.append("weights")
+        compute(*what)
+
+    monkeypatch.setattr(WaitingGradients, "compute", computed)
+    modules = banded(layers, space, Noted(1, 2))
+    queue = WaitingGradients({(0, 0)} if waits else ())
+    queue.begin(0, 0)
+    parts = [part for module in modules for part in weighted_parts(module)]
+    for part in parts:
+        part.waiting = queue
+    inputs = inputs_of("levels", layers)
+    prediction = walk(modules, (Band(Noted(1, 2), (4, 4)).cut(inputs[0]), *inputs[1:]))
+    events.clear()
+    prediction.sum().backward()
+    said = " ".join(events).replace("starts weights ends", "beside").replace("starts ends", "alone").split()
+    blocks = sum(bool(module.layer.rows.arriving) for module in modules if isinstance(module, ResidualBlock))
+    assert Counter(said)["beside"] == (0 if waits else 2 * blocks + 1) and {*said} <= {"beside", "alone"}
+    assert all((part.weight.grad is None) == waits for part in parts if isinstance(part, Convolution))
+    for part in parts:
+        if part.beside is not None:
+            part.beside.check_empty()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
