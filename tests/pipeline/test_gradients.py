@@ -166,7 +166,8 @@ def course_of_bits(case: Case) -> list[list[Any]]:
 def steps_with_planted_rounding() -> tuple[int, list[str], str]:
     """Stage, norms of some steps, and a checksum of the weights."""
     engine = Case(3, 2, 0, "fp32", 0, micro_batches=2).engine(SPEC, gradient_clipping=1e-3)
-    reduce, stages = torch.distributed.all_reduce, engine.grid.get_model_parallel_group()
+    reduce: Any = torch.distributed.all_reduce
+    stages = engine.grid.get_model_parallel_group()
 
     def rounding(tensor: torch.Tensor, *others: Any, group: Any = None, **more: Any) -> Any:
         work = reduce(tensor, *others, group=group, **more)
