@@ -88,6 +88,7 @@ def planned_costs(
     """
     job = job.of(layout)
     sends, replicas = sharing(job.config, layout), layout.replicas
+    times = [one.times(beside_a_message(machine, layout)) for one in times]
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
     size = job.config.zero_optimization.reduce_bucket_size
@@ -101,13 +102,11 @@ def planned_costs(
             return 0.0, wire
         return max(wire - beside, 0.0), wire / chunks
 
-    slower = beside_a_message(machine, layout)
     costs = []
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
         phases, parameters = [], sum(stage.parameters for stage in stages)
         for stage in stages:
-            layers = job.layers[stage.start : stage.stop]
-            own = [one.times(slower) for one in times[stage.start : stage.stop]]
+            own, layers = times[stage.start : stage.stop], job.layers[stage.start : stage.stop]
             forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
             if layout.checkpoint_interval:
                 backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
