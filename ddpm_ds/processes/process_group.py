@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpm_ds.ground import errors
 from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.messages import broadcast_object
+from ddpm_ds.pipeline.messages import barrier, broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import connect, port_taken
@@ -74,7 +74,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
-            dist.barrier()
+            barrier()
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()
