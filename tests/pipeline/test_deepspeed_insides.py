@@ -44,6 +44,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
+from tests.launching import PATIENCE_SECONDS
 
 MEANT: dict[type, dict[str, str]] = {
     UnetPipelineEngine: {
@@ -308,12 +309,13 @@ def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypa
 def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     extension: Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = extension.source.with_suffix("") / "lock"
+    lock, waits = extension.source.with_suffix("") / "lock", threading.Event()
 
     def load_before_2_14(**_: Any) -> str:
         baton = cpp_extension.FileBaton(str(lock))
         if baton.try_acquire():
             return "built"
+        waits.set()
         baton.wait()
         return "loaded"
 
@@ -325,7 +327,13 @@ def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     lock.touch()
     assert refused_build(extension) == LOCKED.format(lock)
     monkeypatch.setattr(insides, "BUILD_SECONDS", 1e9)
-    threading.Timer(0.05, lock.unlink).start()
+    waits.clear()
+
+    def end_the_other_build() -> None:
+        if waits.wait(PATIENCE_SECONDS):
+            lock.unlink()
+
+    threading.Thread(target=end_the_other_build).start()
     with insides.named_builds(contextlib.nullcontext):
         assert extension.load() == "loaded"
 
