@@ -386,7 +386,7 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
 
 
 def edge_group(ranks: Sequence[int], device: torch.device, blocks: int) -> Any:
-    """Return a group of two ranks for messages between their devices; on other ranks PyTorch's marker for no group.
+    """Return a group of devices for an edge's messages, or for scalars; on other ranks PyTorch's marker for no group.
 
     With NCCL its kernels have at most ``blocks`` thread blocks: as many as for collectives would hold as many
     multiprocessors, and take ten times the memory.

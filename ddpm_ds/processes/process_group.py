@@ -17,9 +17,8 @@ from ddpm_ds.pipeline.messages import barrier, broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import connect, port_taken
+from ddpm_ds.processes.watchdog import PAUSE_SECONDS
 
-PAUSE_SECONDS = 1800.0
-"""Time for which process groups wait for a rank that checkpoints, validates or compiles."""
 JOIN_TIMEOUT = timedelta(minutes=30)
 """Time limit for joining the group, which takes a moment after a rendezvous."""
 LONGEST_SECONDS = 365 * 86400.0
