@@ -17,9 +17,9 @@ from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
 from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
-from ddpm_ds.ground.units import GIB
+from ddpm_ds.ground.units import GIB, Precision
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
+from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Schedule, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import split_layers
 

@@ -33,11 +33,20 @@ from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.host import processes_on_host
-from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, about, gib
+from ddpm_ds.ground.units import (
+    MOST_BANDWIDTH,
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_FLOPS,
+    MOST_PROCESSES,
+    Precision,
+    about,
+    gib,
+)
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
-from ddpm_ds.schema.layout import Layout, Precision, divisors
+from ddpm_ds.schema.layout import Layout, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers

@@ -33,6 +33,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as deepspeed_groups
 from filelock import FileLock
 from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
@@ -117,6 +118,16 @@ def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) 
         [grid.rank(stage, *place) for place in places[part::2]] for stage in range(3) for part in (0, 1)
     ]
     assert topology.get_axis_comm_lists("model") == [[first, first + 1] for first in range(0, 24, 2)]
+
+
+def test_a_new_engine_copies_the_first_replicas_weights_to_the_others() -> None:
+    """In their order the groups of replicas begin with replica 0, by the test above."""
+    assert "_broadcast_model" in names_in(DeepSpeedEngine._configure_distributed_model)
+    copied = {"named_parameters", "broadcast", "_get_broadcast_src_rank", "seq_data_parallel_group"}
+    assert copied <= names_in(DeepSpeedEngine._broadcast_model)
+    first = names_in(deepspeed_groups._get_broadcast_src_rank)
+    assert {"get_global_rank", "_get_sequence_data_parallel_group"} <= first
+    assert "get_data_parallel_id" in vars(PipelineParallelGrid)
 
 
 def test_groups_that_are_made_without_a_timeout_have_the_one_that_is_set() -> None:
