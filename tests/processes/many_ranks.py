@@ -93,10 +93,8 @@ def serve(world_size: int) -> None:
     entry = len(store._sealed(key, '[99, 99, "running", "-"]')) + len(f"{PREFIX}/{key}")
     sent = entry * (3 * beats.value + own * world_size)  # a rank sets its own, and reads rank 0's and the verdict
     count, wanted = beats.value / seconds, (world_size - 1) / BEAT_SECONDS
-    print(
-        f"beats: {count:,.0f} a second of {wanted:,.0f}, and {own / seconds:.1f} of rank 0, on {core / seconds:.2f} cores"
-    )
-    print(f"{2 * count:,.0f} requests and {sent / seconds / 1e6:.1f} MB a second")
+    print(f"beats: {count:,.0f} a second of {wanted:,.0f}, and {own / seconds:.1f} of rank 0")
+    print(f"{2 * count:,.0f} requests and {sent / seconds / 1e6:.1f} MB a second, {core / seconds:.2f} cores of rank 0")
 
 
 def make_groups(world_size: int) -> None:
