@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -42,8 +41,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     timeout, rank, world_size = timeout or group_timeout(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master, local = os.environ["MASTER_ADDR"], not on_several_hosts()
     address = use_interface_towards(master, local=local)
-    # The current device is the right one. NCCL is not bound to it, since a bound group is connected eagerly.
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    # NCCL is not bound to the device, since a bound group is connected eagerly.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
     with insides.group_timeout(timeout):
         try:
