@@ -161,9 +161,12 @@ class _State:
         else:
             several = layout.replicas > 1
             packed = elements * stored if summed != stored and (zero < 2 or not several) else 0
-            copies = 2 + 2 / layout.replicas + (2 if job.on_cpu else 0)  # two chunks, their own parts; gloo receives
-            scratch = packed + round(elements * stored * copies) * several
-            self.bucket = elements * stored + scratch
+            # two chunks on their way, if they have memory of their own; gloo receives others beside each
+            scratch = packed + 2 * elements * stored * (several and (zero == 2 or summed != stored))
+            received = 2 * elements * stored * (several and job.on_cpu)
+            self.bucket = elements * stored + scratch + received
+            if zero < 2 and received:  # all that are under way at the end of the passes
+                received = parameters * stored
             own = owned * summed if several and zero < 2 else 0  # average of the own part, beside the sum
             if several and (stored != 4 or layout.offload):
                 self.weights += owned * stored  # that the others gather
@@ -176,7 +179,7 @@ class _State:
                 self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
                 self.optimizer = self.ema = 0
                 widening = stepping = (own or self.gradients) + 4 * min(elements, owned)
-            self.update = max(self.gradients + own, widening, stepping) + scratch
+            self.update = max(self.gradients + own + received, widening, stepping) + scratch
 
 
 @dataclass(frozen=True)

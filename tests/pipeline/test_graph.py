@@ -8,7 +8,9 @@ makes a replay differ from an eager step. As a script, with a file of cases and 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,15 +58,16 @@ SMALL: dict[str, RunSpec] = {
 class Recording(TorchDispatchMode):
     """Operations of a step on a CPU or of a part of one, kept like those of a CUDA graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Callable[[], None]) -> None:
         super().__init__()
-        self.replays = 0
+        self.replays, self._ends = 0, ends
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def capture_begin(self, **_: Any) -> None:
         self.__enter__()
 
     def capture_end(self) -> None:
+        self._ends()
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,13 +113,19 @@ class RecordedGraph(StepGraph):
         self.recordings: list[list[Recording]] = []
 
     def _capture(self) -> str:
-        on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
+        recording = partial(Recording, self._check_joined)
+        on_cpu: Any = {"CUDAGraph": recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
         no_draws = patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
         with self._engine.step_withheld(), patch.multiple(torch.cuda, **on_cpu), no_draws:
             why_not = super()._capture()  # a recording runs what it records
         assert self._now.graphs is not None
         self.recordings.append(self._now.graphs._graphs)  # type: ignore[arg-type]
         return why_not
+
+    def _check_joined(self) -> None:
+        """CUDA refuses to end a graph with work under way on other streams that was begun in it."""
+        gradients = self._gradients()
+        assert not gradients._under_way and not any(chunk.gathered for chunk in gradients._arriving)
 
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
@@ -220,6 +229,7 @@ MORE = [
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(4, 8, 14)),
     Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
     Case(1, 1, 2, "fp16", 0, fused=True, micro_batches=2, process="text", tensor=2),
+    Case(2, 2, 1, "fp32", 0, fused=True, micro_batches=2),
 ]
 """Other combinations."""
 
@@ -242,6 +252,7 @@ def courses(folder: Path, cases: list[Case], **environment: str) -> list[list[li
         pytest.param((CASES, 2), id="2"),
         pytest.param((MORE, 1), id="1 process, more", marks=pytest.mark.long),
         pytest.param((MORE, 2), id="2, more", marks=pytest.mark.long),
+        pytest.param((MORE, 4), id="4, more", marks=pytest.mark.long),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Any]]:
