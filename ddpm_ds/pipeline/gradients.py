@@ -135,6 +135,8 @@ class FlatGradients(OwnStep):
         self._additions: Counter[int] = Counter()
         self._left = self._additions
         """Number of passes of this step that will still add to a chunk."""
+        self._begun = set[int]()
+        """Chunks whose sum this step has begun: its first gradients are copied, and need no zeros to be added to."""
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._arriving: list[_Chunk] = []  # in the order of the layers that need them
@@ -213,10 +215,12 @@ class FlatGradients(OwnStep):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin a step's sum with zeros, and let the weights of other replicas come."""
+        """Begin a step's sum, and let the weights of other replicas come."""
         for tensor in (self._sum, self.own_sum):
             _take_memory(tensor)
-        self._sum.zero_()
+        if self._reduces:
+            self._sum.zero_()
+        self._begun.clear()
         self._left, self._free = self._additions.copy(), deque(self._wires)
         if self._replicas.size > 1:
             self._gather()
@@ -312,24 +316,32 @@ class FlatGradients(OwnStep):
             torch._foreach_copy_(bucket.slots, gradients)
             self._average(chunk, wire)
             return
-        if self._packed is None:
-            torch._foreach_add_(bucket.slots, gradients)
-        else:
+        sums, begins = self._sum_of(bucket.chunk), bucket.chunk not in self._begun
+        self._begun.add(bucket.chunk)
+        if begins and bucket.runs != [(0, len(sums))]:
+            sums.zero_()
+            begins = False
+        if self._packed is not None:
             torch._foreach_copy_(bucket.slots, gradients)
-            sums = self._sum.narrow(0, bucket.chunk * self._size, len(chunk.weights))
             for start, stop in bucket.runs:
-                sums[start:stop].add_(self._packed[start:stop])
+                (sums[start:stop].copy_ if begins else sums[start:stop].add_)(self._packed[start:stop])
+        else:
+            (torch._foreach_copy_ if begins else torch._foreach_add_)(bucket.slots, gradients)
         self._left[bucket.chunk] -= 1
         if self._replicas.size > 1 and not self._left[bucket.chunk]:
             self._average_sum(bucket.chunk)
+
+    def _sum_of(self, number: int) -> Tensor:
+        """Return the sum of all gradients of a chunk."""
+        return self._sum.narrow(0, number * self._size, len(self._chunks[number].weights))
 
     # ---------------------------------------------------------------- replicas
 
     def _average_sum(self, number: int) -> None:
         """Begin to average the sum of a chunk over the replicas; it is complete."""
         del self._left[number]
-        chunk = self._chunks[number]
-        summed = wire = self._sum.narrow(0, number * self._size, len(chunk.weights))
+        chunk, summed = self._chunks[number], self._sum_of(number)
+        wire = summed
         if self._wires:
             self._finish(wire := self._free.popleft() if self._free else self._under_way[0][0])
             wire[: len(summed)].copy_(summed)
@@ -390,11 +402,12 @@ class FlatGradients(OwnStep):
     @torch.no_grad()
     def reduce(self) -> None:
         """Finish the step's gradients, averaged over the replicas."""
+        for number in range(len(self._chunks)) if not self._reduces else ():
+            if number not in self._begun:  # nothing but padding
+                self._sum_of(number).zero_()
+            if self._replicas.size > 1 and (number in self._left or number not in self._additions):
+                self._average_sum(number)
         if self._replicas.size > 1:
-            if not self._reduces:
-                for number in range(len(self._chunks)):
-                    if number in self._left or number not in self._additions:  # nothing but padding
-                        self._average_sum(number)
             self._finish()
             if not self._reduces:
                 self._release(self._sum)

@@ -34,6 +34,7 @@ from ddpm_ds.unet.layers import (
 )
 from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
 
+CLIP_BYTES = 16  # bytes per parameter that the norm of a flat gradient, its fp32 copy and clipping read and write
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
 EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory several times
@@ -92,7 +93,8 @@ def planned_costs(
     owned_share = 1 / layout.replicas if sends.weight_bytes else 1.0
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
         phases = [_phase_costs(job, machine, layout, stage, times, with_sums=with_sums) for stage in stages]
-        pieces = [_pieces(job, layout, stage, times) for stage in stages]
+        chunk = job.chunk_elements(stages, layout.zero_stage)
+        pieces = [_pieces(job, layout, stage, times, chunk) for stage in stages]
         stalls, reduction, gathering = _replica_seconds(machine, layout, rank, sends, pieces)
         for number, (phase, stall) in enumerate(zip(phases, stalls, strict=True)):
             longer = phase.backward_seconds + stall
@@ -102,7 +104,8 @@ def planned_costs(
             agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
             reduction += _group_seconds(machine, layout, 1, agreed)
         before = rank * sum(phase.forward_seconds for phase in phases)  # of the stages before it
-        updating = update_seconds(job, machine, layout, owned_share * sum(stage.parameters for stage in stages))
+        parameters = sum(stage.parameters for stage in stages)
+        updating = update_seconds(job, machine, layout, parameters, owned_share * parameters)
         costs.append(RankCosts(tuple(phases), reduction, updating + max(gathering - before, 0.0)))
     return costs
 
@@ -129,17 +132,15 @@ def _phase_costs(
 class _Piece(NamedTuple):
     """Layers whose parameters travel between replicas together: those of a chunk, or one layer of several chunks."""
 
-    chunks: int
+    chunks: float
     elements: int
     forward: float  # seconds of the layers for a micro-batch
     backward: float
     weights: float  # seconds of the backward for gradients of weights
 
 
-def _pieces(job: Workload, layout: Layout, stage: Stage, times: Sequence[LayerSeconds]) -> list[_Piece]:
+def _pieces(job: Workload, layout: Layout, stage: Stage, times: Sequence[LayerSeconds], chunk: int) -> list[_Piece]:
     """Return the pieces of a stage, in the order in which their gradients are complete."""
-    size = job.config.zero_optimization.reduce_bucket_size
-    chunk = BUCKET_ELEMENTS if size == "auto" else size
     found, elements, forward, backward, weights = list[_Piece](), 0, 0.0, 0.0, 0.0
     for number in reversed(range(stage.start, stage.stop)):
         layer, one = job.layers[number], times[number]
@@ -147,7 +148,7 @@ def _pieces(job: Workload, layout: Layout, stage: Stage, times: Sequence[LayerSe
         backward += one.backward + one.forward * (layout.interval > 0 and number > 0)
         weights += one.backward * weight_share(layer)
         if elements >= chunk or number == stage.start:
-            found.append(_Piece(-(-elements // chunk), elements, forward, backward, weights))
+            found.append(_Piece(elements / chunk, elements, forward, backward, weights))
             elements, forward, backward, weights = 0, 0.0, 0.0, 0.0
     return found
 
@@ -193,13 +194,18 @@ def waits(computing: Iterable[float], travelling: Iterable[float], buffers: int 
     return now - computed, max(arrivals[-1] - now, 0.0)
 
 
-def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
-    """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank."""
+def update_seconds(job: Workload, machine: Machine, layout: Layout, parameters: float, owned: float) -> float:
+    """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank, and of copies
+    of the gradients of all its ``parameters`` into the flat sum.
+    """
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
     count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.config.is_8bit else 0)
     seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
     if layout.offload:
         seconds += owned * (4 + job.stored_bytes) / min(machine.host_bandwidth, PCIE_BANDWIDTH)
+    if layout.zero_stage > 0 or job.precision == "bf16":
+        clipped = 0 if job.config.is_8bit else CLIP_BYTES * owned
+        seconds += (2 * job.stored_bytes * parameters + clipped) / machine.memory_bandwidth
     return seconds
 
 
@@ -276,9 +282,9 @@ def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
     return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
 
 
-def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int, chunks: int = 1) -> float:
+def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int, chunks: float = 1) -> float:
     """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes), or scatter or gather them
-    (one), in so many chunks.
+    (one), in so many chunks with a latency each.
     """
     count = layout.replicas
     if count == 1 or not size:

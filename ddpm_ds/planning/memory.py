@@ -68,7 +68,8 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
-        state = _State(job, layout, sum(stage.parameters for stage in own), moments)
+        chunk = job.chunk_elements(own, layout.zero_stage)
+        state = _State(job, layout, sum(stage.parameters for stage in own), moments, chunk)
         first, last = (
             layout.micro_batch_images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1])
         )
@@ -117,7 +118,7 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
     """Return about the bytes of each layer on a rank in a phase: its weights' state, and the most activations."""
     job = job.of(layout)
     of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
-    state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
+    state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS), BUCKET_ELEMENTS)
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     images = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
 
@@ -130,9 +131,12 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
 
 class _State:
-    """Bytes of a rank's weights, gradients and optimizer; ``moments`` are Adam's for all of the rank's parameters."""
+    """Bytes of a rank's weights, gradients and optimizer.
 
-    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
+    ``moments`` are Adam's for all of its parameters, ``chunk`` the elements that travel between replicas at once.
+    """
+
+    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int, chunk: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
         owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
@@ -149,8 +153,7 @@ class _State:
             self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
-        size = job.config.zero_optimization.reduce_bucket_size
-        elements = min(size if zero and size != "auto" else BUCKET_ELEMENTS, parameters)
+        elements = min(chunk if partitioned else BUCKET_ELEMENTS, parameters)
         if not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0

@@ -114,12 +114,12 @@ def test_replicas_wait_for_what_the_layers_after_it_do_not_hide(chunks: int) -> 
     machine = small_machine(8, **RATES)
     sizes = [layer.parameters for layer in small_job().layers]
     elements, count = sum(sizes), len(sizes)
-    chunk = -(-elements // chunks)
-    job = small_job(zero_optimization={"stage": 1, "reduce_bucket_size": chunk})
+    chunk = max(-(-elements // chunks), *(own for layer in small_job().layers for _, own in layer.own_elements))
+    job = small_job(zero_optimization={"stage": 1, "reduce_bucket_size": -(-elements // chunks)})
     bounds, layout = (0, count), Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
 
     def ring(*numbers: int) -> float:
-        return sum(ring_seconds(machine, layout, 0, one * 4, 1, -(-one // chunk)) for one in numbers)
+        return sum(ring_seconds(machine, layout, 0, one * 4, 1, one / chunk) for one in numbers)
 
     pieces = [0]  # in the order of arrival
     for size in reversed(sizes):
@@ -127,7 +127,7 @@ def test_replicas_wait_for_what_the_layers_after_it_do_not_hide(chunks: int) -> 
     pieces = pieces[1:]
     assert sum(pieces) == elements and len(pieces) == pytest.approx(chunks, abs=1)
     wire, last = ring(*pieces), ring(pieces[-1])
-    step = update_seconds(job, machine, replace(layout, replicas=1), elements / 8)
+    step = update_seconds(job, machine, layout, elements, elements / 8)
 
     def waited(zero: int, *seconds: float) -> tuple[float, float, float]:
         """The seconds for gradients in each pass and at the end, and for weights, if a pass of the layers takes so."""

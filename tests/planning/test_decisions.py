@@ -15,9 +15,11 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.ground.errors import DsConfigError, LayoutError
 from ddpm_ds.ground.units import gib
+from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import neighbouring
 from ddpm_ds.planning import memory
 from ddpm_ds.planning import predictor as predict
+from ddpm_ds.planning.costs import ADAM_BYTES, CLIP_BYTES, EMA_BYTES, analytic_times
 from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, ds_config, fitted, layouts, search
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload, machine, machine_like
 from ddpm_ds.planning.memory import activation_bytes, pipeline_memory
@@ -249,3 +251,34 @@ def test_sdxl_on_two_cards_of_24_gb_says_what_it_lacks_without_offload() -> None
     assert [one.layout.offload for one in found.best] == [True]
     over = memory.peak_bytes(predictor.job, held, predictor.tightest(held)) - predictor.machine.usable_bytes
     assert f"Without offload nothing fits: the nearest, {held.words()}, is {gib(over)} over on rank " in why(found)
+
+
+@pytest.mark.parametrize(("micro_batches", "zero_stage"), [(1, 0), (4, 1)])
+def test_gradients_of_several_micro_batches_are_added_up_in_fp32_where_that_fits(
+    micro_batches: int, zero_stage: int
+) -> None:
+    """ZeRO-0 would add them up in bf16, with less memory, and ZeRO-2 would average each."""
+    job = small_job(tiny_spec(train={"accumulation": micro_batches}), bf16={"enabled": True})
+    predictor = small_predictor(2, job)
+    among = [Layout(1, 2, "1f1b", 8 // micro_batches, micro_batches, 0, zero, False) for zero in (0, 1, 2)]
+    (best,) = search(predictor, 1, among).best
+    assert best.layout.zero_stage == zero_stage
+
+
+def test_eight_replicas_of_sdxl_reach_nine_tenths_of_their_passes_alone() -> None:
+    """Two images on each H100, whose passes take 130 ms: the arithmetic of docs/planner.md."""
+    job, gpus, passes = sdxl(8).job, machine("h100", half=True, devices=8, nodes=1), 0.130
+    parameters = sum(layer.parameters for layer in job.layers)
+    computed = analytic_times(job, gpus, 0.0)(job.layers, 2)
+    faster = passes / sum(one.forward + one.backward for one in computed)
+    times = [LayerSeconds(faster * one.forward, faster * one.backward) for one in computed]
+    layout = Layout(1, 8, "1f1b", 2, 1, 0, 1, False)
+    step = Predictor(job, gpus, lambda layers, images: times).predict(layout).step_seconds
+
+    copied, stepped = 2 * 2 * parameters, (CLIP_BYTES + ADAM_BYTES + EMA_BYTES) * parameters / 8
+    stepping = (copied + stepped) / gpus.memory_bandwidth
+    wire = 7 / 8 * 2 * parameters / gpus.link_bandwidth
+    first, last = (chunk * 7 / 8 * 2 / gpus.link_bandwidth + 3 * gpus.latency_seconds for chunk in (0, 9_562_880))
+    assert (stepping, wire) == pytest.approx((11.3e-3, 14.3e-3), rel=0.01)
+    assert first < step - passes - stepping < 4 * last, "all but a few chunks are hidden"
+    assert passes / step == pytest.approx(0.917, abs=0.002)
