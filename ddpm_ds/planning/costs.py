@@ -34,9 +34,9 @@ from ddpm_ds.unet.layers import (
 )
 from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
 
-CLIP_BYTES = 16  # bytes per parameter that the norm of a flat gradient, its fp32 copy and clipping read and write
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
+CLIP_BYTES = 16  # bytes per parameter that the norm of a gradient, its fp32 copy and clipping read and write on a GPU
 EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory several times
 EMA_BYTES = 12  # bytes per parameter that an average of the weights reads and writes
 
@@ -70,7 +70,8 @@ def weight_share(layer: Layer) -> float:
 def update_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
-    return (EIGHT_BIT_BYTES if job.config.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
+    stepped = ADAM_BYTES + CLIP_BYTES * (not layout.offload)
+    return (EIGHT_BIT_BYTES if job.config.is_8bit else stepped) + (0 if beside else EMA_BYTES)
 
 
 def planned_costs(
@@ -104,8 +105,7 @@ def planned_costs(
             agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
             reduction += _group_seconds(machine, layout, 1, agreed)
         before = rank * sum(phase.forward_seconds for phase in phases)  # of the stages before it
-        parameters = sum(stage.parameters for stage in stages)
-        updating = update_seconds(job, machine, layout, parameters, owned_share * parameters)
+        updating = update_seconds(job, machine, layout, owned_share * sum(stage.parameters for stage in stages))
         costs.append(RankCosts(tuple(phases), reduction, updating + max(gathering - before, 0.0)))
     return costs
 
@@ -194,18 +194,13 @@ def waits(computing: Iterable[float], travelling: Iterable[float], buffers: int 
     return now - computed, max(arrivals[-1] - now, 0.0)
 
 
-def update_seconds(job: Workload, machine: Machine, layout: Layout, parameters: float, owned: float) -> float:
-    """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank, and of copies
-    of the gradients of all its ``parameters`` into the flat sum.
-    """
+def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
+    """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank."""
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
     count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.config.is_8bit else 0)
     seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
     if layout.offload:
         seconds += owned * (4 + job.stored_bytes) / min(machine.host_bandwidth, PCIE_BANDWIDTH)
-    if layout.zero_stage > 0 or job.precision == "bf16":
-        clipped = 0 if job.config.is_8bit else CLIP_BYTES * owned
-        seconds += (2 * job.stored_bytes * parameters + clipped) / machine.memory_bandwidth
     return seconds
 
 
@@ -242,8 +237,9 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
         arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
         moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
+        copied = 2 * job.stored_bytes * layer.parameters / machine.memory_bandwidth  # gradients, to their sum
         forward, backward = (count * launch for count in launches(layer))
-        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
+        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing + copied, backward))
 
     return lambda layers, images: [seconds(layer, images) for layer in layers]
 

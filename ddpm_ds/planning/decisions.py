@@ -229,14 +229,17 @@ def _fastest(
 ) -> tuple[Prediction, ...]:
     """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``.
 
-    With several micro-batches, layouts are left out where ZeRO-1 fits: of ZeRO-2, which averages the gradients of each,
-    and of ZeRO-0 where it would add them up in 16 bits.
+    With several micro-batches, layouts are left out where ZeRO-1 fits with the same cuts: of ZeRO-2, which averages the
+    gradients of each, and of ZeRO-0 where it would add them up in 16 bits.
     """
     fitting, sums = set(among), predictor.job.config.adds_in_fp32
 
     def is_worse(one: Layout) -> bool:
-        worse = one.zero_stage == 2 or sums(0, one.micro_batches) < sums(1, one.micro_batches)
-        return worse and one.micro_batches > 1 and one.zero_stage != 1 and replace(one, zero_stage=1) in fitting
+        like, count = replace(one, zero_stage=1), one.micro_batches
+        if one.zero_stage == 1 or count == 1 or like not in fitting:
+            return False
+        worse = one.zero_stage == 2 or sums(0, count) < sums(1, count)
+        return worse and predictor.bounds(like) == predictor.bounds(one)
 
     among = [one for one in among if not is_worse(one)]
 

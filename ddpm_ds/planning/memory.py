@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from ddpm_ds.checkpoint.writer import STAGING_BYTES
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
@@ -48,7 +49,7 @@ class Memory:
     buffers: int  # bytes of messages in flight, gradients being reduced, and workspace of the running layer
     communicators: int = 0  # bytes of NCCL's own buffers
     encoders: int = 0  # bytes of frozen encoders of text, and of what they compute
-    host: int = 0  # bytes in host memory, of offloaded state and of averages
+    host: int = 0  # bytes in host memory: of offloaded state, averages, and the copy that a checkpoint is written from
 
     @property
     def total(self) -> int:
@@ -141,10 +142,12 @@ class _State:
         partitioned = zero > 0 or job.precision == "bf16"
         owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
-        self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
+        self.weights, self.optimizer = parameters * stored, masters * owned + moments
         self.ema = 4 * owned
+        saved = 4 * owned + moments + self.ema
+        self.host = saved + (0 if job.on_cpu or layout.offload else 2 * min(STAGING_BYTES, saved))
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
-            self.ema, self.host = 0, self.ema + 4 * owned
+            self.ema, self.host = 0, self.host + self.ema + 4 * owned
         wide = job.config.adds_in_fp32(zero, layout.micro_batches)
         summed = 4 if wide else stored  # bytes of an element while it is added up
         self.gradients = (owned if zero == 2 else parameters) * summed
@@ -179,7 +182,7 @@ class _State:
             widening = (left if own else 0) + (own or self.gradients) + widened
             stepping = left + (widened or own or self.gradients) + self._intermediates
             if layout.offload:  # the gradient in 16 bits, in fp32 a bucket at a time, and the stepped weights
-                self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
+                self.host += self.optimizer + self.ema + owned * (4 + 2 * stored)
                 self.optimizer = self.ema = 0
                 widening = stepping = (own or self.gradients) + 4 * min(elements, owned)
             self.update = max(self.gradients + own + received, widening, stepping) + scratch

@@ -127,7 +127,7 @@ def test_replicas_wait_for_what_the_layers_after_it_do_not_hide(chunks: int) -> 
     pieces = pieces[1:]
     assert sum(pieces) == elements and len(pieces) == pytest.approx(chunks, abs=1)
     wire, last = ring(*pieces), ring(pieces[-1])
-    step = update_seconds(job, machine, layout, elements, elements / 8)
+    step = update_seconds(job, machine, layout, elements / 8)
 
     def waited(zero: int, *seconds: float) -> tuple[float, float, float]:
         """The seconds for gradients in each pass and at the end, and for weights, if a pass of the layers takes so."""

@@ -57,7 +57,17 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
     layouts, memories, reason = report(found).split("\n\n")
     assert [line.split()[0] for line in layouts.splitlines()] == ["stages", "1", "2", "3", "4"]
-    parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "NCCL", "total"]  # no encoders
+    parts = [
+        "weights",
+        "gradients",
+        "optimizer",
+        "ema",
+        "activations",
+        "buffers",
+        "NCCL",
+        "total",
+        "(host)",
+    ]  # no encoders
     assert memories.splitlines()[1].split() == ["rank", *parts]
     assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
 
@@ -271,12 +281,13 @@ def test_eight_replicas_of_sdxl_reach_nine_tenths_of_their_passes_alone() -> Non
     parameters = sum(layer.parameters for layer in job.layers)
     computed = analytic_times(job, gpus, 0.0)(job.layers, 2)
     faster = passes / sum(one.forward + one.backward for one in computed)
-    times = [LayerSeconds(faster * one.forward, faster * one.backward) for one in computed]
+    copied = [4 * layer.parameters / gpus.memory_bandwidth for layer in job.layers]  # gradients, into their sum
+    both = zip(computed, copied, strict=True)
+    times = [LayerSeconds(faster * one.forward, faster * one.backward + copying) for one, copying in both]
     layout = Layout(1, 8, "1f1b", 2, 1, 0, 1, False)
     step = Predictor(job, gpus, lambda layers, images: times).predict(layout).step_seconds
 
-    copied, stepped = 2 * 2 * parameters, (CLIP_BYTES + ADAM_BYTES + EMA_BYTES) * parameters / 8
-    stepping = (copied + stepped) / gpus.memory_bandwidth
+    stepping = (CLIP_BYTES + ADAM_BYTES + EMA_BYTES) * parameters / 8 / gpus.memory_bandwidth + sum(copied)
     wire = 7 / 8 * 2 * parameters / gpus.link_bandwidth
     first, last = (chunk * 7 / 8 * 2 / gpus.link_bandwidth + 3 * gpus.latency_seconds for chunk in (0, 9_562_880))
     assert (stepping, wire) == pytest.approx((11.3e-3, 14.3e-3), rel=0.01)
