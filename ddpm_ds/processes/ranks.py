@@ -170,7 +170,7 @@ def for_good() -> Iterator[None]:
         gc.enable()
 
 
-def print_once(line: str) -> None:
+def print_for_all(line: str) -> None:
     """Print a line of all ranks once: by rank 0, since a launcher ends the others when it exits."""
     if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)

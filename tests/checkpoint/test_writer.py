@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint import reader
+from ddpm_ds.checkpoint import folder, reader
 from ddpm_ds.checkpoint import writer as writer_module
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.manifest import Description, read_manifest
@@ -172,16 +173,25 @@ def test_a_copy_for_which_there_is_no_memory_costs_one_line(tmp_path: Path, monk
     check(tmp_path / "images-000000002", 2)
 
 
-def test_a_slow_rank_is_waited_for_while_its_file_grows(tmp_path: Path) -> None:
-    said = list[str]()
-    first, second = ranks(tmp_path, 2, said.append, time_limit_seconds=0.5)
+def test_a_slow_rank_is_waited_for_while_its_file_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still until rank 0 may look again at files that have grown: a busy machine changes nothing."""
+    said, now, looked = list[str](), [0.0], list[Path]()
+    size_of = folder._size_of
+
+    def counted(scratch: Path) -> int:
+        looked.append(scratch)
+        return size_of(scratch)
+
+    monkeypatch.setattr(folder, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(folder, "_size_of", counted)
+    first, second = ranks(tmp_path, 2, said.append, time_limit_seconds=10)
     first.begin("rank0", fragments_of(2, 0, 50), describe(2), scalars(2))
-    wait_for(lambda: any(tmp_path.glob(".writing-*/rank0.safetensors")))
-    (scratch,) = tmp_path.glob(".writing-*")
-    growing = scratch / "rank1.safetensors"
-    for step in range(30):
+    wait_for(lambda: len(looked) == 1)
+    growing = looked[0] / "rank1.safetensors"
+    for step in range(1, 7):
         growing.write_bytes(b"x" * step)
-        time.sleep(0.1)
+        now[0] += 11
+        wait_for(lambda: len(looked) == 1 + step)  # noqa: B023
     assert not said, "six times as long as it would wait for a file that does not grow"
     second.begin("rank1", fragments_of(2, 50, total()), describe(2), scalars(2))
     assert first.wait() and second.wait() and not said
@@ -221,7 +231,7 @@ def test_a_folder_that_can_not_be_flushed_is_said_once_and_no_checkpoint_is_lost
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuses_folders)
-    files._say_once.cache_clear()
+    files.print_once.cache_clear()
     assert save(tmp_path, 1) == save(tmp_path, 2) == []
     check(tmp_path / "images-000000002", 2)
     words = "this file system can't flush folders (Invalid argument): a power cut may undo the last change\n"

@@ -32,6 +32,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as deepspeed_groups
 from filelock import FileLock
 from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
@@ -44,6 +45,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
+from tests.launching import PATIENCE_SECONDS
 
 MEANT: dict[type, dict[str, str]] = {
     UnetPipelineEngine: {
@@ -115,6 +117,16 @@ def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) 
         [grid.rank(stage, *place) for place in places[part::2]] for stage in range(3) for part in (0, 1)
     ]
     assert topology.get_axis_comm_lists("model") == [[first, first + 1] for first in range(0, 24, 2)]
+
+
+def test_a_new_engine_copies_the_first_replicas_weights_to_the_others() -> None:
+    """In their order the groups of replicas begin with replica 0, by the test above."""
+    assert "_broadcast_model" in names_in(DeepSpeedEngine._configure_distributed_model)
+    copied = {"named_parameters", "broadcast", "_get_broadcast_src_rank", "seq_data_parallel_group"}
+    assert copied <= names_in(DeepSpeedEngine._broadcast_model)
+    first = names_in(deepspeed_groups._get_broadcast_src_rank)
+    assert {"get_global_rank", "_get_sequence_data_parallel_group"} <= first
+    assert "get_data_parallel_id" in vars(PipelineParallelGrid)
 
 
 def test_groups_that_are_made_without_a_timeout_have_the_one_that_is_set() -> None:
@@ -308,12 +320,13 @@ def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypa
 def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     extension: Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = extension.source.with_suffix("") / "lock"
+    lock, waits = extension.source.with_suffix("") / "lock", threading.Event()
 
     def load_before_2_14(**_: Any) -> str:
         baton = cpp_extension.FileBaton(str(lock))
         if baton.try_acquire():
             return "built"
+        waits.set()
         baton.wait()
         return "loaded"
 
@@ -325,7 +338,13 @@ def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     lock.touch()
     assert refused_build(extension) == LOCKED.format(lock)
     monkeypatch.setattr(insides, "BUILD_SECONDS", 1e9)
-    threading.Timer(0.05, lock.unlink).start()
+    waits.clear()
+
+    def end_the_other_build() -> None:
+        if waits.wait(PATIENCE_SECONDS):
+            lock.unlink()
+
+    threading.Thread(target=end_the_other_build).start()
     with insides.named_builds(contextlib.nullcontext):
         assert extension.load() == "loaded"
 

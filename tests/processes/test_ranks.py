@@ -83,7 +83,7 @@ def test_the_file_gives_what_the_environment_lacks(tmp_path: Path, monkeypatch: 
     (tmp_path / ".deepspeed_env").write_text("UCX_TLS\n")
     with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not NAME=VALUE"):
         set_environment()
-    assert os.environ["RANK"] == "0"  # print_once asks for it
+    assert os.environ["RANK"] == "0"  # print_for_all asks for it
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("UCX_TLS", "")
     monkeypatch.delenv("UCX_TLS")

@@ -233,7 +233,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "SILENCE_SECONDS", 3.0)
     monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
 
     def dies(together: Rendezvous) -> object:

@@ -206,16 +206,16 @@ def test_who_left_as_intended_is_not_missed(watch: Watched, events: Events) -> N
 
 
 def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch: Watched, events: Events) -> None:
-    first, _ = watch(0, 2, hang_seconds=1.0), watch(1, 2, hang_seconds=1.0)
+    first, _ = watch(0, 2, hang_seconds=3.0), watch(1, 2, hang_seconds=3.0)
     with first.pause():
-        time.sleep(1.4)
-    for _ in range(5):  # one that goes on is enough: the other waits for it
+        time.sleep(3.4)
+    for _ in range(8):  # one that goes on is enough: the other waits for it
         first.progress()
-        time.sleep(0.3)
+        time.sleep(0.5)
     assert events.empty()
     said = {word for _, word in take(events, 4)}
     assert EXIT_PEER_LOST in said
-    assert any("no step for 1 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
+    assert any("no step for 3 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
 
 
 @pytest.mark.parametrize("asks", [0, 1])
