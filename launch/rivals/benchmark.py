@@ -51,7 +51,7 @@ def build_row(name: str, setting: Setting) -> Row:
         case "stock":
             return StockPipeline(setting, folded=bool(variant))
         case "diffusers":
-            return rows.diffusers_loop(setting, randn=bool(variant))
+            return rows.diffusers_loop(setting, variant)
         case "lucidrains":
             return rows.lucidrains_loop(setting)
         case "plain" | "ours":

@@ -118,6 +118,16 @@ def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monk
         assert predictor.predict(layout).bubble == pytest.approx(exact.bubble, abs=tolerance)
 
 
+def test_the_memory_of_the_fullest_host_is_that_of_all_its_ranks() -> None:
+    predictor = small_predictor(4, nodes=2)
+    (first,) = search(predictor, 1, [Layout(2, 2, "1f1b", 2, 4, 0, 1, False, across_hosts="stages")]).best
+    hosts = [2 * rank.host for rank in first.memory]  # two replicas of a stage
+    assert first.host_bytes(predictor.machine) == max(hosts) > min(hosts)
+    assert "GiB/host" in report(search(predictor, 1, [first.layout])) and "GiB/host" not in report(
+        search(small_predictor(4, kind="cpu"), 1)
+    )
+
+
 def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predictor: Predictor) -> None:
     winner = search(predictor, top=1).best[0]
     less = {"memory_bytes": winner.peak.total - 1, **SLOW_LINKS}
