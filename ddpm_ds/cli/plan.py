@@ -44,7 +44,7 @@ MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
 WIDTH, NAMED, MOST_RANKS, MOST_STAGES = 100, 13, 10, 16
 """Characters of a line and of the name that begins it; maximum ranks and stages in the tables of memory and stages."""
-LEAST = ("GB on wires", "GiB/host", "images/s", "replicas")
+LEAST = ("GB on wires", "images/s", "GiB/host", "replicas")
 LEAST_OF_STAGES = ("forward GFLOP/image", "last")
 """Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
 MOST_WHOLE = 3

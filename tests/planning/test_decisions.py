@@ -123,7 +123,8 @@ def test_the_memory_of_the_fullest_host_is_that_of_all_its_ranks() -> None:
     (first,) = search(predictor, 1, [Layout(2, 2, "1f1b", 2, 4, 0, 1, False, across_hosts="stages")]).best
     hosts = [2 * rank.host for rank in first.memory]  # two replicas of a stage
     assert first.host_bytes(predictor.machine) == max(hosts) > min(hosts)
-    assert "GiB/host" in report(search(predictor, 1, [first.layout])) and "GiB/host" not in report(
+    assert "(host)" in report(search(predictor, 1, [first.layout]))
+    assert "GiB/host" in report(search(small_predictor(4), 1)) and "GiB/host" not in report(
         search(small_predictor(4, kind="cpu"), 1)
     )
 
