@@ -13,13 +13,12 @@ import torch.distributed as dist
 from ddpm_ds.ground import errors
 from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.messages import broadcast_object
+from ddpm_ds.pipeline.messages import barrier, broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import connect, port_taken
+from ddpm_ds.processes.watchdog import PAUSE_SECONDS
 
-PAUSE_SECONDS = 1800.0
-"""Time for which process groups wait for a rank that checkpoints, validates or compiles."""
 JOIN_TIMEOUT = timedelta(minutes=30)
 """Time limit for joining the group, which takes a moment after a rendezvous."""
 LONGEST_SECONDS = 365 * 86400.0
@@ -74,7 +73,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
-            dist.barrier()
+            barrier()
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()
