@@ -22,7 +22,7 @@ from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.ground.units import Precision
-from ddpm_ds.pipeline.messages import all_gather_objects
+from ddpm_ds.pipeline.messages import all_gather_objects, barrier
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
@@ -166,7 +166,7 @@ def shared_peak(device: torch.device, precision: Precision) -> float:
     known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts), list[float] | None)
     if known is not None:
         return known[0]
-    dist.barrier()
+    barrier()
     peak = statistics.fmean(all_gather_objects(matmul_peak(device, dtype), float))
     if dist.get_rank() == 0:
         Remembered("matmul_peak.json").set(facts, [peak])

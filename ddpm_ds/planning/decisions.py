@@ -229,14 +229,19 @@ def _fastest(
 ) -> tuple[Prediction, ...]:
     """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``.
 
-    ZeRO-2, which averages the gradients of each micro-batch, is left out where ZeRO-1 fits and there are several.
+    With several micro-batches, layouts are left out where ZeRO-1 fits with the same cuts: of ZeRO-2, which averages the
+    gradients of each, and of ZeRO-0 where it would add them up in 16 bits.
     """
-    fitting = set(among)
-    among = [
-        one
-        for one in among
-        if not (one.zero_stage == 2 and one.micro_batches > 1 and replace(one, zero_stage=1) in fitting)
-    ]
+    fitting, sums = set(among), predictor.job.config.adds_in_fp32
+
+    def is_worse(one: Layout) -> bool:
+        like, count = replace(one, zero_stage=1), one.micro_batches
+        if one.zero_stage == 1 or count == 1 or like not in fitting:
+            return False
+        worse = one.zero_stage == 2 or sums(0, count) < sums(1, count)
+        return worse and predictor.bounds(like) == predictor.bounds(one)
+
+    among = [one for one in among if not is_worse(one)]
 
     def kind(layout: Layout) -> tuple[int, str, int, int]:
         return layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size
@@ -379,7 +384,7 @@ def _layouts(ds: ResolvedDsConfig, predictor: Predictor, hosts: Sequence[Hashabl
     """Return a configuration's layouts, with and without recomputation if that is open."""
     intervals = (0, 1) if ds.layout.checkpoint_interval == "auto" else (ds.layout.interval,)
     found = [replace(ds.layout, checkpoint_interval=interval) for interval in intervals]
-    if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.replicas) > 1:
+    if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.data_ranks) > 1:
         layers = predictor.job.layers
         bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
         across = across_hosts(ds, layers, bounds, hosts)

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import deepspeed
 import psutil
@@ -160,6 +161,16 @@ def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:
     with insides.pipeline_engine(UnetPipelineEngine):
         assert deepspeed.PipelineEngine is deepspeed.DualPipeVEngine is UnetPipelineEngine
     assert (deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum) == before
+
+
+def test_each_replica_sums_scalars_in_a_group_of_its_own() -> None:
+    topology, make = insides.topology("stages", 2, 2, 2), Mock(side_effect=list)
+    grid: Any = Mock(global_rank=5, data_parallel_size=2, topology=lambda: topology)
+    insides.sum_scalars_in(grid, make)
+    assert make.call_args_list == [call([0, 1, 4, 5]), call([2, 3, 6, 7])]
+    assert grid.ds_model_proc_group == [0, 1, 4, 5]
+    assert "ds_model_proc_group" in names_in(PipelineParallelGrid.get_model_parallel_group)
+    assert source(PipelineEngine.__init__).count("get_model_parallel_group") == 1  # for a count of parameters
 
 
 WORDS: list[tuple[object, tuple[str, ...]]] = [
