@@ -25,7 +25,7 @@ from ddpm_ds.ground.units import Precision
 from ddpm_ds.pipeline.messages import all_gather_objects, barrier
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
-from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
+from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, Rows, TransformerBlockLayer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
 from ddpm_ds.unet.space import SpaceGroup
@@ -207,6 +207,6 @@ def startup_times(layers: Sequence[Layer], device: torch.device, precision: Prec
     startup = {}
     for kind, layer in smallest.items():
         side_in, side_out = (FEW_PIXELS * (1 + isinstance(layer, each)) for each in (DownsampleLayer, UpsampleLayer))
-        tiny = replace(layer, in_size=(side_in, side_in), out_size=(side_out, side_out))
+        tiny = replace(layer, in_size=(side_in, side_in), out_size=(side_out, side_out), rows=Rows())
         startup[kind] = time_layer(tiny, 1, device, DTYPES[precision][1])
     return startup

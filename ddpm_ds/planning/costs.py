@@ -33,7 +33,7 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
     UpsampleLayer,
 )
-from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
+from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
@@ -90,7 +90,7 @@ def planned_costs(
     """Return the costs of each rank's instructions on a machine, for the simulator.
 
     ``times`` are the seconds of every layer, split as in the layout, for one micro-batch, without recomputation;
-    ``with_sums`` adds those of tensor groups.
+    ``with_sums`` adds those of tensor groups, and the swaps of space groups.
     """
     job = job.of(layout)
     sends, costs = sharing(job.config, layout), list[RankCosts]()
@@ -130,6 +130,9 @@ def _phase_costs(
     )
     if with_sums and layout.tensor.size > 1:
         down, up = (sum_seconds(job, machine, layout, sums) for sums in sums_of(layers, layout.interval))
+        forward, backward = forward + down, backward + up
+    if with_sums and layout.space.size > 1:
+        down, up = (swap_seconds(job, machine, layout, swaps) for swaps in swaps_of(layers, layout.interval))
         forward, backward = forward + down, backward + up
     return PhaseCosts(forward, backward, sent, received, weights, split_seconds=SPLIT_COST * weights)
 
@@ -309,6 +312,15 @@ def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> 
     """Return the seconds of a micro-batch's sums over a tensor group."""
     images = layout.micro_batch_images * job.mean_pixels
     return _group_seconds(machine, layout, sums.number, 2 * images * sums.elements * job.arithmetic_bytes)
+
+
+def swap_seconds(job: Workload, machine: Machine, layout: Layout, swaps: Swaps) -> float:
+    """Return the seconds of a micro-batch's swaps with a space group: a wait and bytes for each."""
+    size = layout.micro_batch_images * (swaps.elements * job.arithmetic_bytes + 4 * swaps.statistics)
+    crosses = machine.devices_per_node % layout.space.size > 0
+    return swaps.number * machine.sum_seconds + size / (
+        machine.network_bandwidth if crosses else machine.link_bandwidth
+    )
 
 
 def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:
