@@ -183,8 +183,7 @@ def run_exchange(
     if reductions is None and layout.schedule == "planned":
         passes = math.ceil(layout.micro_batches / max(1, layout.most_kept // 2))
         reductions = [[passes, passes]] * layout.stages
-    if images is None:
-        images = layout.batch_images // layout.replicas
+    images = layout.batch_images // layout.replicas if images is None else images
     width, ring = images * ELEMENT_BYTES[ds.precision], (layout.data_ranks - 1) / layout.data_ranks
     group, summed_bytes = layout.tensor.size, arithmetic_bytes or ELEMENT_BYTES[ds.precision]
     interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
@@ -197,13 +196,7 @@ def run_exchange(
         agreed = agreed_elements(own, given=gives_gradients)
         return (2 * elements * summed_bytes + agreed * gradient_bytes) * (group - 1) / group
 
-    def swapped(own: Sequence[Layer]) -> float:
-        """Bytes that a rank with a stage sends to others of its space group."""
-        passes = swaps_of(own, interval)
-        return images * sum(one.elements * summed_bytes + one.statistics * 4 for one in passes)
-
-    messages, parameters, reduced, sums = [], list[int](), list[float](), list[float]()
-    swaps = list[float]()
+    messages, swaps, parameters, reduced, sums = [], list[float](), list[int](), list[float](), list[float]()
     for rank in range(layout.stages):
         ends = segments(bounds, layout.schedule, rank)
         stages = [layers[start:stop] for start, stop in ends]
@@ -214,7 +207,7 @@ def run_exchange(
             fewer = (shared.reductions - count for count in reductions[rank])
             reduced[-1] -= sum(less * own for less, own in zip(fewer, weights, strict=True))
         sums.append(sum(map(summed, stages)))
-        swaps.append(sum(map(swapped, stages)))
+        swaps.append(images * sum(one.size(summed_bytes) for own in stages for one in swaps_of(own, interval)))
         if rank < layout.stages - 1:
             cuts = [(ends[0][1], 0), *((start, 1) for start, _ in ends[1:])]
             messages.append(width * sum(sent_elements(layers, *cut, layout.schedule) for cut in cuts))

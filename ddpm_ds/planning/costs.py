@@ -316,7 +316,7 @@ def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> 
 
 def swap_seconds(job: Workload, machine: Machine, layout: Layout, swaps: Swaps) -> float:
     """Return the seconds of a micro-batch's swaps with a space group: a wait and bytes for each."""
-    size = layout.micro_batch_images * (swaps.elements * job.arithmetic_bytes + 4 * swaps.statistics)
+    size = layout.micro_batch_images * swaps.size(job.arithmetic_bytes)
     crosses = machine.devices_per_node % layout.space.size > 0
     return swaps.number * machine.sum_seconds + size / (
         machine.network_bandwidth if crosses else machine.link_bandwidth

@@ -151,6 +151,10 @@ class Swaps(NamedTuple):
     statistics: int = 0
     """Numbers of 4 bytes."""
 
+    def size(self, width: int) -> int:
+        """Return the bytes, with ``width`` for an element."""
+        return self.elements * width + self.statistics * 4
+
     def __add__(self, other: Swaps) -> Swaps:  # type: ignore[override]
         return Swaps(*(one + two for one, two in zip(self, other, strict=True)))
 
@@ -163,7 +167,7 @@ def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
     """
     forward = backward = Swaps()
     for layer, before in zip(layers, (None, *layers), strict=False):
-        for there, back in _layer_swaps(layer):
+        for there, back in layer_swaps(layer):
             forward += there
             if not isinstance(before, EmbedLayer):
                 backward += back
@@ -172,7 +176,7 @@ def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
     return forward, backward
 
 
-def _layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
+def layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
     """Yield the swaps of a layer's forward, each with that of its gradient."""
     rows, width = layer.rows, layer.in_size[1]
     ranks = len(rows.arriving)

@@ -12,6 +12,7 @@ over ranks is the gradient, as among replicas. Sums are in the order of ranks, w
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,15 +48,25 @@ class SpaceGroup:
         lock.
         """
         wanted = {rank: kinds for rank, kinds in wanted.items() if kinds}
-        sends = {rank: torch.cat([_as_bytes(part) for part in parts]) for rank, parts in sent.items() if parts}
-        received = {rank: self._buffer(kinds, device) for rank, kinds in wanted.items()}
+        sends = {
+            rank: torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+            for rank, parts in sent.items()
+            if parts
+        }
+        make = torch.zeros if self.group is None else torch.empty
+        sizes = {rank: [math.prod(shape) * dtype.itemsize for shape, dtype in kinds] for rank, kinds in wanted.items()}
+        received = {rank: make(sum(own), dtype=torch.uint8, device=device) for rank, own in sizes.items()}
         works = self.post(sends, received)
 
         def finish() -> dict[int, list[Tensor]]:
             for work in works:
                 work.wait()
             sends.clear()  # alive until now
-            return {rank: _parts_of(received[rank], kinds) for rank, kinds in wanted.items()}
+            found = {}
+            for rank, kinds in wanted.items():
+                parts = zip(received[rank].split(sizes[rank]), kinds, strict=True)
+                found[rank] = [part.view(dtype).view(shape) for part, (shape, dtype) in parts]
+            return found
 
         return finish
 
@@ -70,10 +81,6 @@ class SpaceGroup:
                 if message is not None:
                     operations.append(dist.P2POp(does, message, group=self.group, group_peer=rank))
         return dist.batch_isend_irecv(operations)
-
-    def _buffer(self, kinds: Sequence[Kind], device: torch.device) -> Tensor:
-        make = torch.zeros if self.group is None else torch.empty
-        return make(sum(_bytes_of(kind) for kind in kinds), dtype=torch.uint8, device=device)
 
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Give each rank its part, and return what each has given this one, of these shapes by rank."""
@@ -151,20 +158,27 @@ class Band(NamedTuple):
             return torch.cat((top, x, bottom), dim=2)
 
         def narrow(gradient: Tensor) -> Tensor:
-            return _narrowed(gradient, above, below, *self._returned(gradient, above, below)()[:2])
+            end = above + rows
+            up, down, _ = self.group.trade(gradient[:, :, :above], gradient[:, :, end:])()
+            own = gradient[:, :, above:end].clone(memory_format=torch.channels_last)
+            own[:, :, :below] += up
+            own[:, :, rows - above :] += down
+            return own
 
         return _Linear.apply(x, widen, narrow)
 
-    def _returned(
-        self, gradient: Tensor, above: int, below: int, sums: Tensor | None = None
-    ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        """Begin to give the gradients of rows beside this rank's back to their owners, and ``sums`` to all."""
-        end = gradient.shape[2] - below
-        return self.group.trade(gradient[:, :, :above], gradient[:, :, end:], sums)
-
     def gathered(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks in dimension 1; x (N, rows or pixels, ...) has this rank's."""
-        return _Linear.apply(x, self._gather, self._scatter)
+        size, shapes = self.group.size, self._shapes(x, *x.shape[2:])
+
+        def gather(x: Tensor) -> Tensor:
+            return torch.cat(self.group.exchange([x] * size, shapes), dim=1)
+
+        def scatter(gradient: Tensor) -> Tensor:  # returns the sum over ranks of the gradients of this rank's rows
+            parts = self._by_rank(gradient)
+            return _total(self.group.exchange(parts, [x.shape] * size)).to(x.dtype)
+
+        return _Linear.apply(x, gather, scatter)
 
     def image(self, x: Tensor) -> Tensor:
         """Return the whole images (N, C, H, W) of which x (N, C, rows, W) has this rank's rows."""
@@ -178,15 +192,6 @@ class Band(NamedTuple):
     def _by_rank(self, whole: Tensor) -> Sequence[Tensor]:
         """Return the parts of each rank's rows of a tensor (N, rows or pixels, ...)."""
         return whole.split([whole.shape[1] // self.height * rows for rows in self.rows], dim=1)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self.group.exchange([x] * self.group.size, self._shapes(x, *x.shape[2:])), dim=1)
-
-    def _scatter(self, gradient: Tensor) -> Tensor:
-        """Return the sum over ranks of the gradients of this rank's rows."""
-        parts = self._by_rank(gradient)
-        own = parts[self.group.rank]
-        return _total(self.group.exchange(parts, [own.shape] * self.group.size)).to(own.dtype)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Return a rank's share of the heads at all pixels, from x (N, pixels, parts, C) with all heads at its own."""
@@ -260,16 +265,19 @@ class _Norm(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         beside = int(silu)
-        own = torch.stack(_moments(x, groups))  # (2, N, G)
+        dtype = _wide_type(x.dtype)
+        mean = x.mean((2, 3), dtype=dtype).unflatten(1, (groups, -1)).mean(-1)
+        squares = (x - _by_channel(mean, x)[:, :, None, None]).square_().mean((2, 3))
+        own = torch.stack((mean, squares.unflatten(1, (groups, -1)).mean(-1)))  # (2, N, G)
         top, bottom, both = band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
         # Chan et al. 1979: moments of parts with different means
-        share = _shares(band.rows, own.dtype, x.device)
+        share = _shares(band.rows, dtype, x.device)
         mean = _total(share * both[:, 0])  # (N, G)
         variance = _total(share * (both[:, 1] + (both[:, 0] - mean).square()))
         rstd = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, top, bottom, weight, bias, scale, shift, mean, rstd)
         ctx.band, ctx.silu, ctx.parts = band, silu, parts
-        gain, offset = _gain(weight, bias, scale, shift, own.dtype)
+        gain, offset = _gain(weight, bias, scale, shift, dtype)
         a = _by_channel(rstd, x) * gain
         return _Norm.applied(ctx, x, top, bottom, a, offset - _by_channel(mean, x) * a)[1].to(x.dtype)
 
@@ -321,14 +329,6 @@ class _Norm(torch.autograd.Function):
         return dx, *vectors, *[None] * 5, *(found[part.weight] for part in ctx.parts)
 
 
-def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of x (N, C, rows, W) over its groups, (N, G) each, in fp32 at least."""
-    dtype = _wide_type(x.dtype)
-    mean = x.mean((2, 3), dtype=dtype).unflatten(1, (groups, -1)).mean(-1)
-    squares = (x - _by_channel(mean, x)[:, :, None, None]).square_()
-    return mean, squares.mean((2, 3)).unflatten(1, (groups, -1)).mean(-1)
-
-
 def _gain(
     weight: Tensor, bias: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -352,14 +352,6 @@ def _without_edges(y: Tensor, group: SpaceGroup) -> Tensor:
     return y
 
 
-def _narrowed(wide: Tensor, above: int, below: int, up: Tensor, down: Tensor) -> Tensor:
-    """Return this rank's rows of a gradient, to which neighbours add ``up`` at the first and ``down`` at the last."""
-    own = wide[:, :, above : wide.shape[2] - below].clone(memory_format=torch.channels_last)
-    own[:, :, : up.shape[2]] += up
-    own[:, :, own.shape[2] - down.shape[2] :] += down
-    return own
-
-
 @cached
 def _shares(rows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return each rank's share of the rows, (ranks, 1, 1)."""
@@ -374,18 +366,3 @@ def _total(parts: Iterable[Tensor]) -> Tensor:
 def _wide_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which numbers of a type are added up."""
     return dtype if dtype is torch.float64 else torch.float32
-
-
-def _as_bytes(part: Tensor) -> Tensor:
-    return part.reshape(-1).view(torch.uint8)
-
-
-def _bytes_of(kind: Kind) -> int:
-    shape, dtype = kind
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _parts_of(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
-    """Return the tensors of a message."""
-    parts = message.split([_bytes_of(kind) for kind in kinds])
-    return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, kinds, strict=True)]

@@ -181,8 +181,10 @@ def test_sums_have_the_order_of_ranks_and_the_same_bits_on_all() -> None:
     def run(group: ThreadGroup) -> tuple[Tensor, Tensor]:
         row = drawn[0, :, :1, :1, None].permute(0, 2, 1, 3)[:, :, :0]
         everyone = group.trade(row, row, drawn[group.rank])()[2]
-        own = Band(group, (2, 1, 2, 1, 1))._scatter(drawn[group.rank])
-        return everyone, own
+        own = torch.zeros(2, (2, 1, 2, 1, 1)[group.rank], 3, requires_grad=True)
+        Band(group, (2, 1, 2, 1, 1)).gathered(own).backward(drawn[group.rank])
+        assert own.grad is not None
+        return everyone, own.grad
 
     found, mail = on_ranks(5, run)
     assert all(torch.equal(everyone, drawn) for everyone, _ in found)
@@ -191,7 +193,7 @@ def test_sums_have_the_order_of_ranks_and_the_same_bits_on_all() -> None:
         total = total + part
     assert torch.equal(torch.cat([own for _, own in found], dim=1), total)
     assert not torch.equal(drawn.flip(0).sum(0), total), "the order can be seen"
-    assert len(mail.sent) == 2 * 5 * 4, "one message for each pair and direction"
+    assert len(mail.sent) == 3 * 5 * 4, "one message for each pair and direction"
 
 
 def test_rows_of_a_norm_travel_in_the_message_of_its_statistics() -> None:
