@@ -8,8 +8,8 @@ The ranks of a space group have whole weights, and share the rows of the carry i
 lowest level that they share is divided as evenly as possible, and finer levels have twice its rows, so that rows of a
 level are above the rows of the next::
 
-    6 rows of level 2       rank 0  0 1       rank 1  2         rank 2  3 4           rank 3  5
-    12 rows of level 1              0 1 2 3           4 5               6 7 8 9               10 11
+    6 rows of level 2       rank 0  0         rank 1  1 2         rank 2  3         rank 3  4 5
+    12 rows of level 1              0 1               2 3 4 5             6 7               8 9 10 11
 
 Does not import torch.
 """
