@@ -36,7 +36,7 @@ FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Format for each suffix of --out."""
 WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
-FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance_between")
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "shift", "guidance_between")
 """Fields of the sampler with an option of the same name and a single value."""
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class SamplerOptions:
     spacing: str | None = option("which timesteps are visited", choices=_choices("spacing"))
     variance: str | None = option("variance of ddpm's steps", choices=_choices("variance"))
     clip: str | None = option("how predicted clean images are brought into range", choices=_choices("clip"))
+    shift: float | None = option("shift of flow matching's times (default diffusion.shift)", "S", float)
     guidance: tuple[float, ...] = option("1 is none; without --guide 0 leaves out the class", "W", _weights, default=())
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
@@ -173,13 +174,12 @@ def load(
     device, (_, dtype), asked = choose_device(options.device), DTYPES[options.precision], options.sampling
     load_weights = partial(load_trained, autoencoder=options.autoencoder, device=device, dtype=dtype)
     trained = load_weights(options.path, weights=options.weights)
-    samplers = samplers_from(asked, trained.sampler, trained.diffusion, **trained.sampler_checks)
+    drawing = trained if size is None else trained.resized(size)
+    samplers = samplers_from(asked, trained.sampler, drawing.process, **trained.sampler_checks)
     guide = None if asked.guide is None else load_weights(asked.guide)
     if guide is not None:
         check_guide(guide, trained, samplers)
-    if size is not None:
-        trained = trained.resized(size)
-    return trained, samplers, guide
+    return drawing, samplers, guide
 
 
 def samplers_from(

@@ -83,8 +83,10 @@ class Timesteps:
         self._signal, self._noise = signal.float().to(device), noise.float().to(device)
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
-    def draw(self, draws: Draws) -> Tensor:
-        """Return the t, the paper's t - 1, at which each image is trained, (N,). Source: DDPM, algorithm 1."""
+    def draw(self, draws: Draws, size: tuple[int, ...]) -> Tensor:
+        """Return the t, the paper's t - 1, at which each image of a size (H, W) is trained, (N,). Source: DDPM,
+        algorithm 1.
+        """
         return draws.integers(Stream.TIMESTEP, self._spec.timesteps)
 
     def level(self, t: Tensor) -> NoiseLevel:
@@ -119,8 +121,8 @@ class Continuous:
         assert isinstance(schedule, ContinuousSchedule)
         self._spec, self._schedule = spec, schedule
 
-    def draw(self, draws: Draws) -> Tensor:
-        return self._schedule.time(self._spec, draws.normal(Stream.TIMESTEP)[:, 0])
+    def draw(self, draws: Draws, size: tuple[int, ...]) -> Tensor:
+        return self._schedule.time(self._spec.at(size), draws.normal(Stream.TIMESTEP)[:, 0])
 
     def level(self, t: Tensor) -> NoiseLevel:
         return self._schedule.level(self._spec, t)
@@ -134,7 +136,7 @@ class Continuous:
         return float(self._schedule.time(self._spec, normal)), Stream.HELD_OUT + percent
 
     def visits(self, sampler: SamplerSpec) -> list[Visit]:
-        times = self._schedule.visited(sampler, sampler.steps_of(self._spec))
+        times = self._schedule.visited(self._spec, sampler, sampler.steps_of(self._spec))
         levels = [self._schedule.level(self._spec, torch.tensor(t, dtype=torch.float64)) for t in times]
         sizes = [math.hypot(level.signal, level.noise) for level in levels]
         return [
@@ -149,7 +151,7 @@ class Noiseless:
     dtype = torch.float32
     normal = False
 
-    def draw(self, draws: Draws) -> Tensor:
+    def draw(self, draws: Draws, size: tuple[int, ...]) -> Tensor:
         return torch.zeros_like(draws.uniform(Stream.TIMESTEP)[:, 0])
 
     def level(self, t: Tensor) -> NoiseLevel:

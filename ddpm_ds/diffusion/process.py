@@ -60,13 +60,15 @@ class Diffusion:
     def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
         if not self.diffuses:
-            t = self.levels.draw(draws)
+            t = self.levels.draw(draws, shape[2:])
             return t, t.new_zeros(shape).contiguous(memory_format=torch.channels_last)
         eps = draws.normal(Stream.NOISE).reshape(shape)
         if self.spec.noise_offset:  # Guttenberg 2023, "Diffusion with offset noise"
             offset = draws.normal(Stream.NOISE_OFFSET)[:, :, None, None]  # (N, C, 1, 1)
             eps = torch.add(eps, offset, alpha=self.spec.noise_offset)
-        return self.levels.draw(draws), eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
+        return self.levels.draw(draws, shape[2:]), eps.contiguous(
+            memory_format=torch.channels_last
+        )  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise level of each image, (N, 1, 1, 1) float32."""

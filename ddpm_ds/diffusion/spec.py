@@ -40,9 +40,16 @@ class DiffusionSpec(Section):
     ] = "eps"
     sigma_data: types.Sigma = 0.5
     """Standard deviation that edm assumes for images in [-1, 1]."""
-    noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
+    times: Annotated[Literal["logit_normal", "uniform"], only_with("schedule=flow")] = "logit_normal"
+    """Distribution of flow's times before they are shifted: logit-normal (Esser et al.) or uniform."""
+    shift: Annotated[types.Shift, only_with("schedule=flow")] = 1.0
+    """Factor of flow's noise over signal, in training and in drawing: time becomes s time / (1 + (s - 1) time)."""
+    shift_size: Annotated[types.Size | None, only_with("schedule=flow")] = None
+    """Size, in the units of `data.image_size`, that has this shift; images of other sizes have it times the root of
+    their pixels over its pixels. Null gives all sizes the same shift."""
+    noise_mean: Annotated[Annotated[float, Field(ge=-10.0, le=10.0)] | None, only_with("times=logit_normal")] = None
     """Mean of log(sigma) for edm, or of the logit of time for flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
-    noise_std: Annotated[float, Field(gt=0.0, le=5.0)] | None = None
+    noise_std: Annotated[Annotated[float, Field(gt=0.0, le=5.0)] | None, only_with("times=logit_normal")] = None
     """Standard deviation of log(sigma) or the logit of time; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
@@ -75,6 +82,13 @@ class DiffusionSpec(Section):
             if key not in self.model_fields_set:
                 object.__setattr__(self, key, usual)  # the section is frozen for everyone else
         return self
+
+    def at(self, size: tuple[int, ...]) -> Self:
+        """Return the process of images of a ``size`` (height, width), on which their shift may depend."""
+        if self.shift_size is None:
+            return self
+        ratio = math.prod(size) / math.prod(types.height_and_width(self.shift_size))
+        return self.model_copy(update={"shift": self.shift * math.sqrt(ratio), "shift_size": None})
 
     def process_values(self) -> dict[str, object]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
@@ -114,6 +128,8 @@ class SamplerSpec(Section):
     """Noise level at which the last step begins under edm."""
     rho: types.Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
+    shift: types.Shift | None = None
+    """Shift of flow's times in drawing; null means `diffusion.shift`."""
     eta: Annotated[
         float, Field(ge=0.0, le=1.0), only_with(types.those("kind", SAMPLERS, lambda kind: "eta" in kind.options))
     ] = 0.0
@@ -228,6 +244,9 @@ def check_sampler(
         "trailing": skips_last and sampler.steps_of(diffusion) < diffusion.timesteps,
         f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's 0.002 "
         "and 80 do": sampler.sigma_min >= sampler.sigma_max,
+        f"sampler.shift = {sampler.shift} moves the times of diffusion.schedule = flow alone; use null": (
+            sampler.shift is not None and diffusion.schedule != "flow"
+        ),
         f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one with "
         "unet.classes and train.label_drop, or with data.condition.drop": sampler.guidance != 1.0
         and not (classes or guide or drops),

@@ -123,7 +123,7 @@ SCHEDULES = {
     "sigmoid": ScheduleChoice("Jabri et al."),
     "edm": ScheduleChoice("log-normal sigmas, Karras et al.", objective="v"),
     "flow": ScheduleChoice(
-        "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
+        "a line between image and noise, Lipman et al.",
         objective="velocity",
     ),
 }

@@ -52,6 +52,8 @@ MOST_LAYERS = 256
 Sigma = Annotated[float, Field(ge=1e-6, le=MOST_SIGMA)]
 """Noise level as noise over signal, EDM's sigma."""
 Rho = Annotated[float, Field(ge=1.0, le=100.0)]
+Shift = Annotated[float, Field(gt=0.0, le=1000.0)]
+"""Factor of noise over signal by which flow matching moves its times."""
 Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 """Lowest and highest noise level of an interval."""
 ALL_SIGMAS = (0.0, MOST_SIGMA)

@@ -319,7 +319,7 @@ EPS = {"schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 NOISE: dict[str, dict[str, Any]] = {
     "eps": EPS,
     "v": {**EPS, "objective": "v", "zero_terminal_snr": True},
-    "flow": {"schedule": "flow", "objective": "velocity"},
+    "flow": {"schedule": "flow", "objective": "velocity", "shift": 3.0},
 }
 OPENED = {"sd": diffusers.StableDiffusionPipeline, "sdxl": diffusers.StableDiffusionXLPipeline}
 
@@ -370,9 +370,10 @@ def test_an_exported_pipeline_draws_what_the_run_draws_and_is_imported_again(
     again, weights = import_of(hub, base_spec(tmp_path, autoencoder=str(hub / "vae")), tmp_path / "again")
     run, exported = load_trained(checkpoint), load_trained(hub)
     assert again.diffusion.process_values() == run.diffusion.process_values()
+    assert scheduler.get("flow_shift", 1.0) == (again.sampler.shift or 1.0) == (3.0 if noise == "flow" else 1.0)
     assert all(torch.equal(weights[name], tensor) for name, tensor in run.unet.layers.state_dict().items())
 
-    sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none")
+    sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none", shift=again.sampler.shift)
     drawn = [sample(each, 2, sampler=sampler, prompts=["a red circle", "a"]) for each in (run, exported)]
     assert drawn[0].shape == (2, 3, 32, 32) and (drawn[0].int() - drawn[1].int()).abs().max() <= 1
     with pytest.raises(SpecError, match=r"draws multiples of [48] pixels; use 40x32$"):
@@ -408,6 +409,16 @@ def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: P
         for name, tensor in theirs.items():
             stored = tensor.half().float() if dtype == "fp16" and tensor.is_floating_point() else tensor
             assert torch.equal(mine[name], stored), (part, name)
+
+
+@pytest.mark.parametrize("pipeline", ["sdxl"], indirect=True)
+def test_export_and_card_say_how_other_programs_learn_of_flow_matching(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_of(pipeline, tmp_path, "flow")
+    assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file"]) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "mine" / "README.md").read_text()):
+        assert "nothing in it says flow: ComfyUI needs the node ModelSamplingSD3 with shift 3, others" in text
 
 
 def test_what_neither_a_pipeline_nor_a_single_file_can_be_is_refused(

@@ -272,7 +272,7 @@ class DiffusersFolder:
         self, base: DiffusionSpec | None = None, objective: str | None = None
     ) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and its sampler's noise
-        levels, if it names any. A typed ``objective`` counts before a single file's own.
+        levels or shift, if it names any. A typed ``objective`` counts before a single file's own.
         """
         if not self.has_schedule:
             fault = "so its noise schedule is not known; add the one it was trained with"

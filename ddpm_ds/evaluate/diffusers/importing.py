@@ -113,8 +113,10 @@ def _spec_with_model(
         asked_process = {key: value for key, value in values["diffusion"].items() if f"diffusion.{key}" in typed}
         if "schedule" in asked_process:  # its usual betas are not the model's
             asked_process |= {key: values["diffusion"][key] for key in ("beta_start", "beta_end")}
-        process = folder.process(before.diffusion, asked_process.get("objective"))[0]
+        process, sampling = folder.process(before.diffusion, asked_process.get("objective"))
         values["diffusion"] = process.model_dump(mode="json") | asked_process
+        if "schedule" not in asked_process:
+            values["sampler"] |= {key: value for key, value in sampling.items() if f"sampler.{key}" not in typed}
     values["train"]["initial_weights"] = str(weights)
     for key, text in typed.items():
         value = parse_yaml(text, f"--set {key}={text}")

@@ -93,6 +93,16 @@ def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Ten
     return found
 
 
+def of_flow(trained: Trained) -> str | None:
+    """Return how other programs are told that a single file is of flow matching, which nothing in it can say; None for
+    another process.
+    """
+    if trained.diffusion.schedule != "flow":
+        return None
+    shift = trained.sampler.shift or trained.process.shift
+    return f"nothing in it says flow: ComfyUI needs the node ModelSamplingSD3 with shift {shift:g}, others their switch"
+
+
 def write_single_file(trained: Trained, path: Path, precision: Precision) -> str:
     """Write a file with the U-Net, the autoencoder and the text encoders under their original names. Return a line that
     names these parts. Raises CheckpointError: there is no text, or readers would build another U-Net.
@@ -134,7 +144,8 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
     tensors |= {name: torch.zeros(0) for name, yes in says.items() if yes}
     save_file(copied(tensors, precision), path, metadata={"format": "pt"})
     _check_kind(trained, path)
-    return f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
+    held = f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
+    return "; ".join(filter(None, (held, of_flow(trained))))
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
