@@ -77,7 +77,7 @@ class Timesteps:
     """Whether t is made from a normal draw, or from a random word."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
-        self._spec = spec
+        self._spec, self._range = spec, spec.timestep_range or (0, spec.timesteps)
         self._alpha_bar = alpha_bars(spec)  # (T,) float64, rounded only at the end
         signal, noise, _ = NoiseLevel.of(self._alpha_bar)
         self._signal, self._noise = signal.float().to(device), noise.float().to(device)
@@ -87,7 +87,8 @@ class Timesteps:
         """Return the t, the paper's t - 1, at which each image of a size (H, W) is trained, (N,). Source: DDPM,
         algorithm 1.
         """
-        return draws.integers(Stream.TIMESTEP, self._spec.timesteps)
+        low, high = self._range
+        return low + draws.integers(Stream.TIMESTEP, high - low)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise levels at t, (N,) float32 each."""
@@ -99,7 +100,8 @@ class Timesteps:
 
     def quantile(self, percent: int) -> tuple[int, int]:
         """Return the t at a percentile of the trained levels, and the random stream of its held-out noise."""
-        t = max(round(self._spec.timesteps * percent / 100) - 1, 0)
+        low, high = self._range
+        t = low + max(round((high - low) * percent / 100) - 1, 0)
         return t, Stream.HELD_OUT + t
 
     def visits(self, sampler: SamplerSpec) -> list[Visit]:
@@ -196,6 +198,8 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
     - min_snr: min(snr, gamma). Source: Hang et al. 2023 (Min-SNR-gamma), eq. 8.
     - p2: snr / (k + snr)^gamma, which weights the error of eps by 1 / (k + snr)^gamma. Source: Choi et al. 2022 (P2),
       eq. 8.
+    - diff2flow: (1 + sqrt(snr))^2, which weights the error of noise minus image equally. Source: Schusterbauer et al.
+      2025 (Diff2Flow), whose timesteps, with even sigmas of flow, are not drawn here.
     - sigmoid: -d log(snr) / dt times snr sigmoid(bias - log(snr)), with t from 0 to 1. Source: Kingma and Gao 2023;
       Hoogeboom et al. 2024 (SiD2), section 3, without their factor 1/2.
     """
@@ -208,6 +212,8 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
             of_x0 = snr.clamp(max=spec.min_snr_gamma)
         case "p2":
             of_x0 = snr / (spec.p2_k + snr) ** spec.p2_gamma
+        case "diff2flow":
+            of_x0 = TARGETS["velocity"].error(snr)
         case "sigmoid":
             # -d log(snr) / dt is -2 signal' / (signal (1 - alpha_bar)); times snr, it is finite even without signal.
             signal = alpha_bar.sqrt()

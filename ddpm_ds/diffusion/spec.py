@@ -30,6 +30,10 @@ class DiffusionSpec(Section):
     """First beta of linear and scaled_linear; for the latter the default is 0.00085."""
     beta_end: types.Factor = 0.02
     """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
+    timestep_range: Annotated[
+        tuple[Annotated[int, Field(ge=0)], types.Timesteps] | None, only_with(types.OF_TIMESTEPS, types.OF_NOISE)
+    ] = None
+    """First timestep that is trained, and the one after the last; null trains all, [0, timesteps]."""
     zero_terminal_snr: Annotated[bool, only_with(types.OF_TIMESTEPS, _NOT_EPS)] = False
     """Rescale the betas so that the last timestep is pure noise (Lin et al.), where eps can't be learned."""
     objective: Annotated[
@@ -58,10 +62,10 @@ class DiffusionSpec(Section):
     channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
     """Factor of each channel's errors in the loss, not divided by their sum; [] weighs all alike."""
     weighting: Annotated[
-        Literal["uniform", "min_snr", "sigmoid", "p2"], only_with(types.OF_TIMESTEPS, types.OF_NOISE)
+        Literal["uniform", "min_snr", "sigmoid", "p2", "diff2flow"], only_with(types.OF_TIMESTEPS, types.OF_NOISE)
     ] = "uniform"
-    """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
-    For edm "uniform" is the paper's weighting."""
+    """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.), P2 (Choi et al.), or
+    that of flow matching's loss (Diff2Flow). For edm "uniform" is the paper's weighting."""
     min_snr_gamma: types.Factor = 5.0
     """Gamma of min-SNR weighting."""
     sigmoid_bias: Annotated[float, Field(ge=-20.0, le=20.0)] = 0.0
@@ -69,7 +73,7 @@ class DiffusionSpec(Section):
     p2_k: types.Factor = 1.0
     """k of P2 weighting."""
     p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
-    """Gamma of P2 weighting; 0 means no weighting."""
+    """Gamma of P2 weighting; 0 weighs errors of eps equally, and 1 with a p2_k near 0 those of x0."""
     input_perturbation: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
     """Extra noise in the U-Net's input, not in the target, as a share of the noise in x_t (Ning et al.: 0.1)."""
     noise_offset: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
@@ -188,7 +192,7 @@ def check_process(diffusion: DiffusionSpec) -> None:
     start, end = diffusion.beta_start, diffusion.beta_end
     diffuses, slopes = OBJECTIVES[diffusion.objective].diffuses, diffusion.weighting == "sigmoid"
     with_betas = diffuses and schedule.betas is not None
-    rises = start < end < 1
+    rises, (low, high) = start < end < 1, diffusion.timestep_range or (0, steps)
     refuse(
         {
             f"diffusion.channel_weights = {list(diffusion.channel_weights)} leaves no loss; use a weight": (
@@ -201,6 +205,9 @@ def check_process(diffusion: DiffusionSpec) -> None:
             f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
             f"{LEAST_SIGNAL:g} of the image, too little to compute with; use fewer timesteps or a smaller beta_end": (
                 with_betas and rises and _log_signal(start, end, steps, schedule.beta_root) < 2 * math.log(LEAST_SIGNAL)
+            ),
+            f"diffusion.timestep_range = [{low}, {high}] should rise within 0 and diffusion.timesteps = {steps}": (
+                not low < high <= steps
             ),
             f"diffusion.timesteps = {steps} is too few for "
             f"{'weighting = sigmoid' if slopes else 'zero_terminal_snr = true'}; use 2 or more": (

@@ -213,8 +213,9 @@ def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float
     """Return a function from the images before a step and in it to its learning rate, for a run of ``length`` images.
 
     It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0. None if DeepSpeed
-    decides. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al.
-    2024 (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
+    decides. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Chen et al.
+    2021, "REX: Revisiting Budgeted Training", with 0.1 for their 0.5 as others have it (rex); Karras et al. 2024
+    (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
     """
     decay, warmup, reference = optimizer.decay, optimizer.warmup_images, optimizer.reference_images
     if decay is None:
@@ -222,13 +223,13 @@ def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float
 
     def rate(before: int, batch: int) -> float:
         images = before + batch / 2
-        if decay == "cosine":
-            progress = (images - warmup) / max(length - warmup, 1)
-            wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
-            share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
-        else:
-            assert decay == "inverse_sqrt" and reference is not None, "the spec refuses it"
+        if decay == "inverse_sqrt":
+            assert reference is not None, "the spec refuses it"
             share = max(images / reference, 1.0) ** -0.5
+        else:
+            left = 1.0 - min(max((images - warmup) / max(length - warmup, 1), 0.0), 1.0)
+            curve = left / (0.1 + 0.9 * left) if decay == "rex" else (1.0 - math.cos(math.pi * left)) / 2.0
+            share = optimizer.decay_to + (1.0 - optimizer.decay_to) * curve
         return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
 
     return rate

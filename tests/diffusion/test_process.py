@@ -17,6 +17,7 @@ from ddpm_ds.diffusion.process import Diffusion, mean_error
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.schema.choices import SAMPLERS
+from tests.launching import tiny_spec
 
 
 def process(device: str = "cpu", seed: int = 0, **values: Any) -> Diffusion:
@@ -45,6 +46,20 @@ def noisy(diffusion: Diffusion, count: int, flips: bool = False) -> tuple[Tensor
     x0 = prepared(diffusion, *images(count), flips)
     t, eps = drawn(diffusion, images(count)[1], tuple(x0.shape))
     return x0, eps, t
+
+
+def test_timesteps_are_drawn_from_a_range_without_its_end_and_so_are_those_of_the_held_out_loss() -> None:
+    diffusion, index = process(timestep_range=(600, 604)), torch.arange(4000)
+    t = drawn(diffusion, index, (4000, 1, 1, 1))[0]
+    counts = t.bincount()
+    # 1000 of each are expected: five standard deviations of a binomial
+    assert len(counts) == 604 and counts[:600].sum() == 0
+    assert (counts[600:] - 1000).abs().max() < 5 * (4000 * 3 / 16) ** 0.5
+    assert [diffusion.levels.quantile(percent)[0] for percent in (10, 50, 90)] == [600, 601, 603]
+    assert process().levels.quantile(50)[0] == 499
+    for low, high in ((4, 4), (0, 1001)):
+        with pytest.raises(ValueError, match=rf"_range = \[{low}, {high}\] should rise within 0 and .* = 1000"):
+            tiny_spec(diffusion={"timestep_range": [low, high]})
 
 
 @pytest.mark.parametrize("size", [None, (3, 3), (4, 2)])
