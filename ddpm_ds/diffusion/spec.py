@@ -78,6 +78,9 @@ class DiffusionSpec(Section):
     """Extra noise in the U-Net's input, not in the target, as a share of the noise in x_t (Ning et al.: 0.1)."""
     noise_offset: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
     """Deviation of a number added to the noise of each channel (0.05 to 0.1, as diffusers' `--noise_offset`)."""
+    multires_noise: Annotated[types.Fraction, only_with(types.OF_TIMESTEPS, types.OF_NOISE)] = 0.0
+    """Weight d t / timesteps of noise that is added in half to a quarter of the size, its square in a quarter to a
+    sixteenth, and so on (Marigold: 0.9); 0 adds none."""
 
     @model_validator(mode="after")
     def _usual_betas(self) -> Self:

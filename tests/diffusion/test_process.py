@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,6 +17,7 @@ from ddpm_ds.diffusion.levels import alpha_bars
 from ddpm_ds.diffusion.process import Diffusion, mean_error
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.schema.choices import SAMPLERS
 from tests.launching import tiny_spec
 
@@ -223,6 +225,38 @@ def test_an_offset_is_one_keyed_normal_number_of_each_image_and_channel_in_the_n
     assert abs(numbers.var() - 1) < 5 * (2 / numbers.numel()) ** 0.5
     assert abs((numbers * eps[:, :, 0, 0]).mean()) < 5 * numbers.numel() ** -0.5, "they are independent of eps"
     assert torch.equal(drawn(moved, index[5:9], (4, *shape[1:]))[1], seen[5:9])
+
+
+@pytest.mark.parametrize("size", [(8, 8), (12, 5)])
+def test_noise_of_coarser_sizes_is_added_as_sd_scripts_does_with_ratios_and_deviation_by_image(
+    size: tuple[int, int],
+) -> None:
+    """sd-scripts' loop, written for one image, with the discount of Marigold, 0.9 t / 1000."""
+    plain, coarse = process(noise_offset=0.1), process(noise_offset=0.1, multires_noise=0.9)
+    index, shape = torch.arange(50), (50, 3, *size)
+    (t, eps), (t_beside, found), draws = (
+        drawn(plain, index, shape),
+        drawn(coarse, index, shape),
+        coarse.draws(index, shape),
+    )
+    assert torch.equal(t, t_beside), "the other draws stay"
+    normal, uniform = draws.normal(Stream.MULTIRES).double(), draws.uniform(Stream.MULTIRES_RATIO).double()
+    ratios = set()
+    for image in range(len(index)):
+        expected, first = eps[image].double(), 0
+        for level in range(10):
+            r, grid = 2 + 2 * float(uniform[image, level]), [max(1, side // 2**level) for side in size]
+            rows, columns = (max(1, int(side / r**level)) for side in size)
+            noise = normal[image, first : first + 3 * prod(grid)].view(1, 3, *grid)[:, :, :rows, :columns]
+            larger = F.interpolate(noise, size, mode="bilinear", align_corners=False)[0]
+            expected, first = expected + larger * (0.9 * float(t[image]) / 1000) ** level, first + 3 * prod(grid)
+            ratios.add((level, rows))
+            if min(rows, columns) == 1:
+                break
+        # the weights of an enlarged pixel are rounded by 2^-24 of a place below 12
+        torch.testing.assert_close(found[image].double(), expected / expected.std(), rtol=1e-4, atol=1e-4)
+    assert {rows for level, rows in ratios if level == 1} == {*range(size[0] // 4, size[0] // 2)}
+    assert torch.equal(drawn(coarse, index[5:9], (4, *shape[1:]))[1], found[5:9]), "an image depends on no other"
 
 
 def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:

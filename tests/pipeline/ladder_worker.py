@@ -367,6 +367,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "flow": {"diffusion": {"schedule": "flow", "objective": "velocity", "times": "uniform", "shift": 3.0}},
     "weighted": {
         "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
+        | {"multires_noise": 0.9, "timestep_range": [500, 1000]}
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
     "buckets": {
