@@ -284,6 +284,9 @@ def _log_snr(alpha_bar: float) -> float:
 STEPS = {
     "ddpm": Steps(lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)]),
     "ddim": Steps(lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)]),
+    # k-diffusion's steps, of x_t divided by the signal: its sigma_up^2 is DDIM's variance over alpha_bar.
+    "euler": Steps(lambda spec, levels: [ddim(*pair, eta=0.0) for pair in pairwise(levels)]),
+    "euler_ancestral": Steps(lambda spec, levels: [ddim(*pair, eta=1.0) for pair in pairwise(levels)]),
     "dpm_solver": Steps(
         lambda spec, levels: [
             dpm_solver(*pair, before) for before, pair in zip([None, *levels], pairwise(levels), strict=False)

@@ -254,6 +254,9 @@ def check_sampler(
         "trailing": skips_last and sampler.steps_of(diffusion) < diffusion.timesteps,
         f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's 0.002 "
         "and 80 do": sampler.sigma_min >= sampler.sigma_max,
+        "sampler.kind = euler_ancestral has no steps for diffusion.schedule = flow; use euler": (
+            sampler.kind == "euler_ancestral" and diffusion.schedule == "flow"
+        ),
         f"sampler.shift = {sampler.shift} moves the times of diffusion.schedule = flow alone; use null": (
             sampler.shift is not None and diffusion.schedule != "flow"
         ),

@@ -246,6 +246,11 @@ def test_a_shift_of_zero_or_below_is_refused_in_one_line(
             {},
             "noise_mean = 1 is used only with diffusion.times: log",
         ),
+        (
+            VELOCITY,
+            {"kind": "euler_ancestral"},
+            "euler_ancestral has no steps for diffusion.schedule = flow; use euler",
+        ),
         ({}, {"shift": 3.0}, "sampler.shift = 3.0 moves the times of diffusion.schedule = flow alone; use null"),
         ({"schedule": "edm"}, {}, "diffusion.objective = eps does not go with schedule edm; use v"),
         ({"schedule": "flow", "objective": "v"}, {}, "objective = v does not go with schedule flow; use velocity"),
