@@ -284,6 +284,12 @@ def import_(options: ImportOptions) -> None:
     from ddpm_ds.evaluate.diffusers.importing import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
-    print("\n".join(import_weights(*given, last_label_is_class=is_class)))
+    imported, lines = import_weights(*given, last_label_is_class=is_class)
+    encodes = imported.data.autoencoder is not None or imported.data.text is not None
+    print("\n".join(lines))
     spec = shlex.quote(str(options.out / SPEC_FILE))
-    print(f"train it with\n  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json --spec {spec}")
+    config = "zero2_fp16"
+    if encodes:
+        config = "zero2_bf16"
+        print(f"encode its pictures and captions with\n  ddpm-ds prepare --encode --spec {spec}")
+    print(f"train it with\n  ddpm-ds train --deepspeed_config ds_configs/{config}.json --spec {spec}")

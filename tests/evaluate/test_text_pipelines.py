@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import yaml
 from make_text import write_encoders
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli.main import main
@@ -131,6 +133,45 @@ def test_a_pipeline_becomes_a_spec_with_its_text_its_noise_and_its_weights(pipel
     theirs = load_file(pipeline / "unet" / "diffusion_pytorch_model.safetensors")
     back = to_diffusers(weights, layers, linear_projection=is_xl)
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+
+def test_the_base_keeps_its_comments_and_the_pipeline_its_autoencoder(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base.yaml", tmp_path / "my out"
+    lines = ["# mine", "name: cats", "", "data:                # about data", "  source: folder     # of pictures"]
+    lines += [
+        "  path: pictures",
+        "  image_size: 16  # latents",
+        "  channels: 4",
+        "",
+        "unet:",
+        "  channels: 32      # wide",
+    ]
+    lines += ["  multipliers:", "    - 1", "    - 1  # twice", "  norm_groups: 8", "# rates", "optimizer:"]
+    lines += ["  learning_rate: 1e-4", "train: {images: 64, batch_images: 8}", "sampler:", "  clip: none  # latents"]
+    base.write_text("\n".join([*lines, "logging:", "  log_every_images: 8"]))
+    spec = import_of(pipeline, base, out, "optimizer.learning_rate=2e-5")[0]
+    assert spec.data.autoencoder == pipeline.resolve() / "vae"
+    text = (out / "spec.yaml").read_text()
+    for line in (
+        *lines[:10],
+        "# rates",
+        "  learning_rate: 2.0e-05",
+        "  clip: none  # latents",
+        "  log_every_images: 8",
+    ):
+        assert f"\n{line}\n" in f"\n{text}\n", line
+    assert "- 1  # twice" not in text and "multipliers: [" in text and "# wide" in text
+    assert "beta_end" in text and "ema" not in text and "timesteps" not in text and len(text.splitlines()) < 60
+    *_, encode, _, train = capsys.readouterr().out.splitlines()
+    assert encode.strip() == f"ddpm-ds prepare --encode --spec '{out}/spec.yaml'"
+    assert train.strip().endswith(f"ds_configs/zero2_bf16.json --spec '{out}/spec.yaml'")
+
+    other = shutil.copytree(pipeline / "vae", tmp_path / "other")
+    base.write_text(base.read_text().replace("  path:", f"  autoencoder: {other}\n  path:"))
+    assert import_of(pipeline, base, tmp_path / "named")[0].data.autoencoder == other
+    assert f"data.autoencoder is {other}; its own is {pipeline.resolve()}/vae" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pipeline", ["sd"], indirect=True)
@@ -398,11 +439,23 @@ def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: P
     assert sorted(path.name for path in file.parent.iterdir()) == ["README.md", "mine.safetensors"]
     alone = tmp_path / "new" / "alone.safetensors"
     assert main(["export", str(checkpoint), "--out", str(alone), "--dtype", dtype]) == 0
-    assert alone.read_bytes() == file.read_bytes() and [*alone.parent.iterdir()] == [alone]
+    there, here = load_file(alone), load_file(file)
+    assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in here)
+    assert [*alone.parent.iterdir()] == [alone]
+    with safe_open(file, "pt") as opened:
+        said = opened.metadata()
+    is_xl, date = pipeline.name == "sdxl", said.pop("modelspec.date")
+    assert abs((datetime.now(UTC).date() - datetime.fromisoformat(date).date()).days) <= 1
+    assert said == {
+        **{"format": "pt", "modelspec.sai_model_spec": "1.0.1", "modelspec.implementation": "diffusers"},
+        "modelspec.architecture": "stable-diffusion-xl-v1-base" if is_xl else "stable-diffusion-v1",
+        **{"modelspec.title": "tiny", "modelspec.resolution": "32x32", "modelspec.prediction_type": "epsilon"},
+        **{"modelspec.timestep_range": "0,1000", "modelspec.encoder_layer": "2" if is_xl else "1"},
+    }
     kind = OPENED[pipeline.name]
-    here = {"local_files_only": True, "low_cpu_mem_usage": False}
-    read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **here)
-    whole = kind.from_pretrained(tmp_path / "hub", **here)
+    local = {"local_files_only": True, "low_cpu_mem_usage": False}
+    read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **local)
+    whole = kind.from_pretrained(tmp_path / "hub", **local)
     for part in ("unet", "vae", "text_encoder", *(["text_encoder_2"] if pipeline.name == "sdxl" else [])):
         mine, theirs = getattr(read, part).state_dict(), getattr(whole, part).state_dict()
         assert mine.keys() == theirs.keys(), part

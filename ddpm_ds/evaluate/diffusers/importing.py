@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from safetensors.torch import save
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec, parse_yaml
+from ddpm_ds.config.spec_file import SPECS, load_spec, parse_yaml, preset, read_values, rewritten
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
 from ddpm_ds.evaluate.outputs import new_output
@@ -29,12 +28,13 @@ ANY_TEXT = ("context_channels=1", "blocks=[1]", "heads=[1]", "pooled_channels=nu
 
 def import_weights(
     path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
-) -> list[str]:
+) -> tuple[RunSpec, list[str]]:
     """Write to ``out`` the weights of the diffusers folder ``path``, or of the repository ``path`` on the Hugging Face
     hub, and the spec ``base``, changed to start from them.
 
-    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting. Its last label
-    means "no label" unless ``last_label_is_class``. Returns lines for the user about both files.
+    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting, and has its own
+    autoencoder unless one is named. Its last label means "no label" unless ``last_label_is_class``. Returns the new
+    spec, and lines for the user about both files.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
@@ -42,14 +42,18 @@ def import_weights(
     """
     with new_output(out) as temporary:
         folder = _opened(path, last_label_is_class)
+        typed, own = {item.partition("=")[0].strip() for item in overrides}, folder.own_autoencoder
+        known = read_values(preset(base, SPECS)).get("data")
         until_replaced = [f"unet.{item}" for item in ANY_UNET]
+        named = "data.autoencoder" in typed or (isinstance(known, dict) and known.get("autoencoder") is not None)
+        if own is not None and not named:
+            until_replaced.append(f"data.autoencoder={json.dumps(own)}")
         if folder.unet.text is None:
             until_replaced.append("unet.text=null")
         else:  # what was typed counts before the model's text
-            keys = {item.partition("=")[0].strip() for item in overrides}
             encoding = {f"data.text.{key}": json.dumps(value) for key, value in folder.encoding().items()}
             until_replaced += [f"unet.text.{item}" for item in ANY_TEXT]
-            until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in keys]
+            until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in typed]
         before = load_spec(base, overrides, until_replaced)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
         tensors = folder.tensors()
@@ -57,18 +61,20 @@ def import_weights(
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{folder.weights.path} has values in {name} that are not finite; get it again")
         (temporary / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        (temporary / SPEC_FILE).write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+        (temporary / SPEC_FILE).write_text(rewritten(base, spec), encoding="utf-8")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights.path}, in fp32", *folder.notes]
     if folder.class_rows is not None:
         last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
         lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
-    typed = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
+    of_process = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
     says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
-    if not says and not any(item.startswith("diffusion.objective") for item in typed):
+    if not says and not any(item.startswith("diffusion.objective") for item in of_process):
         lines.append(f"{path} does not name its objective, and is read as eps; --set diffusion.objective=v if it is v")
+    if own is not None and own != str(spec.data.autoencoder):
+        lines.append(f"data.autoencoder is {spec.data.autoencoder}; its own is {own}")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
-    return [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *typed])}"]
+    return spec, [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *of_process])}"]
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
