@@ -32,6 +32,7 @@ from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.ground.errors import SpecError, UserError
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import FAST, plant_alone, refusal
 from tests.evaluate.test_diffusers_unet import SD_15, SDXL
 from tests.launching import tiny_spec
@@ -172,6 +173,35 @@ def test_the_base_keeps_its_comments_and_the_pipeline_its_autoencoder(
     base.write_text(base.read_text().replace("  path:", f"  autoencoder: {other}\n  path:"))
     assert import_of(pipeline, base, tmp_path / "named")[0].data.autoencoder == other
     assert f"data.autoencoder is {other}; its own is {pipeline.resolve()}/vae" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [16, 2])
+def test_latents_of_another_width_begin_anew_beside_those_that_both_have(
+    pipeline: Path, width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_autoencoder(tmp_path / "vae", latent_channels=width)
+    base = base_spec(tmp_path, autoencoder=str(tmp_path / "vae"), channels=width)
+    spec, weights = import_of(pipeline, base, tmp_path / "out")
+    keep = min(width, 4)
+    said = f"its latents have 4 channels, and data.channels is {width}: conv_in and conv_out keep {keep} channels, and"
+    assert said in capsys.readouterr().out
+    layers = unet_layers(spec.unet, spec.data.interface)
+    assert spec.unet.text is not None
+    found = to_diffusers(weights, layers, linear_projection=spec.unet.text.linear_projection)
+    theirs = load_file(pipeline / "unet" / "diffusion_pytorch_model.safetensors")
+    for name, tensor in theirs.items():
+        if name == "conv_in.weight":
+            assert found[name].shape[:2] == (len(tensor), width)
+            assert torch.equal(found[name][:, :keep], tensor[:, :keep]) and not found[name][:, keep:].any()
+        elif name.startswith("conv_out."):
+            assert len(found[name]) == width
+            assert torch.equal(found[name][:keep], tensor[:keep]) and not found[name][keep:].any()
+        else:
+            assert torch.equal(found[name], tensor)
+    UNet(layers, 0).layers.load_state_dict(weights)
+    base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"), channels=width)
+    line = refusal(capsys, *import_words(pipeline, base, tmp_path / "no"))
+    assert f"data.channels = {width}, but the latents of data.autoencoder = {pipeline / 'vae'} have 4" in line
 
 
 @pytest.mark.parametrize("pipeline", ["sd"], indirect=True)

@@ -1,20 +1,25 @@
 """Import of a model of diffusers as the start of a run: its weights by our names, and a spec with its U-Net."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from safetensors.torch import save
+from torch import Tensor
+from torch.nn.functional import pad
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS, load_spec, parse_yaml, preset, read_values, rewritten
 from ddpm_ds.data.hub import from_hub
+from ddpm_ds.data.latents import autoencoder_of
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
 from ddpm_ds.evaluate.outputs import new_output
 from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.schema.types import written
+from ddpm_ds.unet.layers import InputLayer, Layer, OutputLayer
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = (
@@ -56,7 +61,7 @@ def import_weights(
             until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in typed]
         before = load_spec(base, overrides, until_replaced)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
-        tensors = folder.tensors()
+        tensors = with_latents(folder.tensors(), folder.layers, folder.interface.channels, spec.data.channels)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{folder.weights.path} has values in {name} that are not finite; get it again")
@@ -71,10 +76,31 @@ def import_weights(
     says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
     if not says and not any(item.startswith("diffusion.objective") for item in of_process):
         lines.append(f"{path} does not name its objective, and is read as eps; --set diffusion.objective=v if it is v")
+    if (mine := folder.interface.channels) != spec.data.channels:
+        begun = f"conv_in and conv_out keep {min(mine, spec.data.channels)} channels, and begin with zeros in others"
+        lines.append(f"its latents have {mine} channels, and data.channels is {spec.data.channels}: {begun}")
     if own is not None and own != str(spec.data.autoencoder):
         lines.append(f"data.autoencoder is {spec.data.autoencoder}; its own is {own}")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return spec, [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *of_process])}"]
+
+
+def with_latents(tensors: Mapping[str, Tensor], layers: Sequence[Layer], old: int, new: int) -> dict[str, Tensor]:
+    """Return weights for latents of ``new`` channels instead of ``old`` ones: the first and the last convolution keep
+    the channels that both have, and their biases, and are zero in others.
+    """
+    found, both = dict(tensors), min(old, new)
+    if old == new:
+        return found
+    first, last = (
+        next(index for index, layer in enumerate(layers) if isinstance(layer, kind))
+        for kind in (InputLayer, OutputLayer)
+    )
+    before = tensors[f"{first}.conv.weight"]  # (N, 3, 3, old + condition)
+    found[f"{first}.conv.weight"] = torch.cat((pad(before[..., :both], (0, new - both)), before[..., old:]), dim=-1)
+    for name in (f"{last}.conv.weight", f"{last}.conv.bias"):  # (old, 3, 3, N) and (old,)
+        found[name] = torch.cat((tensors[name][:both], tensors[name].new_zeros(new - both, *tensors[name].shape[1:])))
+    return found
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
@@ -97,6 +123,8 @@ def _spec_with_model(
 ) -> RunSpec:
     """Return the spec ``before`` with the model's U-Net, and with its diffusion process except for typed keys."""
     pairs: dict[str, tuple[object, object]] = {"data.channels": (before.data.channels, folder.interface.channels)}
+    if before.data.channels != folder.interface.channels and autoencoder_of(before.data) is not None:
+        del pairs["data.channels"]  # of other latents
     if folder.unet.text is None:  # a U-Net with text draws images of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
     asked, found, model = before.data.interface, folder.interface, f"the model of {folder.path}"
