@@ -40,6 +40,10 @@ ImageChannels = Annotated[int, Field(ge=1, le=256)]
 """Channels of images, fields or latents; published latents have 4 to 32."""
 LatentChannels = Annotated[int, Field(ge=1, le=64)]
 """Channels of an autoencoder's latents."""
+LatentScale = Factor | Annotated[tuple[Factor, ...], Field(min_length=1, max_length=64)]
+"""One factor, or one for each channel of latents."""
+_Shift = Annotated[float, Field(ge=-1e6, le=1e6)]
+LatentShift = _Shift | Annotated[tuple[_Shift, ...], Field(min_length=1, max_length=64)]
 Variable = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of an array in a file."""
 Normalise = Literal["statistics", "range"] | None

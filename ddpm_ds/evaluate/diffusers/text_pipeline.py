@@ -138,7 +138,8 @@ def write_single_file(trained: Trained, path: Path, precision: Precision) -> str
     theirs = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=text.linear_projection)
     tensors, parts = {names[name]: tensor for name, tensor in theirs.items()}, ["unet"]
     if trained.autoencoder is not None:
-        stored = trained.autoencoder.unshifted(read_weights(trained.autoencoder.weights))
+        vae = trained.autoencoder
+        stored = vae.folded(read_weights(vae.weights), vae.exported_scale)
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in original_autoencoder(stored)}
         parts.append(TEXT_AUTOENCODER)
     encoders = encoders_of(trained)
