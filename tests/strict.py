@@ -4,6 +4,7 @@
 
 - Every process group executes its operations, messages and collectives, one after another in the order of posting.
 - A send is complete only when its receiver takes it.
+- The default process group has no communicator: an operation in it ends the rank.
 - Waiting for the device (``device.wait_for_device``, and DeepSpeed's ``synchronize``) waits for everything
   that this rank has posted in any group.
 
@@ -93,6 +94,9 @@ class StrictGroup(dist.ProcessGroup):
             future.set_result(None)
 
     def post(self, what: str, operation: Callable[[], None]) -> Any:
+        if self is dist.group.WORLD:  # NCCL would need a communicator of all ranks
+            print(f"strict: {what} of rank {self._own} in the default process group", file=sys.stderr, flush=True)
+            os._exit(LOCKED)
         future: Future[Any] = Future()
         posted.outstanding[future] = f"{what} of rank {self._own} of {self._size}"
         self._operations.put((operation, future))
@@ -148,16 +152,18 @@ def install() -> None:
     HostAccelerator.communication_backend_name = lambda accelerator: "strict"
     HostAccelerator.synchronize = lambda accelerator, device_index=None: posted.wait()
     replace_everywhere(messages.runs_behind, lambda device: True)
-    replace_everywhere(messages._group, lambda ranks, device: dist.new_group(ranks, backend="strict"))
+    replace_everywhere(messages.edge_group, lambda ranks, device, blocks: dist.new_group(ranks, backend="strict"))
     replace_everywhere(device.wait_for_device, lambda device: posted.wait())
     seconds = float(os.environ.get("STRICT_SECONDS", "120"))
     threading.Thread(target=posted.watch, args=(seconds,), daemon=True).start()
 
 
 def share_communicators() -> None:
-    """Two communicators for each phase of a pipeline: for all of its activations and for all of its gradients."""
-    from ddpm_ds.pipeline import messages
+    """Two communicators for each phase of a pipeline, for all of its activations and for all of its gradients, and all
+    receives of a step posted before it begins."""
+    from ddpm_ds.pipeline import messages, schedule
     from ddpm_ds.pipeline.messages import Edge
+    from tests.pipeline.order_model import all_at_once
 
     connect = messages.open_p2p_groups
 
@@ -172,6 +178,7 @@ def share_communicators() -> None:
         }
 
     replace_everywhere(connect, shared)
+    replace_everywhere(schedule.posted_before, all_at_once)
 
 
 def wait_in_a_forward() -> None:
@@ -186,10 +193,18 @@ def watch_without_saying_so() -> None:
     setattr(UnetPipelineEngine, "watched", lambda engine: contextlib.nullcontext())  # noqa: B010
 
 
+def barrier_of_the_world() -> None:
+    """Ranks wait for each other in the default process group, for which NCCL needs a communicator of all ranks."""
+    from ddpm_ds.pipeline import messages
+
+    replace_everywhere(messages.barrier, dist.barrier)
+
+
 MUTANTS = {
     "shared communicators": share_communicators,
     "a wait in a forward": wait_in_a_forward,
     "a careless profile": watch_without_saying_so,
+    "a barrier of the world": barrier_of_the_world,
 }
 
 

@@ -22,9 +22,9 @@ A receive posted on a GPU is a kernel that spins until its message arrives. Anyt
 waits for it too: an allocator short of memory, a profiler, or code that is compiled, tuned or loaded at its first use.
 Steps in which this may happen send their messages from host to host over gloo instead.
 
-Values are exchanged as JSON, since unpickling could run code from the sender. Every function that does it is collective
-and takes the type of the value, by which the receiver rebuilds and checks it: numbers, texts, tuples, lists, mappings,
-dataclasses and named tuples of these.
+Values are exchanged as JSON, since unpickling could run code from the sender, and from host to host, so that NCCL needs
+no communicator of all ranks. Every function that does it is collective and takes the type of the value, by which the
+receiver rebuilds and checks it: numbers, texts, tuples, lists, mappings, dataclasses and named tuples of these.
 """
 
 import itertools
@@ -35,61 +35,95 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from ddpm_ds.ground.host import processes_on_host
+
 Kind = Literal["activations", "gradients", "predictions"]
 Value = TypeVar("Value")
 
 
+MOST_CONNECTED = 64
+"""Number of ranks up to which each is connected to all others to exchange values."""
+_value_groups = WeakKeyDictionary[Any, tuple[Any, ...]]()
+
+
+def value_groups() -> tuple[Any, ...]:
+    """Return this rank's gloo groups for values: none if it is alone, one of all ranks, or two of a grid. Collective.
+
+    More than :data:`MOST_CONNECTED` ranks form a grid, since connections and start grow with the members of a group.
+    Values that have gone along all rows, then along all columns, have reached every rank::
+
+        0 ─ 1 ─ 2 ─ 3
+        4 ─ 5 ─ 6 ─ 7      rank 5 has a row, 4 to 7, and a column, 1 5 9
+        8 ─ 9 ─ 10 ─ 11
+
+    The groups are made at the first call, and kept as long as the process group.
+    """
+    world, size = dist.group.WORLD, dist.get_world_size()
+    if size == 1 or dist.get_backend() == "gloo":
+        return (world,) if size > 1 else ()
+    if world not in _value_groups:
+        rows = max(each for each in range(1, math.isqrt(size) + 1) if size % each == 0)
+        grid = torch.arange(size).view(rows if size > MOST_CONNECTED else 1, -1)
+        lines = [grid.tolist(), grid.T.tolist()] if len(grid) > 1 else [grid.tolist()]
+        _value_groups[world] = tuple(dist.new_subgroups_by_enumeration(each, backend="gloo")[0] for each in lines)
+    return _value_groups[world]
+
+
+def barrier() -> None:
+    """Wait on the host until all ranks are here; devices wait for nothing."""
+    for group in value_groups():
+        dist.barrier(group=group)
+
+
 def all_gather_objects(value: Value, kind: object) -> list[Value]:
-    """Return all ranks' values of type ``kind``, by rank; one rank waits for nothing."""
-    if dist.get_world_size() == 1:
-        return [value]
-    own = _packed(value, kind)
-    longest = _length(own)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    own = torch.nn.functional.pad(own, (0, int(longest) - len(own)), value=ord(" "))  # which JSON allows at its end
-    messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(messages, own)
-    return [_unpacked(message, kind) for message in messages]
+    """Return all ranks' values of type ``kind``, by rank."""
+    return [_unpacked(text, kind) for text in _all_gathered(_packed(value, kind))]
 
 
 def gather_objects(value: Value, kind: object) -> list[Value] | None:
     """Return all ranks' values of type ``kind``, by rank, on rank 0; None on the others."""
-    found = all_gather_objects(value, kind)
-    return found if dist.get_rank() == 0 else None
+    texts = _all_gathered(_packed(value, kind))
+    return [_unpacked(text, kind) for text in texts] if dist.get_rank() == 0 else None
 
 
 def broadcast_object(value: object, kind: object) -> Any:
     """Return rank 0's value of type ``kind``; the others' values are ignored."""
-    first = dist.get_rank() == 0
-    message = _packed(value, kind) if first else torch.empty(0, dtype=torch.uint8, device=_device())
-    length = _length(message)
-    dist.broadcast(length, src=0)
-    message = message if first else message.new_empty(int(length))
-    dist.broadcast(message, src=0)
-    return _unpacked(message, kind)
+    text = _packed(value, kind) if dist.get_rank() == 0 else b""
+    broadcast(length := torch.tensor([len(text)]))
+    broadcast(message := torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8))
+    return _unpacked(message.numpy().tobytes(), kind)
 
 
-def _packed(value: object, kind: Any) -> Tensor:
-    text = json.dumps(TypeAdapter(kind).dump_python(value, mode="json"))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+def broadcast(tensor: Tensor) -> None:
+    """Copy rank 0's tensor to all ranks; it is in host memory."""
+    for group in value_groups():  # along columns, the first row's replaces what other rows have got
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
-def _unpacked(message: Tensor, kind: Any) -> Any:
-    return TypeAdapter(kind).validate_python(json.loads(message.cpu().numpy().tobytes()))
+def _packed(value: object, kind: Any) -> bytes:
+    return json.dumps(TypeAdapter(kind).dump_python(value, mode="json")).encode()  # in one line
 
 
-def _length(message: Tensor) -> Tensor:
-    return torch.tensor([len(message)], dtype=torch.int64, device=message.device)
+def _unpacked(text: bytes, kind: Any) -> Any:
+    return TypeAdapter(kind).validate_python(json.loads(text))
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+def _all_gathered(text: bytes) -> list[bytes]:
+    """Return all ranks' texts of one line, by rank."""
+    for group in value_groups():
+        dist.all_reduce(longest := torch.tensor([len(text)]), op=dist.ReduceOp.MAX, group=group)
+        own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+        messages = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(messages, own, group=group)
+        text = b"\n".join(message.numpy().tobytes().rstrip() for message in messages)
+    return text.split(b"\n")
 
 
 class Edge(NamedTuple):
@@ -163,8 +197,8 @@ class Channel:
     ``others`` are the shapes for images of other sizes; :meth:`begin` gives the size of each message.
 
     A send returns at once, unless ``most_in_flight`` messages are not known to be delivered: then it waits for the
-    oldest, since gloo does not report delivery before a wait. Receives are posted one message ahead, so that a message
-    travels while its receiver computes.
+    oldest, since gloo does not report delivery before a wait. The owner posts each receive before the pass that
+    precedes its use, or lets :meth:`start_receiving` post one message ahead, so that messages travel while it computes.
     """
 
     def __init__(
@@ -233,12 +267,16 @@ class Channel:
     def start_receiving(self, messages: int) -> None:
         """Post the receive of the first of ``messages`` messages; each wait posts the next."""
         self._to_post += messages
-        self._post()
+        self._post_ahead()
+
+    def post(self) -> None:
+        """Post the receive of the next message."""
+        self._receives.append(self.post_receive())
 
     def next_message(self) -> Tensor:
-        """Wait for the next message, and post the receive of the one after it."""
+        """Wait for the next message, whose receive is posted."""
         work, message = self._receives.popleft()
-        self._post()
+        self._post_ahead()
         work.wait()
         return message
 
@@ -247,10 +285,10 @@ class Channel:
         while self._in_flight:
             self._in_flight.popleft().work.wait()
 
-    def _post(self) -> None:
+    def _post_ahead(self) -> None:
         if self._to_post:
             self._to_post -= 1
-            self._receives.append(self.post_receive())
+            self.post()
 
     def post_send(self, message: Tensor) -> Posted:
         """Post a send."""
@@ -282,8 +320,8 @@ def as_in_memory(tensor: Tensor) -> Tensor:
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
 
 
-MOST_BLOCKS = 8
-"""Thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
+BLOCKS_IN_HOST, BLOCKS_ACROSS_HOSTS = 2, 8
+"""Most thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -295,22 +333,11 @@ class StageChannels:
     gradients_in: Channel | None = None
     gradients_out: Channel | None = None
 
-    def begin(
-        self,
-        micro_batches: int,
-        *,
-        by_host: bool,
-        gradients: bool = True,
-        start: Start = at_once,
-        sizes: Sequence[int] = (),
-    ) -> None:
-        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the images' size of each micro-batch."""
+    def begin(self, *, by_host: bool, start: Start = at_once, sizes: Sequence[int] = ()) -> None:
+        """Begin a step's messages; ``sizes`` numbers the images' size of each micro-batch."""
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
                 channel.begin(by_host=by_host, start=start, sizes=sizes)
-        for channel in (self.activations_in, self.gradients_in if gradients else None):
-            if channel is not None:
-                channel.start_receiving(micro_batches)
 
     def drain(self) -> None:
         """Wait until everything sent has been delivered."""
@@ -336,7 +363,7 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
         raise RuntimeError(
             "the default process group is bound to a device; make it with ddpm_ds.processes.process_group"
         )
-    own = dist.get_rank()
+    own, per_host = dist.get_rank(), processes_on_host(dist.get_world_size())
     host_groups: dict[frozenset[int], Any] = {}
     connected = {}
     for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
@@ -344,7 +371,8 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
             source, target = pair = pipeline[edge.source], pipeline[edge.target]
             if runs_behind(device) and frozenset(pair) not in host_groups:
                 host_groups[frozenset(pair)] = dist.new_group(pair, backend="gloo")
-            group = _group(pair, device)
+            in_host = source // per_host == target // per_host
+            group = edge_group(pair, device, BLOCKS_IN_HOST if in_host else BLOCKS_ACROSS_HOSTS)
             if own not in pair:
                 continue
             peer = target if own == source else source
@@ -357,14 +385,14 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
     return connected
 
 
-def _group(ranks: Sequence[int], device: torch.device) -> Any:
-    """Return a group of two ranks for messages between their devices; on other ranks PyTorch's marker for no group.
+def edge_group(ranks: Sequence[int], device: torch.device, blocks: int) -> Any:
+    """Return a group of devices for an edge's messages, or for scalars; on other ranks PyTorch's marker for no group.
 
-    With NCCL it has no more thread blocks than messages need: one as large as for collectives takes ten times the
-    memory.
+    With NCCL its kernels have at most ``blocks`` thread blocks: as many as for collectives would hold as many
+    multiprocessors, and take ten times the memory.
     """
     if device.type != "cuda":
         return dist.new_group(ranks)
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = MOST_BLOCKS
+    options.config.max_ctas = blocks
     return dist.new_group(ranks, backend="nccl", pg_options=options, device_id=device)

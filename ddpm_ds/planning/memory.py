@@ -28,8 +28,8 @@ ACTIVATION_SHARE = 0.5  # largest share of a device's memory for activations; be
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
 EIGHT_BIT_INTERMEDIATES = 17  # bytes that Adam in 8 bits needs for each element that it steps at a time
-COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
-"""Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
+COLLECTIVE_BYTES, EDGE_BYTES, SCALAR_BYTES = 1156 * 2**20, 64 * 2**20, 22 * 2**20
+"""Bytes of a communicator for collectives, for the messages of an edge, and for scalars, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2  # bytes of a stored element of an encoded text
 FILLING = 4  # micro-batches per rank beyond which the peak no longer grows
 _MANY_PARAMETERS = 10**9
@@ -105,12 +105,12 @@ def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> in
 
 
 def communicator_bytes(layout: Layout, rank: int) -> int:
-    """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
+    """Return the bytes of NCCL's communicators on a GPU: of replicas, a tensor group, a whole pipeline, and edges."""
     tensor = layout.tensor.size
-    groups = (layout.world_size, layout.replicas, layout.stages * tensor, tensor)
+    collectives, scalars = (layout.replicas > 1) + (tensor > 1), layout.stages * tensor > 1
     edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
     own = sum(rank in (edge.source, edge.target) for edge in edges)
-    return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
+    return COLLECTIVE_BYTES * collectives + SCALAR_BYTES * scalars + EDGE_BYTES * own
 
 
 def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[float]:

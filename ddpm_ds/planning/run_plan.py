@@ -33,11 +33,20 @@ from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.host import processes_on_host
-from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, about, gib
+from ddpm_ds.ground.units import (
+    MOST_BANDWIDTH,
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_FLOPS,
+    MOST_PROCESSES,
+    Precision,
+    about,
+    gib,
+)
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
-from ddpm_ds.schema.layout import Layout, Precision, divisors
+from ddpm_ds.schema.layout import Layout, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
@@ -236,7 +245,7 @@ def picture_seconds(plan: RunPlan) -> float:
 def _step_seconds(plan: RunPlan, device: torch.device) -> float:
     """Predict a step's seconds. On a CPU the data sheet of a core is corrected by the heaviest layers' times."""
     from ddpm_ds.ground.device import DTYPES
-    from ddpm_ds.observe.device_speed import LayerSeconds, time_layer
+    from ddpm_ds.observe.device_speed import time_layer
     from ddpm_ds.planning.costs import analytic_times, launch_seconds, links, planned_costs
     from ddpm_ds.planning.simulate import simulate
 
@@ -250,10 +259,8 @@ def _step_seconds(plan: RunPlan, device: torch.device) -> float:
             timed, guess = time_layer(layer, images, device, DTYPES[job.precision][1]), predicted([layer], images)[0]
             taken, expected = taken + timed.forward + timed.backward, expected + guess.forward + guess.backward
     slower = job.mean_macs * (taken / expected if expected else 1.0)
-    times = machine.layer_times or [
-        LayerSeconds(slower * one.forward, slower * one.backward)
-        for one in predicted(job.of(layout).layers, layout.micro_batch_images)
-    ]
+    alone = predicted(job.of(layout).layers, layout.micro_batch_images)
+    times = machine.layer_times or [one.times(slower) for one in alone]
     costs, wires = planned_costs(job, machine, layout, plan.bounds, times), links(machine, layout)
     return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=plan.programs).step_seconds
 

@@ -16,6 +16,7 @@ from ddpm_ds.planning.memory import (
     COLLECTIVE_BYTES,
     EDGE_BYTES,
     EIGHT_BIT_INTERMEDIATES,
+    SCALAR_BYTES,
     Memory,
     activation_bytes,
     communicator_bytes,
@@ -100,12 +101,13 @@ def test_moments_of_8_bits(precision: str, zero: int, replicas: int) -> None:
 
 
 def test_communicators_of_a_gpu() -> None:
-    """The job's, a stage's replicas', a pipeline's, and one for each kind of message to and from each neighbour."""
+    """A stage's replicas', a pipeline's for scalars, and one for each kind of message to and from each neighbour."""
     layout, cuts = Layout(3, 2, "1f1b", 1, 6, 0, 2, False), (0, 4, 8, len(small_job().layers))
     sizes = [rank.communicators for rank in pipeline_memory(small_job(), layout, cuts)]
-    assert sizes == [3 * COLLECTIVE_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
+    assert sizes == [COLLECTIVE_BYTES + SCALAR_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
     assert {rank.communicators for rank in pipeline_memory(small_job(on_cpu=True), layout, cuts)} == {0}
-    assert communicator_bytes(Layout(1, 1, "1f1b", 1, 6, 0, 2, False, tensor=TensorSplit(2)), 0) == 3 * COLLECTIVE_BYTES
+    split = Layout(1, 1, "1f1b", 1, 6, 0, 2, False, tensor=TensorSplit(2))
+    assert communicator_bytes(split, 0) == COLLECTIVE_BYTES + SCALAR_BYTES
 
 
 def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weights_there() -> None:

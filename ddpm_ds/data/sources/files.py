@@ -15,7 +15,7 @@ import numpy as np
 
 from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.errors import DataError, print_once
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
 
@@ -59,7 +59,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     files = [name for name in every if MASK.search(name) is None]
     if progress and (masks := len(every) - len(files)):
         first = base.printable(next(filter(MASK.search, every)))
-        base.print_once(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        print_once(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
@@ -78,9 +78,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     if spec.text is not None:
         captions = _captions(root, files, texts, listed, spec.text.captions, progress)
         if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classes))]):
-            base.print_once(
-                f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch"
-            )
+            print_once(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
     return FolderSource(classes, labels, root, files, captions)
 
 
@@ -107,9 +105,7 @@ def _captions(
             others.update(unread | found)
             return None
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
-            base.print_once(
-                f"data.text: images have several files of captions; of {', '.join(beside)} the first is read"
-            )
+            print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
         return found
 
     try:
