@@ -449,6 +449,7 @@ def sample(options: SampleOptions) -> int:
         raise SpecError(f"--out {out} can't hold images for lines with options of their own; name a folder")
     if line := widening(trained.device.type, trained.dtype):
         print(line)
+    count = sum(request.count for _, request, _ in work)
     try:
         for setup, request, drawn in work:
             draw_missing(setup, request, drawn)
@@ -469,13 +470,11 @@ def sample(options: SampleOptions) -> int:
         for *_, drawn in work:
             drawn.remove()
     except KeyboardInterrupt:
-        done, count = (
-            sum(counts) for counts in zip(*((drawn.count, one.count) for _, one, drawn in work), strict=True)
-        )
-        print(f"interrupted: {done:,} of {count:,} images are kept; the same command continues from there")
+        kept = f"{sum(drawn.count for *_, drawn in work):,} of {count:,} images are kept"
+        print(f"interrupted: {kept}; the same command continues from there")
         return 128 + signal.SIGINT
     if len(work) > 1:
-        print(f"{out}: {sum(one.count for _, one, _ in work):,} images, as the lines of {options.text.prompts} say")
+        print(f"{out}: {count:,} images, as the lines of {options.text.prompts} say")
         return 0
     seen = "" if request.images_seen is None else f" after {request.images_seen:,} images"
     each = "" if inputs is None else f", {request.members} for each of {request.count // request.members:,} inputs,"

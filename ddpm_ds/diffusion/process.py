@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,6 +123,20 @@ class Diffusion:
             return labels
         dropped = draws.uniform(Stream.LABEL_DROP)[:, 0] < share  # (N,)
         return labels.masked_fill(dropped, none_label)
+
+
+def paired(x0: Tensor, eps: Tensor, group: int) -> Tensor:
+    """Return which noise (N, ...) of ``eps`` each image (N, ...) of ``x0`` takes, (N,) int64; all are on the CPU.
+
+    Each ``group`` of consecutive images is assigned its own noises with the greatest sum of cosines, in float64.
+    Source: Pooladian et al. 2023 and Tong et al. 2024, "minibatch optimal transport".
+    """
+    from scipy.optimize import linear_sum_assignment  # SciPy takes long to import
+
+    x, noise = (F.normalize(one.flatten(1).double(), dim=1).unflatten(0, (-1, group)) for one in (x0, eps))
+    cosines = (x @ noise.mT).numpy()  # (N / group, group, group)
+    places = [linear_sum_assignment(each, maximize=True)[1] + group * number for number, each in enumerate(cosines)]
+    return torch.from_numpy(np.concatenate(places))
 
 
 def coarser_grids(size: Sequence[int]) -> list[tuple[int, ...]]:

@@ -78,6 +78,9 @@ class DiffusionSpec(Section):
     """Extra noise in the U-Net's input, not in the target, as a share of the noise in x_t (Ning et al.: 0.1)."""
     noise_offset: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
     """Deviation of a number added to the noise of each channel (0.05 to 0.1, as diffusers' `--noise_offset`)."""
+    noise_pairs: Annotated[int, Field(ge=1, le=1024), only_with(types.OF_NOISE)] = 1
+    """Consecutive images that exchange their noises so that the sum of cosines of image and noise is greatest (optimal
+    transport), a divisor of the images in a micro-batch; 1 exchanges none."""
     multires_noise: Annotated[types.Fraction, only_with(types.OF_TIMESTEPS, types.OF_NOISE)] = 0.0
     """Weight d t / timesteps of noise that is added in half to a quarter of the size, its square in a quarter to a
     sixteenth, and so on (Marigold: 0.9); 0 adds none."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import OptimizerSpec, RunSpec
-from ddpm_ds.data.cache import Subset
+from ddpm_ds.data.cache import IMAGES, Subset
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
 from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
-from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.process import Diffusion, paired
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
 
@@ -95,11 +95,22 @@ class Denoising:
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0, mask = self._moved(batch, moves)
         (t, eps), labels, classes = self._diffusion.draw(draws, x0.shape), None, spec.unet.classes
+        if batch.pairs is not None:
+            eps = eps[batch.pairs].contiguous(memory_format=torch.channels_last)
         if classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
+
+    def paired(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch, read for an objective on the CPU, with the noise that each image takes.
+
+        A CUDA graph can't hold the assignment, so threads that read ahead make it.
+        """
+        prepared = self.prepare(MicroBatch(*micro_batch[:3]))
+        pairs = paired(prepared.x0, prepared.eps, self._spec.diffusion.noise_pairs)
+        return micro_batch._replace(pairs=pairs.pin_memory() if micro_batch.index.is_pinned() else pairs)
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
         """Turn stored images into their centres, with the noise of a ``stream`` at a timestep or noise level; nothing
@@ -182,6 +193,10 @@ def replica_batches(
 
     See :func:`ddpm_ds.data.loader.micro_batches`. ``encoders`` encode captions that are stored as tokens.
     """
+    finish = None
+    if spec.diffusion.noise_pairs > 1 and IMAGES in fields:
+        cache = images.cache
+        finish = Denoising(spec, torch.device("cpu"), cache.meta.statistics, cache.constants).paired
     batches = micro_batches(
         images,
         share,
@@ -191,6 +206,7 @@ def replica_batches(
         start_images=start_images,
         workers=spec.data.workers,
         pin_memory=device.type == "cuda",
+        finish=finish,
     )
     loaded = on_device(batches, device)
     return loaded if encoders is None else (encoded(batch, encoders) for batch in loaded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.diffusion.condition import Scale
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.process import Diffusion, mean_error, paired
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.ground.keyed import Stream
@@ -225,6 +225,30 @@ def test_an_offset_is_one_keyed_normal_number_of_each_image_and_channel_in_the_n
     assert abs(numbers.var() - 1) < 5 * (2 / numbers.numel()) ** 0.5
     assert abs((numbers * eps[:, :, 0, 0]).mean()) < 5 * numbers.numel() ** -0.5, "they are independent of eps"
     assert torch.equal(drawn(moved, index[5:9], (4, *shape[1:]))[1], seen[5:9])
+
+
+def test_images_take_the_noises_of_their_group_that_are_most_like_them() -> None:
+    """As f2vae's `cosine_optimal_transport`, in groups."""
+    latents, noises = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    assert noises[paired(latents, noises, 2)].tolist() == [[3.0, 0.0], [0.0, 2.0]]
+    x0, eps = torch.randn(2, 12, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    found = paired(x0, eps, 4)
+    cosines = F.cosine_similarity(x0.double().flatten(1)[:, None], eps.double().flatten(1), dim=2)
+    for first in range(0, 12, 4):
+        ways = {
+            sum(float(cosines[first + i, first + j]) for i, j in enumerate(way)): way for way in permutations(range(4))
+        }
+        assert found[first : first + 4].tolist() == [first + place for place in ways[max(ways)]]
+    assert torch.equal(paired(x0[4:8], eps[4:8], 4), found[4:8] - 4)
+    assert torch.equal(paired(x0, eps, 1), torch.arange(12))
+
+
+def test_pairs_of_latents_are_hardly_more_alike_than_others() -> None:
+    """The cosine of 16 images with noise of 65,536 numbers, as docs/diffusion.md has it: 1.56 / 256."""
+    x0, eps = torch.randn(2, 64, 65536, generator=torch.Generator().manual_seed(0))
+    cosine = F.cosine_similarity(x0, eps[paired(x0, eps, 16)]).mean()
+    # a deviation of 1 / 256 / 8 of the mean of 64, less the exchange: five of these
+    assert abs(float(cosine) - 0.0061) < 5 / 256 / 8 / 4
 
 
 @pytest.mark.parametrize("size", [(8, 8), (12, 5)])
