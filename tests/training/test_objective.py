@@ -32,7 +32,7 @@ def test_images_exchange_the_same_noises_in_every_layout() -> None:
         and sorted(whole.pairs.tolist()) == [*range(16)]
     )
     parts = [batch for replica in (0, 1) for batch in read(spec, Share(4, 2, replica), 2)]
-    found = {}
+    found: dict[int, int] = {}
     for batch in parts:
         assert batch.pairs is not None
         found.update(zip(batch.index.tolist(), batch.index[batch.pairs].tolist(), strict=True))
