@@ -336,7 +336,12 @@ def check_memory(
         return f"warning      {needs}: it may run out of memory"
     more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"
     channels = draft.spec.unet.channels if new else 0
-    for changes, stages in _smaller(draft.ds.layout, channels, on_cpu=machine.is_cpu):
+    smaller = _smaller(draft.ds.layout, channels, on_cpu=machine.is_cpu)
+    if need.where == "machine" and not machine.is_cpu:  # what lies there may lie on the GPUs
+        moved = ["ema.on_host=false"] * draft.spec.ema.on_host
+        moved += ["ds.zero_optimization.offload_optimizer.device=none"] * draft.ds.layout.offload
+        smaller = iter([([one], draft.ds.layout.stages) for one in moved])
+    for changes, stages in smaller:
         try:
             share = memory_need(again(changes, stages), machine, rank).share
         except UserError:  # such as channels that the heads do not divide

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -82,9 +82,9 @@ class Recording(TorchDispatchMode):
     made: ClassVar[set[int]] = set()
     """Storages that the parts of a step have made so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Callable[[], None]) -> None:
         super().__init__()
-        self.replays = self.compiled = 0
+        self.replays, self.compiled, self._ends = 0, 0, ends
         self.read: dict[int, StorageWeakRef] = {}
         """Storages that were read and that the step did not make; a CUDA graph keeps only their addresses."""
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
@@ -98,6 +98,7 @@ class Recording(TorchDispatchMode):
         self.__enter__()
 
     def capture_end(self) -> None:
+        self._ends()
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +184,8 @@ class RecordedGraph(StepGraph):
         self.recordings: list[list[Recording]] = []
 
     def _capture(self) -> str:
-        on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
+        recording = functools.partial(Recording, self._check_joined)
+        on_cpu: Any = {"CUDAGraph": recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
         no_draws = patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
         with self._engine.step_withheld(), patch.multiple(torch.cuda, **on_cpu), no_draws:
             Recording.made = set()
@@ -191,6 +193,11 @@ class RecordedGraph(StepGraph):
         assert self._now.graphs is not None
         self.recordings.append(self._now.graphs._graphs)  # type: ignore[arg-type]
         return why_not
+
+    def _check_joined(self) -> None:
+        """CUDA refuses to end a graph with work under way on other streams that was begun in it."""
+        gradients = self._gradients()
+        assert not gradients._under_way and not any(chunk.gathered for chunk in gradients._arriving)
 
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
@@ -317,6 +324,7 @@ MORE = [
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(4, 8, 14)),
     Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
     Case(1, 1, 2, "fp16", 0, fused=True, micro_batches=2, process="text", tensor=2),
+    Case(2, 2, 1, "fp32", 0, fused=True, micro_batches=2),
 ]
 """Other combinations."""
 COMPILED = [one(1, "fp32", compile=True, random_programs=8)]
@@ -342,6 +350,7 @@ def courses(folder: Path, cases: list[Case], **environment: str) -> list[list[li
         pytest.param((COMPILED, 1), id="compiled", marks=pytest.mark.needs_programs("g++|clang++")),
         pytest.param((MORE, 1), id="1 process, more", marks=pytest.mark.long),
         pytest.param((MORE, 2), id="2, more", marks=pytest.mark.long),
+        pytest.param((MORE, 4), id="4, more", marks=pytest.mark.long),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Any]]:
