@@ -350,6 +350,8 @@ def _parts(options: SampleOptions, trained: Trained) -> list[tuple[SampleOptions
         if (value := getattr(options, name)) != usual:
             fault = f"has lines with options of their own, an image each, and --{name} {value}; leave it out"
             raise SpecError(f"--prompts {options.text.prompts} {fault}")
+    if options.out is not None and options.out.suffix:
+        raise SpecError(f"--out {options.out} can't hold images for lines with options of their own; name a folder")
     parts, first = list[tuple[SampleOptions, Sequence[str] | None]](), 0
     for group in groups:
         texts, turn = [line.text for line in group], -first % len(group)  # image I takes prompt I modulo their number
@@ -441,12 +443,8 @@ def sample(options: SampleOptions) -> int:
         raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
     trained, guide = load(options.drawing)
     channel, (out, kind) = _channel(options, trained), _output(options, trained)
-    work = [
-        (setup, request, outputs.DrawnImages(out.parent / f".{out.name}.{request.key}", request))
-        for setup, request in _requests(options, trained, guide)
-    ]
-    if len(work) > 1 and kind != "folder":
-        raise SpecError(f"--out {out} can't hold images for lines with options of their own; name a folder")
+    requests = _requests(options, trained, guide)
+    work = [(*one, outputs.DrawnImages(out.parent / f".{out.name}.{one[1].key}", one[1])) for one in requests]
     if line := widening(trained.device.type, trained.dtype):
         print(line)
     count = sum(request.count for _, request, _ in work)

@@ -157,14 +157,14 @@ def multires(eps: Tensor, draws: Draws, share: Tensor) -> Tensor:
         count = channels * math.prod(grid)
         coarse = normal[:, first : first + count].unflatten(1, (channels, *grid))  # (N, C, h, w)
         sides = [(side / ratios[:, level] ** level).floor().clamp(min=1.0) for side in size]  # (N,) each
-        down, across = map(_enlarging, sides, grid, size)
+        down, across = map(enlarging, sides, grid, size)
         eps = eps + weight[:, None, None, None] * torch.einsum("nyh,nchw,nxw->ncyx", down, coarse, across)
         weight = weight * share * (torch.minimum(*sides) > 1.0)
         first += count
     return eps / eps.std(dim=(1, 2, 3), keepdim=True)
 
 
-def _enlarging(sides: Tensor, held: int, side: int) -> Tensor:
+def enlarging(sides: Tensor, held: int, side: int) -> Tensor:
     """Return matrices (N, side, held) that enlarge the first ``sides`` (N,) of ``held`` pixels to ``side``."""
     near, far = torch.arange(held, device=sides.device), torch.arange(side, device=sides.device)
     place = ((far + 0.5) * (sides[:, None] / side) - 0.5).clamp(min=0.0).minimum(sides[:, None] - 1.0)  # (N, side)
