@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.evaluate.inception import Clip
 from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
@@ -191,6 +193,20 @@ def test_lines_of_a_file_may_have_options_of_their_own(
     file.write_text("a --s 3")
     with pytest.raises(SpecError, match=r"--s is an option for ddpm-ds sample; remove it$"):
         texts_of(TextOptions(prompts=file), load_trained(run_dir))  # as evaluate reads the file
+
+
+def test_images_of_another_size_are_drawn_with_its_shift(trained: Trained) -> None:
+    flow = DiffusionSpec(schedule="flow", objective="velocity", shift=3.0, shift_size=8)
+    trained = replace(trained, diffusion=flow)
+    assert trained.process.shift == 3.0 and trained.resized((16, 16)).process.shift == 6.0
+    sampler = FAST_SAMPLER.model_copy(update={"eta": 0.0, "clip": "none"})
+    for size, shift in (((8, 8), 3.0), ((16, 16), 6.0)):
+        drawing = trained.resized(size)
+        one, other = (
+            sample(drawing, 2, sampler=sampler.model_copy(update={"shift": value}), prompts="a red circle")
+            for value in (None, shift)
+        )
+        assert torch.equal(one, other)
 
 
 def test_without_a_prompt_a_line_names_the_text_that_is_drawn(
