@@ -109,7 +109,8 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
     of_training |= {"normalise", "held_out", "flips_negate", "missing_chunks"}
     # These name stores of their own, as far as they decide what is stored; they have tests of their own.
-    of_training |= {"autoencoder", "residual_of", "buckets", "held_out_path", "condition"}
+    of_training |= {"autoencoder", "latent_scale", "latent_shift"}
+    of_training |= {"residual_of", "buckets", "held_out_path", "condition"}
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)

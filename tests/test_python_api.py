@@ -207,7 +207,7 @@ def test_what_an_argument_does_not_take_is_one_line_that_names_it(
         ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
         ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
         ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),
-        ("SamplerSpec", "kind", "euler", 'sampler.kind = "euler" should be "ddpm" or "ddim"'),
+        ("SamplerSpec", "kind", "heun", 'sampler.kind = "heun" should be "ddpm" or "ddim"'),
     ],
 )
 def test_the_line_says_what_the_argument_takes(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -29,13 +30,15 @@ from ddpm_ds.schema.types import MOST_SIDE
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
+    from ddpm_ds.evaluate.outputs import Request
+    from ddpm_ds.evaluate.sampling import Setup
     from ddpm_ds.evaluate.trained import Trained
 
 FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Format for each suffix of --out."""
 WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
-FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance_between")
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "shift", "guidance_between")
 """Fields of the sampler with an option of the same name and a single value."""
 
 T = TypeVar("T")
@@ -95,6 +98,7 @@ class SamplerOptions:
     spacing: str | None = option("which timesteps are visited", choices=_choices("spacing"))
     variance: str | None = option("variance of ddpm's steps", choices=_choices("variance"))
     clip: str | None = option("how predicted clean images are brought into range", choices=_choices("clip"))
+    shift: float | None = option("shift of flow matching's times (default diffusion.shift)", "S", float)
     guidance: tuple[float, ...] = option("1 is none; without --guide 0 leaves out the class", "W", _weights, default=())
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
@@ -117,7 +121,9 @@ class TextOptions:
         "may be repeated, and images take them in turn (default one of each)", "TEXT", action="append", either="prompts"
     )
     prompts: Path | None = option(
-        "a prompt in each line, or the captions of held-out images", "FILE|held-out", either="prompts"
+        "a prompt in each line, perhaps with options, or the captions of held-out images",
+        "FILE|held-out",
+        either="prompts",
     )
     negative: str | None = option("text that --guidance leads away from (default: no text)", "TEXT")
 
@@ -161,24 +167,28 @@ class SampleOptions:
     drawing: DrawingOptions = DrawingOptions()
 
 
-def load(
-    options: DrawingOptions, size: tuple[int, int] | None = None
-) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load weights and guide, which may be None, for images of a ``size``, and make the samplers that are asked for."""
-    from ddpm_ds.evaluate.sampling import check_guide
+def load(options: DrawingOptions) -> tuple[Trained, Trained | None]:
+    """Load weights and guide, which may be None."""
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import DTYPES, choose_device
 
-    device, (_, dtype), asked = choose_device(options.device), DTYPES[options.precision], options.sampling
+    device, (_, dtype), guide = choose_device(options.device), DTYPES[options.precision], options.sampling.guide
     load_weights = partial(load_trained, autoencoder=options.autoencoder, device=device, dtype=dtype)
     trained = load_weights(options.path, weights=options.weights)
-    samplers = samplers_from(asked, trained.sampler, trained.diffusion, **trained.sampler_checks)
-    guide = None if asked.guide is None else load_weights(asked.guide)
+    return trained, None if guide is None else load_weights(guide)
+
+
+def drawn_with(
+    options: SamplerOptions, trained: Trained, guide: Trained | None, size: tuple[int, int] | None = None
+) -> tuple[Trained, list[SamplerSpec]]:
+    """Return the U-Net for images of a ``size``, and the samplers that are asked for."""
+    from ddpm_ds.evaluate.sampling import check_guide
+
+    drawing = trained if size is None else trained.resized(size)
+    samplers = samplers_from(options, trained.sampler, drawing.process, **trained.sampler_checks)
     if guide is not None:
         check_guide(guide, trained, samplers)
-    if size is not None:
-        trained = trained.resized(size)
-    return trained, samplers, guide
+    return drawing, samplers
 
 
 def samplers_from(
@@ -254,23 +264,101 @@ def _inputs(options: SampleOptions, trained: Trained) -> Inputs | None:
     return Inputs.open(options.conditions, trained)
 
 
-def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
+class Line(NamedTuple):
+    """Prompt of a file, and its options by their letters."""
+
+    text: str
+    given: Mapping[str, Any] = MappingProxyType({})
+
+    def on(self, options: SampleOptions, trained: Trained) -> SampleOptions:
+        """Return options with those of the line."""
+        given, drawing, size = self.given, options.drawing, options.size
+        if given.keys() & {"h", "w"}:
+            height, width = size or trained.picture_shape[1:]
+            size = given.get("h", height), given.get("w", width)
+        sampling = replace(
+            drawing.sampling,
+            steps=given.get("s", drawing.sampling.steps),
+            guidance=(given["l"],) if "l" in given else drawing.sampling.guidance,
+            shift=given.get("fs", drawing.sampling.shift),
+        )
+        text = replace(options.text, negative=given.get("n", options.text.negative))
+        drawing = replace(drawing, seed=given.get("d", drawing.seed), sampling=sampling)
+        return replace(options, size=size, text=text, drawing=drawing)
+
+
+_side = partial(whole, lowest=1, highest=MOST_SIDE, what="a number of pixels")
+LETTERS: Mapping[str, Callable[[str], Any]] = {
+    **{"n": str, "w": _side, "h": _side, "d": seed, "s": positive},
+    **{letter: partial(number, lowest=0.0, highest=1e3, what="a number from 0 to 1,000") for letter in ("l", "fs")},
+}
+"""Options behind a prompt in a file, which sd-scripts reads too, and their types."""
+
+
+def lines_of(options: TextOptions, trained: Trained) -> list[Line] | None:
     """Return the prompts of --prompt or --prompts; None without both."""
     from ddpm_ds.evaluate.inputs import HELD_OUT, held_out_captions
 
-    if options.prompts is None:
-        return options.prompt
-    if str(options.prompts) == HELD_OUT and not options.prompts.exists():
-        return [HELD_OUT] if trained.unet_spec.text is None else held_out_captions(trained)  # refused without text
+    path = options.prompts
+    if path is None:
+        return None if options.prompt is None else [*map(Line, options.prompt)]
+    if str(path) == HELD_OUT and not path.exists():  # refused without text
+        return [*map(Line, [HELD_OUT] if trained.unet_spec.text is None else held_out_captions(trained))]
     try:
-        lines = read_bytes(options.prompts, MOST_PROMPTS_BYTES).decode().splitlines()
+        lines = read_bytes(path, MOST_PROMPTS_BYTES).decode().splitlines()
     except OSError as error:
-        raise SpecError(f"--prompts {options.prompts} can't be read ({error.strerror or error})") from None
+        raise SpecError(f"--prompts {path} can't be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
-        raise SpecError(f"--prompts {options.prompts} is no text in UTF-8; write a prompt in each line") from None
-    if not (prompts := [line for line in map(str.strip, lines) if line]):
-        raise SpecError(f"--prompts {options.prompts} has no prompt; write one in each line")
-    return prompts
+        raise SpecError(f"--prompts {path} is no text in UTF-8; write a prompt in each line") from None
+    found = []
+    for place, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        text, *words = re.split(r"(?:^|\s+)--", line)
+        given: dict[str, Any] = {}
+        for letter, _, value in (word.partition(" ") for word in words):
+            where = f"--prompts {path}, line {place}: --{letter}"
+            if letter not in LETTERS:
+                raise SpecError(f"{where} is none of {', '.join(f'--{one}' for one in LETTERS)}; remove it")
+            try:
+                given[letter] = LETTERS[letter](value.strip())
+            except OptionError as error:
+                raise SpecError(f"{where}: {error}") from None
+        found.append(Line(text, given))
+    if not found:
+        raise SpecError(f"--prompts {path} has no prompt; write one in each line")
+    return found
+
+
+def texts_of(options: TextOptions, trained: Trained) -> Sequence[str] | None:
+    """Return the prompts of --prompt or --prompts, without options of their own; None without both."""
+    lines = lines_of(options, trained)
+    if letter := next((letter for line in lines or () for letter in line.given), None):
+        raise SpecError(f"--prompts {options.prompts}: --{letter} is an option for ddpm-ds sample; remove it")
+    return None if lines is None else [line.text for line in lines]
+
+
+def _parts(options: SampleOptions, trained: Trained) -> list[tuple[SampleOptions, Sequence[str] | None]]:
+    """Return options and prompts of successive images that are drawn alike; all are, unless lines of a file differ."""
+    lines = lines_of(options.text, trained)
+    if lines is None:
+        return [(options, None)]
+    groups = [[*group] for _, group in itertools.groupby(lines, key=lambda line: line.given)]
+    if len(groups) == 1:
+        return [(lines[0].on(options, trained), [line.text for line in lines])]
+    for name, usual in (("count", None), ("first", 0), ("mlflow", False)):
+        if (value := getattr(options, name)) != usual:
+            fault = f"has lines with options of their own, an image each, and --{name} {value}; leave it out"
+            raise SpecError(f"--prompts {options.text.prompts} {fault}")
+    if options.out is not None and options.out.suffix:
+        raise SpecError(f"--out {options.out} can't hold images for lines with options of their own; name a folder")
+    parts, first = list[tuple[SampleOptions, Sequence[str] | None]](), 0
+    for group in groups:
+        texts, turn = [line.text for line in group], -first % len(group)  # image I takes prompt I modulo their number
+        part = replace(group[0].on(options, trained), first=first, count=len(group))
+        parts.append((part, [*texts[turn:], *texts[:turn]]))
+        first += len(group)
+    return parts
 
 
 def _channel(options: SampleOptions, trained: Trained) -> int:
@@ -311,6 +399,29 @@ def _output(options: SampleOptions, trained: Trained) -> tuple[Path, str]:
     return out, kind
 
 
+def _requests(options: SampleOptions, trained: Trained, guide: Trained | None) -> list[tuple[Setup, Request]]:
+    """Return the images of each part, and everything that they are drawn with."""
+    from ddpm_ds.evaluate.sampling import Setup, request_for
+
+    found = []
+    for part, texts in _parts(options, trained):
+        drawing, (sampler,) = drawn_with(part.drawing.sampling, trained, guide, part.size)
+        labels, setup = _labels(part, drawing), Setup(drawing, sampler, guide, _inputs(part, drawing))
+        setup = setup.with_prompts(texts, part.text.negative)
+        request = request_for(
+            setup,
+            labels if part.labels else "all",
+            first=part.first,
+            count=part.count,
+            members=part.members,
+            steps_ahead=part.steps_ahead,
+            seed=part.drawing.seed,
+            batch_images=part.drawing.batch_images,
+        )
+        found.append((setup, request))
+    return found
+
+
 @Verb
 def sample(options: SampleOptions) -> int:
     """Draw images from a checkpoint or an export.
@@ -325,31 +436,22 @@ def sample(options: SampleOptions) -> int:
     """
     set_environment()
     from ddpm_ds.evaluate import outputs
-    from ddpm_ds.evaluate.sampling import Setup, draw_missing, request_for
+    from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
 
     if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
         raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
-    trained, (sampler,), guide = load(options.drawing, options.size)
-    inputs, labels, texts = _inputs(options, trained), _labels(options, trained), texts_of(options.text, trained)
-    setup = Setup(trained, sampler, guide, inputs).with_prompts(texts, options.text.negative)
-    request = request_for(
-        setup,
-        labels if options.labels else "all",
-        first=options.first,
-        count=options.count,
-        members=options.members,
-        steps_ahead=options.steps_ahead,
-        seed=options.drawing.seed,
-        batch_images=options.drawing.batch_images,
-    )
+    trained, guide = load(options.drawing)
     channel, (out, kind) = _channel(options, trained), _output(options, trained)
-    drawn = outputs.DrawnImages(out.parent / f".{out.name}.{request.key}", request)
+    requests = _requests(options, trained, guide)
+    work = [(*one, outputs.DrawnImages(out.parent / f".{out.name}.{one[1].key}", one[1])) for one in requests]
     if line := widening(trained.device.type, trained.dtype):
         print(line)
+    count = sum(request.count for _, request, _ in work)
     try:
-        draw_missing(setup, request, drawn)
-        images, shown = drawn.images(), request.labels_of(request.index)
+        for setup, request, drawn in work:
+            draw_missing(setup, request, drawn)
+        images, shown, inputs = drawn.images(), request.labels_of(request.index), setup.inputs
         if kind == "zarr":
             outputs.write_zarr(out, trained, request.by_input(images), options.first)
         elif kind == "npy":
@@ -357,13 +459,21 @@ def sample(options: SampleOptions) -> int:
         elif kind == "npz":
             outputs.write_numpy(out, images, shown)
         else:
-            grid = outputs.titled_grid(trained, sampler, images, shown, inputs=inputs, request=request, channel=channel)
-            outputs.write_pngs(out, grid, images, request.index)
-        drawn.remove()
+            grid = None  # where images may differ in size
+            if len(work) == 1:
+                given: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
+                grid = outputs.titled_grid(setup.trained, setup.sampler, images, shown, **given)
+            numbered = (zip(one.index, drawn.images(), strict=True) for _, one, drawn in work)
+            outputs.write_pngs(out, grid, itertools.chain.from_iterable(numbered))
+        for *_, drawn in work:
+            drawn.remove()
     except KeyboardInterrupt:
-        kept = f"{drawn.count:,} of {request.count:,} images are kept"
+        kept = f"{sum(drawn.count for *_, drawn in work):,} of {count:,} images are kept"
         print(f"interrupted: {kept}; the same command continues from there")
         return 128 + signal.SIGINT
+    if len(work) > 1:
+        print(f"{out}: {count:,} images, as the lines of {options.text.prompts} say")
+        return 0
     seen = "" if request.images_seen is None else f" after {request.images_seen:,} images"
     each = "" if inputs is None else f", {request.members} for each of {request.count // request.members:,} inputs,"
     made = f"{request.sampler.kind} in {request.sampler.steps} steps, seed {request.seed}, {request.weights} weights"

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpm_ds.cli.options import SpecOptions, Verb
-from ddpm_ds.cli.sample import DrawingOptions, TextOptions, WeightsOptions, different, load, one_of, texts_of
+from ddpm_ds.cli.sample import (
+    DrawingOptions,
+    TextOptions,
+    WeightsOptions,
+    different,
+    drawn_with,
+    load,
+    one_of,
+    texts_of,
+)
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.ground.options import flag, option, positive, whole
@@ -86,7 +95,8 @@ def evaluate(options: EvaluateOptions) -> None:
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is an option for drawn images, and --metrics loss draws none")
-    trained, samplers, guide = load(drawing)
+    trained, guide = load(drawing)
+    _, samplers = drawn_with(drawing.sampling, trained, guide)
     check_recordable(trained)
     if measures:
         held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
@@ -274,6 +284,12 @@ def import_(options: ImportOptions) -> None:
     from ddpm_ds.evaluate.diffusers.importing import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
-    print("\n".join(import_weights(*given, last_label_is_class=is_class)))
+    imported, lines = import_weights(*given, last_label_is_class=is_class)
+    encodes = imported.data.autoencoder is not None or imported.data.text is not None
+    print("\n".join(lines))
     spec = shlex.quote(str(options.out / SPEC_FILE))
-    print(f"train it with\n  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json --spec {spec}")
+    config = "zero2_fp16"
+    if encodes:
+        config = "zero2_bf16"
+        print(f"encode its pictures and captions with\n  ddpm-ds prepare --encode --spec {spec}")
+    print(f"train it with\n  ddpm-ds train --deepspeed_config ds_configs/{config}.json --spec {spec}")

@@ -326,6 +326,13 @@ def resolve(
             f"data.buckets.images = {group} is no multiple of {turn}, micro-batches of {layout.micro_batch_images} on "
             f"{counted(layout.replicas, 'replica')}; use --set data.buckets.images={-(-group // turn) * turn}"
         )
+    images, pairs = layout.micro_batch_images, spec.diffusion.noise_pairs
+    if images % pairs:
+        near = max(size for size in range(1, pairs + 1) if images % size == 0)
+        raise LayoutError(
+            f"diffusion.noise_pairs = {pairs} does not divide the {counted(images, 'image')} of a micro-batch; use "
+            f"--set diffusion.noise_pairs={near}, or other train.accumulation"
+        )
     faults, laid_out = _Faults(path), {"pipeline.schedule": layout.schedule, "pipeline.stages": layout.stages}
     for key, fault, _ in unused(changed(filled, laid_out)):
         faults.add(key, fault)

@@ -36,11 +36,12 @@ class OptimizerSpec(Section):
     """Decoupled weight decay."""
     warmup_images: Annotated[int, Field(ge=0, le=MOST_IMAGES)] = 0
     """Images over which the learning rate rises linearly from 0."""
-    decay: Annotated[Literal["cosine", "inverse_sqrt"] | None, needs("inverse_sqrt", "reference_images")] = None
-    """Decay of the learning rate with the images seen: half a cosine from warm-up to `train.images`, or the inverse
-    square root beyond `reference_images` (EDM2). Null leaves it to the DeepSpeed JSON's `scheduler`."""
+    decay: Annotated[Literal["cosine", "rex", "inverse_sqrt"] | None, needs("inverse_sqrt", "reference_images")] = None
+    """Decay of the learning rate with the images seen: half a cosine or REX (Chen et al.), which falls late, from
+    warm-up to `train.images`, or the inverse square root beyond `reference_images` (EDM2). Null leaves it to the
+    DeepSpeed JSON's `scheduler`."""
     decay_to: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of the learning rate at which cosine decay ends."""
+    """Share of the learning rate at which cosine and rex end."""
     reference_images: Images | None = None
     """Images during which inverse_sqrt keeps the learning rate constant; EDM2 uses 70,000 batches."""
 
@@ -167,8 +168,8 @@ class RunSpec(Section):
                 train.accumulation != "auto" and train.batch_images % train.accumulation
             ),
             f"optimizer.warmup_images = {optimizer.warmup_images} leaves none of train.images = {train.images} to "
-            "optimizer.decay = cosine; use fewer": (
-                optimizer.decay == "cosine" and optimizer.warmup_images >= train.images
+            f"optimizer.decay = {optimizer.decay}; use fewer": (
+                optimizer.decay in ("cosine", "rex") and optimizer.warmup_images >= train.images
             ),
             f"samples.count = {count} is below the {prompts} of samples.prompts, which are an image each; use "
             f"{prompts} or more": prompts > count,

@@ -3,9 +3,11 @@
 import copy
 import difflib
 import functools
+import math
 import os
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -142,14 +144,8 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
-def load_spec(
-    path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = (), *, reads_data: bool = True
-) -> RunSpec:
-    """Read a YAML run spec and apply ``section.key=value`` overrides. ``unasked`` ones apply last, and no message names
-    them. Without ``reads_data`` the data need no path. Raises SpecError with a line for each fault; whether values fit
-    each other is checked once each of them is right.
-    """
-    path = preset(path, SPECS)
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the unchecked values of a YAML run spec; raises SpecError."""
     try:
         values = parse_yaml(read_text(path, MOST_CONFIG_BYTES), str(path))
     except FileNotFoundError:
@@ -160,6 +156,18 @@ def load_spec(
         raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
     if not isinstance(values, dict):
         raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
+    return values
+
+
+def load_spec(
+    path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = (), *, reads_data: bool = True
+) -> RunSpec:
+    """Read a YAML run spec and apply ``section.key=value`` overrides. ``unasked`` ones apply last, and no message names
+    them. Without ``reads_data`` the data need no path. Raises SpecError with a line for each fault; whether values fit
+    each other is checked once each of them is right.
+    """
+    path = preset(path, SPECS)
+    values = read_values(path)
     origins: dict[str, str] = {}
     faults: list[str] = []
     for item in overrides:
@@ -198,6 +206,48 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise SpecError(f"{origin}: not YAML{line}: {error.problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def rewritten(path: Path, spec: RunSpec) -> str:
+    """Return the YAML of a run spec file, with its comments and order, changed where it differs from ``spec``."""
+    text, whole = read_text(preset(path, SPECS), MOST_CONFIG_BYTES), spec.model_dump(mode="json")
+    for sparse in (True, False):  # a default may depend on other keys
+        changed = _rewritten(text, whole, spec.model_dump(mode="json", exclude_defaults=sparse))
+        if SPEC.read(parse_yaml(changed, str(path))) == spec:
+            break
+    return changed
+
+
+def _rewritten(text: str, whole: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return a YAML text with the values of ``whole`` for its keys, and those of ``new`` for keys that it lacks."""
+    edits: list[tuple[int, int, str]] = []
+
+    def end(node: yaml.Node) -> int:
+        """Return the place after a node, without the comments behind a block."""
+        if node.value and isinstance(node, yaml.CollectionNode) and not node.flow_style:
+            last = node.value[-1]
+            return end(last[1] if isinstance(last, tuple) else last)
+        return len(text[: node.end_mark.index].rstrip())
+
+    def edit(node: yaml.MappingNode, values: Any, whole: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        for key, value in node.value:
+            wanted, name = whole.get(key.value), key.value
+            if isinstance(value, yaml.MappingNode) and not value.flow_style and isinstance(wanted, dict):
+                edit(value, values[name], wanted, new.get(name, {}))
+            elif values[name] != wanted:
+                first, last = key.end_mark.index, end(value)
+                written = yaml.safe_dump(wanted, default_flow_style=True, width=math.inf).removesuffix("\n...\n")
+                edits.append((first, last, f": {written.rstrip()}".ljust(last - first)))
+        if more := {name: value for name, value in new.items() if name not in values}:
+            block = textwrap.indent(yaml.safe_dump(more, sort_keys=False), " " * node.start_mark.column)
+            edits.append((at := (text + "\n").index("\n", end(node)), at, f"\n{block.rstrip()}"))
+
+    root = yaml.compose(text, Loader=_Loader)
+    assert isinstance(root, yaml.MappingNode), "it has been read"
+    edit(root, parse_yaml(text, ""), whole, new)
+    for first, last, written in sorted(edits, reverse=True):
+        text = text[:first] + written + text[last:]
+    return re.sub(" +$", "", text, flags=re.MULTILINE)
 
 
 def _override(values: dict[str, Any], item: str) -> str:

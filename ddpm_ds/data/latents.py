@@ -6,9 +6,9 @@
                                                               │ drawn by a sampler
     pixels  uint8 (N, 3, H, W) ◀──────────decode──────────────┘
 
-A latent is (mean of the encoder's posterior - shift_factor) x scaling_factor, with both factors from the autoencoder's
-config.json. Other modules treat latents as images of another size and number of channels. Source: Rombach et al. 2022,
-"High-Resolution Image Synthesis with Latent Diffusion Models".
+A latent is (mean of the encoder's posterior - shift) x scale, with shift_factor and scaling_factor of the autoencoder's
+config.json, or numbers of the spec. Other modules treat latents as images of another size and number of channels.
+Source: Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -58,6 +58,11 @@ ToPixels = Callable[["Tensor"], "Tensor"]
 EXPECTED = f"name a folder that AutoencoderKL.save_pretrained of diffusers has written ({CONFIG}, {WEIGHTS})"
 LAYERS = {"down_block_types", "up_block_types", "act_fn", "norm_num_groups", "sample_size", "mid_block_add_attention"}
 """Keys of ``config.json`` that only diffusers reads, to build the layers."""
+PATCHES = {"patch_size", "batch_norm_eps", "batch_norm_momentum"}
+"""Keys of FLUX.2's about the 2x2 patches of latents that its own transformer reads, and this code does not."""
+FLUX_2: dict[str, object] = {"latent_channels": 32, "scaling_factor": 0.6043, "shift_factor": 0.076}
+"""Values for FLUX.2's autoencoder, which has no scale: those of a fork of sd-scripts for SDXL on its latents."""
+Numbers = float | tuple[float, ...]
 
 
 class _Config(BaseModel):
@@ -65,7 +70,7 @@ class _Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
-    class_name: Literal["AutoencoderKL"] = Field(alias="_class_name")
+    class_name: Literal["AutoencoderKL", "AutoencoderKLFlux2"] = Field(alias="_class_name")
     in_channels: Literal[3] = 3
     out_channels: Literal[3] = 3
     latent_channels: LatentChannels = 4
@@ -95,10 +100,12 @@ class Autoencoder:
     """Channels of a latent."""
     factor: int
     """Pixels, each way, in one position of a latent."""
-    scale: float
-    shift: float
+    scale: Numbers
+    shift: Numbers
     needs_fp32: bool
     """Whether its activations overflow fp16."""
+    kind: str
+    """Name of its class in diffusers."""
 
     @classmethod
     def open(cls, name: Path) -> Autoencoder:
@@ -110,6 +117,8 @@ class Autoencoder:
             content = parse_json(read_bytes(folder / CONFIG))
             decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not the version
             others = {key: value for key, value in decisive.items() if key not in LAYERS}
+            if content.get("_class_name") == "AutoencoderKLFlux2":
+                others = FLUX_2 | {key: value for key, value in others.items() if key not in PATCHES}
             read = {key: value for key, value in others.items() if key in _Config.model_fields or value}
             read["_class_name"] = content.get("_class_name")
             config = _Config.model_validate_json(json.dumps(read), strict=True)
@@ -132,44 +141,67 @@ class Autoencoder:
             scale=config.scaling_factor,
             shift=config.shift_factor or 0.0,
             needs_fp32=config.force_upcast,
+            kind=config.class_name,
         )
+
+    def scaled(self, scale: Numbers | None, shift: Numbers | None) -> Autoencoder:
+        """Return the autoencoder with another scale or shift of its latents; None keeps its own."""
+        if scale is None and shift is None:
+            return self
+        scale, shift = self.scale if scale is None else scale, self.shift if shift is None else shift
+        digest = hashlib.sha256(f"{self.digest} {scale} {shift}".encode()).hexdigest()
+        return replace(self, scale=scale, shift=shift, digest=digest)
+
+    @property
+    def exported_scale(self) -> float:
+        """Scale of the copy that :meth:`copy_to` writes, since pipelines read one number."""
+        return 1.0 if isinstance(self.scale, tuple) else self.scale
 
     @property
     def weights(self) -> Path:
         return _weights(self.folder)
 
     def copy_to(self, folder: Path) -> None:
-        """Write the autoencoder into a new folder, its shift in the weights, since pipelines read no shift_factor."""
+        """Write an AutoencoderKL into a new folder; its weights have the shift, which pipelines do not read, and the
+        scales of channels.
+        """
         folder.mkdir()
-        if not self.shift:
+        config = parse_json(read_bytes(self.folder / CONFIG))
+        if not self.shift and config.get("scaling_factor", 0.18215) == self.scale and self.kind == "AutoencoderKL":
             shutil.copyfile(self.folder / CONFIG, folder / CONFIG)
             shutil.copyfile(self.weights, folder / WEIGHTS)
             return
         from safetensors.torch import load, save
 
-        changes = {"shift_factor": None, "use_quant_conv": True, "use_post_quant_conv": True}
-        config = parse_json(read_bytes(self.folder / CONFIG)) | changes
+        changes: dict[str, object] = {"shift_factor": None, "use_quant_conv": True, "use_post_quant_conv": True}
+        changes |= {"_class_name": "AutoencoderKL", "scaling_factor": self.exported_scale}
+        config = {key: value for key, value in (config | changes).items() if key not in PATCHES}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        tensors = self.unshifted(load(self.weights.read_bytes()))
+        tensors = self.folded(load(self.weights.read_bytes()), self.exported_scale)
         (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
-    def unshifted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights that have the shift in the convolutions around the latents, (out, in, 1, 1)."""
+    def folded(self, tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """Return weights of an AutoencoderKL whose latents have one ``scale`` and no shift: both are in the
+        convolutions around the latents, (out, in, 1, 1).
+        """
         import torch
 
-        if not self.shift:
-            return dict(tensors)
+        found = {name: tensor for name, tensor in tensors.items() if not name.startswith("bn.")}
+        if not self.shift and self.scale == scale:
+            return found
         one, channels = next(iter(tensors.values())), self.channels
-        found = dict(tensors)
         for name, width in (("quant_conv", 2 * channels), ("post_quant_conv", channels)):
             found.setdefault(f"{name}.weight", torch.eye(width, dtype=one.dtype)[:, :, None, None].contiguous())
             found.setdefault(f"{name}.bias", torch.zeros(width, dtype=one.dtype))
-        less = torch.zeros(2 * channels, dtype=torch.float64)
-        less[:channels] = self.shift
-        more = self.shift * found["post_quant_conv.weight"].double().sum(dim=(1, 2, 3))
-        for name, change in (("quant_conv.bias", -less), ("post_quant_conv.bias", more)):
-            found[name] = (found[name].double() + change).float()  # in fp16 the shift would be another
-        return found
+        shift, ratio = (torch.tensor(each, dtype=torch.float64).expand(channels) for each in (self.shift, self.scale))
+        ratio = ratio / scale
+        names = [f"{name}quant_conv.{kind}" for name in ("", "post_") for kind in ("weight", "bias")]
+        quant, before, post, after = (found[name].double() for name in names)
+        mean, log_variance = (before[:channels] - shift) * ratio, before[channels:] + 2.0 * ratio.log()
+        both = torch.cat((ratio, torch.ones_like(ratio)))[:, None, None, None]
+        around = (post / ratio[:, None, None], after + post.sum(dim=(2, 3)) @ shift)
+        changed = (quant * both, torch.cat((mean, log_variance)), *around)  # in fp16 the shift would be another
+        return found | {name: tensor.float() for name, tensor in zip(names, changed, strict=True)}
 
 
 def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
@@ -179,7 +211,7 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
     """
     if data.autoencoder is None:
         return None
-    found = Autoencoder.open(data.autoencoder)
+    found = Autoencoder.open(data.autoencoder).scaled(data.latent_scale, data.latent_shift)
     if found.channels != data.channels:
         raise DataError(
             f"data.channels = {data.channels}, but the latents of data.autoencoder = {found.name} have "
@@ -204,6 +236,7 @@ def pixels_behind(latents: DataSpec, factor: int) -> DataSpec:
     """Return the spec of the pixels behind latents that are made of ``factor`` x ``factor`` pixels each."""
     height, width = latents.size
     changes = {"autoencoder": None, "channels": 3, "image_size": (height * factor, width * factor)}
+    changes |= {"latent_scale": None, "latent_shift": None}
     return latents.model_copy(update=changes)
 
 
@@ -243,6 +276,11 @@ def _as_bytes(images: Tensor) -> Tensor:
     return pixels.nan_to_num_(nan=0.0).clamp_(0.0, 255.0).to(torch.uint8)
 
 
+def _by_channel(numbers: Numbers, latents: Tensor) -> Any:
+    """Return numbers for latents (N, C, h, w): one, or a tensor (C, 1, 1) on their device."""
+    return latents.new_tensor(numbers)[:, None, None] if isinstance(numbers, tuple) else numbers
+
+
 class Coder:
     """Autoencoder on a device: in fp16 on CUDA unless it needs fp32, else in fp32.
 
@@ -264,7 +302,7 @@ class Coder:
 
         diffusers.utils.logging.set_verbosity_error()  # the error below replaces its warnings
         diffusers.utils.logging.disable_progress_bar()
-        kind, folder = diffusers.AutoencoderKL, self.autoencoder.folder
+        kind, folder = getattr(diffusers, self.autoencoder.kind), self.autoencoder.folder
         options = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
         try:
             with torch.device("meta"):  # without memory, which a forged configuration could exhaust
@@ -284,11 +322,13 @@ class Coder:
         """Return the latents (N, C, h, w) float32 of pixels (N, 3, H, W) uint8, on their device."""
         pixels = images.float().div_(127.5).sub_(1.0)
         latents = self._mapped(lambda model, part: model.encode(part).latent_dist.mean, pixels, images[0, 0].numel())
-        return latents.sub_(self.autoencoder.shift).mul_(self.autoencoder.scale)
+        scale, shift = (_by_channel(each, latents) for each in (self.autoencoder.scale, self.autoencoder.shift))
+        return latents.sub_(shift).mul_(scale)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels (N, 3, H, W) uint8 of latents (N, C, h, w), on their device."""
-        means = latents.float().div(self.autoencoder.scale).add_(self.autoencoder.shift)
+        scale, shift = (_by_channel(each, latents) for each in (self.autoencoder.scale, self.autoencoder.shift))
+        means = latents.float().div(scale).add_(shift)
         pixels = latents[0, 0].numel() * self.autoencoder.factor**2
         return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
 
@@ -348,6 +388,8 @@ def _checksum(path: Path) -> str:
     with open_tensors(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
             tensor = tensors.get_tensor(name)
+            if name == "bn.num_batches_tracked":  # of FLUX.2's patches
+                continue
             if tensor.element_size() < SMALLEST_ELEMENT_BYTES or not tensor.is_floating_point():
                 kind = str(tensor.dtype).removeprefix("torch.")
                 raise OSError(errno.EINVAL, f"{name} is {kind}; convert it to fp16 or fp32", str(path))

@@ -142,6 +142,7 @@ class MicroBatch(NamedTuple):
     text_scale: Tensor | None = None  # (n, tokens) float32, factor of the tokens in int8
     pooled: Tensor | None = None  # (n, channels) float16, the pooled text
     sizes: Tensor | None = None  # (n, 6) float32, sizes of the original image and of its crop
+    pairs: Tensor | None = None  # (n,) int64, whose noise each image takes
 
     def each(self, work: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a micro-batch with ``work`` applied to each tensor."""
@@ -180,19 +181,20 @@ def micro_batches(
     start_images: int = 0,
     workers: int = 2,
     pin_memory: bool = False,
+    finish: Callable[[MicroBatch], MicroBatch] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the endless micro-batches of a replica, starting at image ``start_images`` of the run.
 
     Only the named ``fields`` of the cache are read; others are None, or images (n, 0). With buckets of aspect ``group``
     consecutive images share a bucket; it and ``start_images`` are multiples of the share's turn. ``workers`` threads
-    read ahead; their errors are raised here. ``pin_memory`` puts the images into pinned memory. Raises KeyError for a
-    field that the cache does not have.
+    read ahead, and ``finish`` micro-batches; their errors are raised here. ``pin_memory`` puts the images into pinned
+    memory. Raises KeyError for a field that the cache does not have.
     """
     cache, among = images.cache, images.cache.by_bucket(images.positions)
     order = Order(tuple(map(len, among)), seed, group or 0)
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
-    reads = _Reads(cache, among, order, share, start_images, pin_memory, fields)
+    reads = _Reads(cache, among, order, share, start_images, pin_memory, fields, finish)
     return _ahead(reads, workers)
 
 
@@ -230,6 +232,7 @@ class _Reads:
     start_images: int = 0
     pin_memory: bool = False
     fields: Set[str] = frozenset({IMAGES})
+    finish: Callable[[MicroBatch], MicroBatch] | None = None
     pool: ArrayPool = field(default_factory=ArrayPool)
 
     @property
@@ -265,7 +268,8 @@ class _Reads:
                 tensors[name] = torch.from_numpy(self.pool.array(shape, values.dtype))
             values.read(stored, tensors[name].numpy(), draws)
         rows = zip(*(tensor.split(size) for tensor in tensors.values()), strict=True)
-        return [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in rows]
+        batches = [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in rows]
+        return batches if self.finish is None else [*map(self.finish, batches)]
 
 
 def _ahead(reads: _Reads, threads: int) -> Iterator[MicroBatch]:

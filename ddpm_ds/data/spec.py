@@ -174,8 +174,13 @@ class DataSpec(Section):
     condition: Annotated[ConditionSpec | None, only_with(types.PIXELS, types.ONE_SIZE)] = None
     """Condition of each image; null learns images alone."""
     autoencoder: types.FilePath | None = None
-    """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
-    on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
+    """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL or
+    AutoencoderKLFlux2, or a name on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns
+    pixels."""
+    latent_scale: Annotated[types.LatentScale | None, only_with("autoencoder")] = None
+    """Factor of latents less `latent_shift`, one or one of each channel; null means the autoencoder's own."""
+    latent_shift: Annotated[types.LatentShift | None, only_with("autoencoder")] = None
+    """Number subtracted from latents, one or one of each channel; null means the autoencoder's own."""
     text: Annotated[
         TextSpec | None, only_with("unet.text", types.those("source", SOURCES, lambda source: source.captions))
     ] = None
@@ -292,6 +297,12 @@ def check_images(data: DataSpec) -> None:
             "data.autoencoder, which is null, or of fields (data.values)": (
                 data.autoencoder is None and not data.are_fields and data.channels not in (1, 3)
             ),
+        }
+        | {
+            f"data.{key} has {len(value)} numbers, and data.channels = {data.channels}; give one, or one of each "
+            "channel": len(value) != data.channels
+            for key in ("latent_scale", "latent_shift")
+            if isinstance(value := getattr(data, key), tuple)
         }
     )
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.choices import SCHEDULES
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 
+Share = TypeVar("Share", "Tensor", float)
 MAX_BETA = 0.999
 """Largest beta, which avoids a singularity at the last step (Nichol and Dhariwal 2021, section 3.2)."""
 
@@ -62,8 +63,8 @@ class ContinuousSchedule:
     """Function of standard normal draws that returns the t of training, in their shape and dtype."""
     level: Callable[[DiffusionSpec, Tensor], NoiseLevel]
     """Function of t that returns the noise level, in its shape and dtype."""
-    visited: Callable[[SamplerSpec, int], Sequence[float]]
-    """Function of the sampler and its number of steps that returns t at each evaluation, from noise to image."""
+    visited: Callable[[DiffusionSpec, SamplerSpec, int], Sequence[float]]
+    """Function of process, sampler and its number of steps that returns t at each evaluation, from noise to image."""
     diffusers: str | None
     """Name as a class of schedulers of diffusers; None is not exported."""
 
@@ -103,15 +104,38 @@ def edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
     return NoiseLevel(scale, scale * sigma, spec.sigma_data)
 
 
-def edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
+def edm_visited(spec: DiffusionSpec, sampler: SamplerSpec, steps: int) -> Sequence[float]:
     """Return t at falling sigmas. Source: Karras et al. 2022, eq. 5."""
-    high, low = spec.sigma_max ** (1.0 / spec.rho), spec.sigma_min ** (1.0 / spec.rho)
-    sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** spec.rho for number in range(steps)]
+    high, low = sampler.sigma_max ** (1.0 / sampler.rho), sampler.sigma_min ** (1.0 / sampler.rho)
+    sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** sampler.rho for number in range(steps)]
     return [math.log(sigma) / 4.0 for sigma in sigmas]
 
 
 FLOW_TIMES = 1000.0
 """Time at which flow matching reaches pure noise, on the scale for which the sinusoidal embedding is made."""
+
+
+def flow_time(spec: DiffusionSpec, normal: Tensor) -> Tensor:
+    """Return times of standard normal draws, logit-normal or uniform, shifted. Source: Esser et al. 2024, eq. 19."""
+    import torch
+
+    uniform = spec.times == "uniform"
+    share = torch.special.ndtr(normal) if uniform else _noise(spec, normal, mean=0.0, std=1.0).sigmoid()
+    return FLOW_TIMES * shifted(share, spec.shift)
+
+
+def flow_visited(spec: DiffusionSpec, sampler: SamplerSpec, steps: int) -> Sequence[float]:
+    """Return even times from noise to image, shifted."""
+    shift = sampler.shift or spec.shift
+    return [FLOW_TIMES * shifted((steps - number) / steps, shift) for number in range(steps)]
+
+
+def shifted(share: Share, shift: float) -> Share:
+    """Return a share of noise, from 0 to 1, whose noise over signal is ``shift`` times as large. Source: Esser et al.
+    2024, "Scaling Rectified Flow Transformers", eq. 23.
+    """
+    return shift * share / (1.0 + (shift - 1.0) * share)
+
 
 NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
     "linear": NoiseSchedule(_rising, "linear"),
@@ -130,10 +154,10 @@ NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
         diffusers="EDMEulerScheduler",
     ),
     "flow": ContinuousSchedule(
-        time=lambda spec, normal: FLOW_TIMES * _noise(spec, normal, mean=0.0, std=1.0).sigmoid(),
+        time=flow_time,
         # The line from image (t = 0) to noise (t = 1000): Lipman et al. 2023.
         level=lambda spec, t: NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES),
-        visited=lambda spec, steps: [FLOW_TIMES * (steps - number) / steps for number in range(steps)],
+        visited=flow_visited,
         diffusers=None,
     ),
 }
@@ -260,6 +284,9 @@ def _log_snr(alpha_bar: float) -> float:
 STEPS = {
     "ddpm": Steps(lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)]),
     "ddim": Steps(lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)]),
+    # k-diffusion's steps, of x_t divided by the signal: its sigma_up^2 is DDIM's variance over alpha_bar.
+    "euler": Steps(lambda spec, levels: [ddim(*pair, eta=0.0) for pair in pairwise(levels)]),
+    "euler_ancestral": Steps(lambda spec, levels: [ddim(*pair, eta=1.0) for pair in pairwise(levels)]),
     "dpm_solver": Steps(
         lambda spec, levels: [
             dpm_solver(*pair, before) for before, pair in zip([None, *levels], pairwise(levels), strict=False)

@@ -77,15 +77,18 @@ class Timesteps:
     """Whether t is made from a normal draw, or from a random word."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
-        self._spec = spec
+        self._spec, self._range = spec, spec.timestep_range or (0, spec.timesteps)
         self._alpha_bar = alpha_bars(spec)  # (T,) float64, rounded only at the end
         signal, noise, _ = NoiseLevel.of(self._alpha_bar)
         self._signal, self._noise = signal.float().to(device), noise.float().to(device)
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
-    def draw(self, draws: Draws) -> Tensor:
-        """Return the t, the paper's t - 1, at which each image is trained, (N,). Source: DDPM, algorithm 1."""
-        return draws.integers(Stream.TIMESTEP, self._spec.timesteps)
+    def draw(self, draws: Draws, size: tuple[int, ...]) -> Tensor:
+        """Return the t, the paper's t - 1, at which each image of a size (H, W) is trained, (N,). Source: DDPM,
+        algorithm 1.
+        """
+        low, high = self._range
+        return low + draws.integers(Stream.TIMESTEP, high - low)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise levels at t, (N,) float32 each."""
@@ -97,7 +100,8 @@ class Timesteps:
 
     def quantile(self, percent: int) -> tuple[int, int]:
         """Return the t at a percentile of the trained levels, and the random stream of its held-out noise."""
-        t = max(round(self._spec.timesteps * percent / 100) - 1, 0)
+        low, high = self._range
+        t = low + max(round((high - low) * percent / 100) - 1, 0)
         return t, Stream.HELD_OUT + t
 
     def visits(self, sampler: SamplerSpec) -> list[Visit]:
@@ -119,8 +123,8 @@ class Continuous:
         assert isinstance(schedule, ContinuousSchedule)
         self._spec, self._schedule = spec, schedule
 
-    def draw(self, draws: Draws) -> Tensor:
-        return self._schedule.time(self._spec, draws.normal(Stream.TIMESTEP)[:, 0])
+    def draw(self, draws: Draws, size: tuple[int, ...]) -> Tensor:
+        return self._schedule.time(self._spec.at(size), draws.normal(Stream.TIMESTEP)[:, 0])
 
     def level(self, t: Tensor) -> NoiseLevel:
         return self._schedule.level(self._spec, t)
@@ -134,7 +138,7 @@ class Continuous:
         return float(self._schedule.time(self._spec, normal)), Stream.HELD_OUT + percent
 
     def visits(self, sampler: SamplerSpec) -> list[Visit]:
-        times = self._schedule.visited(sampler, sampler.steps_of(self._spec))
+        times = self._schedule.visited(self._spec, sampler, sampler.steps_of(self._spec))
         levels = [self._schedule.level(self._spec, torch.tensor(t, dtype=torch.float64)) for t in times]
         sizes = [math.hypot(level.signal, level.noise) for level in levels]
         return [
@@ -149,7 +153,7 @@ class Noiseless:
     dtype = torch.float32
     normal = False
 
-    def draw(self, draws: Draws) -> Tensor:
+    def draw(self, draws: Draws, size: tuple[int, ...]) -> Tensor:
         return torch.zeros_like(draws.uniform(Stream.TIMESTEP)[:, 0])
 
     def level(self, t: Tensor) -> NoiseLevel:
@@ -194,6 +198,8 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
     - min_snr: min(snr, gamma). Source: Hang et al. 2023 (Min-SNR-gamma), eq. 8.
     - p2: snr / (k + snr)^gamma, which weights the error of eps by 1 / (k + snr)^gamma. Source: Choi et al. 2022 (P2),
       eq. 8.
+    - diff2flow: (1 + sqrt(snr))^2, which weights the error of noise minus image equally. Source: Schusterbauer et al.
+      2025 (Diff2Flow), whose timesteps, with even sigmas of flow, are not drawn here.
     - sigmoid: -d log(snr) / dt times snr sigmoid(bias - log(snr)), with t from 0 to 1. Source: Kingma and Gao 2023;
       Hoogeboom et al. 2024 (SiD2), section 3, without their factor 1/2.
     """
@@ -206,6 +212,8 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
             of_x0 = snr.clamp(max=spec.min_snr_gamma)
         case "p2":
             of_x0 = snr / (spec.p2_k + snr) ** spec.p2_gamma
+        case "diff2flow":
+            of_x0 = TARGETS["velocity"].error(snr)
         case "sigmoid":
             # -d log(snr) / dt is -2 signal' / (signal (1 - alpha_bar)); times snr, it is finite even without signal.
             signal = alpha_bar.sqrt()

@@ -1,10 +1,11 @@
 """The diffusion process of training: random draws, noise and loss for a micro-batch, on its device."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +48,10 @@ class Diffusion:
         normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
         if self.spec.noise_offset:
             normals[Stream.NOISE_OFFSET] = shape[1]
+        if self.spec.multires_noise:
+            grids = coarser_grids(shape[2:])
+            normals[Stream.MULTIRES] = shape[1] * sum(map(math.prod, grids))
+            words[Stream.MULTIRES_RATIO] = len(grids)
         (normals if self.levels.normal else words)[Stream.TIMESTEP] = 1
         return Draws(self.seed, index, {**words, **more_words}, {**normals, **more_normals})
 
@@ -60,14 +65,16 @@ class Diffusion:
 
     def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
+        t = self.levels.draw(draws, shape[2:])  # (N,)
         if not self.diffuses:
-            t = self.levels.draw(draws)
             return t, t.new_zeros(shape).contiguous(memory_format=torch.channels_last)
         eps = draws.normal(Stream.NOISE).reshape(shape)
         if self.spec.noise_offset:  # Guttenberg 2023, "Diffusion with offset noise"
             offset = draws.normal(Stream.NOISE_OFFSET)[:, :, None, None]  # (N, C, 1, 1)
             eps = torch.add(eps, offset, alpha=self.spec.noise_offset)
-        return self.levels.draw(draws), eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
+        if self.spec.multires_noise:
+            eps = multires(eps, draws, self.spec.multires_noise * t / self.spec.timesteps)
+        return t, eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise level of each image, (N, 1, 1, 1) float32."""
@@ -130,6 +137,52 @@ class Diffusion:
             return labels
         dropped = draws.uniform(Stream.LABEL_DROP)[:, 0] < share  # (N,)
         return labels.masked_fill(dropped, none_label)
+
+
+def paired(x0: Tensor, eps: Tensor, group: int) -> Tensor:
+    """Return which noise (N, ...) of ``eps`` each image (N, ...) of ``x0`` takes, (N,) int64; all are on the CPU.
+
+    Each ``group`` of consecutive images is assigned its own noises with the greatest sum of cosines, in float64.
+    Source: Pooladian et al. 2023 and Tong et al. 2024, "minibatch optimal transport".
+    """
+    from scipy.optimize import linear_sum_assignment  # SciPy takes long to import
+
+    x, noise = (F.normalize(one.flatten(1).double(), dim=1).unflatten(0, (-1, group)) for one in (x0, eps))
+    cosines = (x @ noise.mT).numpy()  # (N / group, group, group)
+    places = [linear_sum_assignment(each, maximize=True)[1] + group * number for number, each in enumerate(cosines)]
+    return torch.from_numpy(np.concatenate(places))
+
+
+def coarser_grids(size: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the sizes (H, W) of the grids that hold noise of each ratio, from the whole size to a side of 1."""
+    return [tuple(max(1, side >> level) for side in size) for level in range(min(size).bit_length())]
+
+
+def multires(eps: Tensor, draws: Draws, share: Tensor) -> Tensor:
+    """Return noise (N, C, H, W) with noise of sizes / r^i, enlarged and times ``share``^i (N,), for i from 0 until a
+    side is 1; each r is between 2 and 4, and each image has the standard deviation 1.
+
+    Source: Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training"; Ke et al. 2024 (Marigold), section
+    3.2, whose share rises with t. Both draw r for a batch and divide by its standard deviation.
+    """
+    (channels, *size), first, weight = eps.shape[1:], 0, torch.ones_like(share)
+    normal, ratios = draws.normal(Stream.MULTIRES), 2.0 + 2.0 * draws.uniform(Stream.MULTIRES_RATIO)  # (N, levels)
+    for level, grid in enumerate(coarser_grids(size)):
+        count = channels * math.prod(grid)
+        coarse = normal[:, first : first + count].unflatten(1, (channels, *grid))  # (N, C, h, w)
+        sides = [(side / ratios[:, level] ** level).floor().clamp(min=1.0) for side in size]  # (N,) each
+        down, across = map(enlarging, sides, grid, size)
+        eps = eps + weight[:, None, None, None] * torch.einsum("nyh,nchw,nxw->ncyx", down, coarse, across)
+        weight = weight * share * (torch.minimum(*sides) > 1.0)
+        first += count
+    return eps / eps.std(dim=(1, 2, 3), keepdim=True)
+
+
+def enlarging(sides: Tensor, held: int, side: int) -> Tensor:
+    """Return matrices (N, side, held) that enlarge the first ``sides`` (N,) of ``held`` pixels to ``side``."""
+    near, far = torch.arange(held, device=sides.device), torch.arange(side, device=sides.device)
+    place = ((far + 0.5) * (sides[:, None] / side) - 0.5).clamp(min=0.0).minimum(sides[:, None] - 1.0)  # (N, side)
+    return (1.0 - (place[:, :, None] - near).abs()).clamp(min=0.0)
 
 
 def mean_error(errors: Tensor, mask: Tensor | None, *, by_channel: bool = False, band: Band | None = None) -> Tensor:

@@ -30,6 +30,10 @@ class DiffusionSpec(Section):
     """First beta of linear and scaled_linear; for the latter the default is 0.00085."""
     beta_end: types.Factor = 0.02
     """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
+    timestep_range: Annotated[
+        tuple[Annotated[int, Field(ge=0)], types.Timesteps] | None, only_with(types.OF_TIMESTEPS, types.OF_NOISE)
+    ] = None
+    """First timestep that is trained, and the one after the last; null trains all, [0, timesteps]."""
     zero_terminal_snr: Annotated[bool, only_with(types.OF_TIMESTEPS, _NOT_EPS)] = False
     """Rescale the betas so that the last timestep is pure noise (Lin et al.), where eps can't be learned."""
     objective: Annotated[
@@ -40,9 +44,16 @@ class DiffusionSpec(Section):
     ] = "eps"
     sigma_data: types.Sigma = 0.5
     """Standard deviation that edm assumes for images in [-1, 1]."""
-    noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
+    times: Annotated[Literal["logit_normal", "uniform"], only_with("schedule=flow")] = "logit_normal"
+    """Distribution of flow's times before they are shifted: logit-normal (Esser et al.) or uniform."""
+    shift: Annotated[types.Shift, only_with("schedule=flow")] = 1.0
+    """Factor of flow's noise over signal, in training and in drawing: time becomes s time / (1 + (s - 1) time)."""
+    shift_size: Annotated[types.Size | None, only_with("schedule=flow")] = None
+    """Size, in the units of `data.image_size`, that has this shift; images of other sizes have it times the root of
+    their pixels over its pixels. Null gives all sizes the same shift."""
+    noise_mean: Annotated[Annotated[float, Field(ge=-10.0, le=10.0)] | None, only_with("times=logit_normal")] = None
     """Mean of log(sigma) for edm, or of the logit of time for flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
-    noise_std: Annotated[float, Field(gt=0.0, le=5.0)] | None = None
+    noise_std: Annotated[Annotated[float, Field(gt=0.0, le=5.0)] | None, only_with("times=logit_normal")] = None
     """Standard deviation of log(sigma) or the logit of time; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
@@ -51,10 +62,10 @@ class DiffusionSpec(Section):
     channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
     """Factor of each channel's errors in the loss, not divided by their sum; [] weighs all alike."""
     weighting: Annotated[
-        Literal["uniform", "min_snr", "sigmoid", "p2"], only_with(types.OF_TIMESTEPS, types.OF_NOISE)
+        Literal["uniform", "min_snr", "sigmoid", "p2", "diff2flow"], only_with(types.OF_TIMESTEPS, types.OF_NOISE)
     ] = "uniform"
-    """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
-    For edm "uniform" is the paper's weighting."""
+    """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.), P2 (Choi et al.), or
+    that of flow matching's loss (Diff2Flow). For edm "uniform" is the paper's weighting."""
     min_snr_gamma: types.Factor = 5.0
     """Gamma of min-SNR weighting."""
     sigmoid_bias: Annotated[float, Field(ge=-20.0, le=20.0)] = 0.0
@@ -62,11 +73,17 @@ class DiffusionSpec(Section):
     p2_k: types.Factor = 1.0
     """k of P2 weighting."""
     p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
-    """Gamma of P2 weighting; 0 means no weighting."""
+    """Gamma of P2 weighting; 0 weighs errors of eps equally, and 1 with a p2_k near 0 those of x0."""
     input_perturbation: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
     """Extra noise in the U-Net's input, not in the target, as a share of the noise in x_t (Ning et al.: 0.1)."""
     noise_offset: Annotated[types.Fraction, only_with(types.OF_NOISE)] = 0.0
     """Deviation of a number added to the noise of each channel (0.05 to 0.1, as diffusers' `--noise_offset`)."""
+    noise_pairs: Annotated[int, Field(ge=1, le=1024), only_with(types.OF_NOISE)] = 1
+    """Consecutive images that exchange their noises so that the sum of cosines of image and noise is greatest (optimal
+    transport), a divisor of the images in a micro-batch; 1 exchanges none."""
+    multires_noise: Annotated[types.Fraction, only_with(types.OF_TIMESTEPS, types.OF_NOISE)] = 0.0
+    """Weight d t / timesteps of noise that is added in half to a quarter of the size, its square in a quarter to a
+    sixteenth, and so on (Marigold: 0.9); 0 adds none."""
 
     @model_validator(mode="after")
     def _usual_betas(self) -> Self:
@@ -75,6 +92,13 @@ class DiffusionSpec(Section):
             if key not in self.model_fields_set:
                 object.__setattr__(self, key, usual)  # the section is frozen for everyone else
         return self
+
+    def at(self, size: tuple[int, ...]) -> Self:
+        """Return the process of images of a ``size`` (height, width), on which their shift may depend."""
+        if self.shift_size is None:
+            return self
+        ratio = math.prod(size) / math.prod(types.height_and_width(self.shift_size))
+        return self.model_copy(update={"shift": self.shift * math.sqrt(ratio), "shift_size": None})
 
     def process_values(self) -> dict[str, object]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
@@ -114,6 +138,8 @@ class SamplerSpec(Section):
     """Noise level at which the last step begins under edm."""
     rho: types.Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
+    shift: types.Shift | None = None
+    """Shift of flow's times in drawing; null means `diffusion.shift`."""
     eta: Annotated[
         float, Field(ge=0.0, le=1.0), only_with(types.those("kind", SAMPLERS, lambda kind: "eta" in kind.options))
     ] = 0.0
@@ -172,7 +198,7 @@ def check_process(diffusion: DiffusionSpec) -> None:
     start, end = diffusion.beta_start, diffusion.beta_end
     diffuses, slopes = OBJECTIVES[diffusion.objective].diffuses, diffusion.weighting == "sigmoid"
     with_betas = diffuses and schedule.betas is not None
-    rises = start < end < 1
+    rises, (low, high) = start < end < 1, diffusion.timestep_range or (0, steps)
     refuse(
         {
             f"diffusion.channel_weights = {list(diffusion.channel_weights)} leaves no loss; use a weight": (
@@ -185,6 +211,9 @@ def check_process(diffusion: DiffusionSpec) -> None:
             f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
             f"{LEAST_SIGNAL:g} of the image, too little to compute with; use fewer timesteps or a smaller beta_end": (
                 with_betas and rises and _log_signal(start, end, steps, schedule.beta_root) < 2 * math.log(LEAST_SIGNAL)
+            ),
+            f"diffusion.timestep_range = [{low}, {high}] should rise within 0 and diffusion.timesteps = {steps}": (
+                not low < high <= steps
             ),
             f"diffusion.timesteps = {steps} is too few for "
             f"{'weighting = sigmoid' if slopes else 'zero_terminal_snr = true'}; use 2 or more": (
@@ -228,6 +257,12 @@ def check_sampler(
         "trailing": skips_last and sampler.steps_of(diffusion) < diffusion.timesteps,
         f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's 0.002 "
         "and 80 do": sampler.sigma_min >= sampler.sigma_max,
+        "sampler.kind = euler_ancestral has no steps for diffusion.schedule = flow; use euler": (
+            sampler.kind == "euler_ancestral" and diffusion.schedule == "flow"
+        ),
+        f"sampler.shift = {sampler.shift} moves the times of diffusion.schedule = flow alone; use null": (
+            sampler.shift is not None and diffusion.schedule != "flow"
+        ),
         f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one with "
         "unet.classes and train.label_drop, or with data.condition.drop": sampler.guidance != 1.0
         and not (classes or guide or drops),

@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,11 +238,14 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
         sync(path.parent)
 
 
-def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
-    """Write a new folder of PNG files: the grid, and each picture (N, C, H, W) uint8 by its number in ``index``."""
+def write_pngs(path: Path, grid: Image.Image | None, images: Iterable[tuple[int, np.ndarray]]) -> None:
+    """Write a new folder of PNG files: the grid, if any, and each picture (C, H, W) uint8 by its number."""
     with new_output(path) as folder:
-        grid.save(folder / GRID)
-        for number, image in zip(index, images, strict=True) if images.dtype == np.uint8 else ():
+        if grid is not None:
+            grid.save(folder / GRID)
+        for number, image in images:
+            if image.dtype != np.uint8:
+                continue
             picture(torch.from_numpy(np.array(image))).save(folder / f"{number:06}.png")
 
 

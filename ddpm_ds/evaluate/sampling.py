@@ -130,7 +130,7 @@ def draw(
         if condition is not None:
             dropped = trained.conditions.dropped(condition)
         drawing = Drawing(
-            Sampler(setup.sampler, trained.diffusion),
+            Sampler(setup.sampler, trained.process),
             seed=seed,
             index=placed,
             shape=trained.image_shape,
@@ -190,7 +190,7 @@ def sample(
         check_sampler(sampler, trained.diffusion, guide=guide is not None, **trained.sampler_checks)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    check_guidance(sampler, trained.diffusion)
+    check_guidance(sampler, trained.process)
     if guide is not None:
         check_guide(guide, trained, [sampler])
     if conditions is None:

@@ -90,6 +90,11 @@ class Trained:
     """Height and width in pixels that :meth:`resized` asked for; None for the size that the U-Net learned."""
 
     @property
+    def process(self) -> DiffusionSpec:
+        """Diffusion process of images of the size that the U-Net draws."""
+        return self.diffusion.at(self.interface.size)
+
+    @property
     def image_shape(self) -> tuple[int, int, int]:
         """Shape (C, H, W) of the images or latents that the U-Net draws."""
         return self.interface.shape

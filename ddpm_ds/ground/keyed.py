@@ -44,7 +44,9 @@ class Stream(IntEnum):
     CAPTION = 14
     TEXT_DROP = 15
     DROPOUT = 16
-    NOISE_OFFSET = 2**20 - 1  # above all layers
+    MULTIRES = 2**20 - 3  # above all layers
+    MULTIRES_RATIO = 2**20 - 2
+    NOISE_OFFSET = 2**20 - 1
     HELD_OUT = 2**20
     SAMPLE = 2**21
 

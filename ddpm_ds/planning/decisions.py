@@ -193,11 +193,11 @@ def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[
     chosen: list[Layout] = []
     recomputing: dict[Layout, tuple[int, Layout]] = {}
     refusals: dict[tuple[str, int, bool, int], UserError | None] = {}
-    machine = predictor.machine
+    machine, pairs = predictor.machine, predictor.job.spec.diffusion.noise_pairs
     if among is None:
         among = [*layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)]
     for layout in tqdm(among, "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
-        if predictor.cut(layout) is None:
+        if predictor.cut(layout) is None or layout.micro_batch_images % pairs:
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.interval)
         if kind not in refusals:

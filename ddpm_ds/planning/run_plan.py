@@ -135,7 +135,7 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
     if spec.sampler.guidance_between != ALL_SIGMAS:
         from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
 
-        check_guidance(spec.sampler, spec.diffusion)
+        check_guidance(spec.sampler, spec.diffusion.at(spec.data.size))
     return RunFiles(spec, spec_path, check_ds_config(read_ds_config(ds_path, overrides), ds_path, spec), ds_path)
 
 

@@ -123,7 +123,7 @@ SCHEDULES = {
     "sigmoid": ScheduleChoice("Jabri et al."),
     "edm": ScheduleChoice("log-normal sigmas, Karras et al.", objective="v"),
     "flow": ScheduleChoice(
-        "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
+        "a line between image and noise, Lipman et al.",
         objective="velocity",
     ),
 }
@@ -139,6 +139,8 @@ OBJECTIVES = {
 SAMPLERS = {
     "ddpm": SamplerChoice("ancestral, DDPM", steps=None, options=frozenset({"variance"})),
     "ddim": SamplerChoice("DDIM, with as much noise as `eta` says", steps=50, options=frozenset({"eta"})),
+    "euler": SamplerChoice("as others call ddim without noise", steps=20),
+    "euler_ancestral": SamplerChoice("as others call ddim with `eta` 1, not for flow", steps=20),
     "dpm_solver": SamplerChoice("DPM-Solver++ 2M, fast and deterministic", steps=20),
 }
 """Samplers by `sampler.kind`."""

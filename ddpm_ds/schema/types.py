@@ -40,6 +40,10 @@ ImageChannels = Annotated[int, Field(ge=1, le=256)]
 """Channels of images, fields or latents; published latents have 4 to 32."""
 LatentChannels = Annotated[int, Field(ge=1, le=64)]
 """Channels of an autoencoder's latents."""
+LatentScale = Factor | Annotated[tuple[Factor, ...], Field(min_length=1, max_length=64)]
+"""One factor, or one for each channel of latents."""
+_Shift = Annotated[float, Field(ge=-1e6, le=1e6)]
+LatentShift = _Shift | Annotated[tuple[_Shift, ...], Field(min_length=1, max_length=64)]
 Variable = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of an array in a file."""
 Normalise = Literal["statistics", "range"] | None
@@ -52,6 +56,8 @@ MOST_LAYERS = 256
 Sigma = Annotated[float, Field(ge=1e-6, le=MOST_SIGMA)]
 """Noise level as noise over signal, EDM's sigma."""
 Rho = Annotated[float, Field(ge=1.0, le=100.0)]
+Shift = Annotated[float, Field(gt=0.0, le=1000.0)]
+"""Factor of noise over signal by which flow matching moves its times."""
 Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 """Lowest and highest noise level of an interval."""
 ALL_SIGMAS = (0.0, MOST_SIGMA)

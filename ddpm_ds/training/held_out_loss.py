@@ -59,7 +59,7 @@ class HeldOutLoss:
     ) -> None:
         self._device, self._count, self._encoders = device, len(positions), encoders
         self._objective = Denoising(spec, device, store.meta.statistics, store.constants, seed=NOISE_SEED)
-        levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
+        levels, diffuses = levels_of(spec.diffusion.at(spec.data.size)), OBJECTIVES[spec.diffusion.objective].diffuses
         self._quantiles = HELD_OUT_QUANTILES[:: 1 if diffuses else 9]  # a regression has one level
         self._levels = [levels.quantile(quantile) for quantile in self._quantiles]
         """Timestep or noise level, and stream of the noise, by percentile."""

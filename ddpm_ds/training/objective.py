@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import OptimizerSpec, RunSpec
-from ddpm_ds.data.cache import Subset
+from ddpm_ds.data.cache import IMAGES, Subset
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
 from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
-from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.process import Diffusion, paired
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.unet.space import Band
@@ -96,11 +96,22 @@ class Denoising:
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0, mask = self._moved(batch, moves)
         (t, eps), labels, classes = self._diffusion.draw(draws, x0.shape), None, spec.unet.classes
+        if batch.pairs is not None:
+            eps = eps[batch.pairs].contiguous(memory_format=torch.channels_last)
         if classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
+
+    def paired(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch, read for an objective on the CPU, with the noise that each image takes.
+
+        A CUDA graph can't hold the assignment, so threads that read ahead make it.
+        """
+        prepared = self.prepare(MicroBatch(*micro_batch[:3]))
+        pairs = paired(prepared.x0, prepared.eps, self._spec.diffusion.noise_pairs)
+        return micro_batch._replace(pairs=pairs.pin_memory() if micro_batch.index.is_pinned() else pairs)
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
         """Turn stored images into their centres, with the noise of a ``stream`` at a timestep or noise level; nothing
@@ -183,6 +194,10 @@ def replica_batches(
 
     See :func:`ddpm_ds.data.loader.micro_batches`. ``encoders`` encode captions that are stored as tokens.
     """
+    finish = None
+    if spec.diffusion.noise_pairs > 1 and IMAGES in fields:
+        cache = images.cache
+        finish = Denoising(spec, torch.device("cpu"), cache.meta.statistics, cache.constants).paired
     batches = micro_batches(
         images,
         share,
@@ -192,6 +207,7 @@ def replica_batches(
         start_images=start_images,
         workers=spec.data.workers,
         pin_memory=device.type == "cuda",
+        finish=finish,
     )
     loaded = on_device(batches, device)
     return loaded if encoders is None else (encoded(batch, encoders) for batch in loaded)
@@ -214,8 +230,9 @@ def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float
     """Return a function from the images before a step and in it to its learning rate, for a run of ``length`` images.
 
     It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0. None if DeepSpeed
-    decides. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al.
-    2024 (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
+    decides. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Chen et al.
+    2021, "REX: Revisiting Budgeted Training", with 0.1 for their 0.5 as others have it (rex); Karras et al. 2024
+    (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
     """
     decay, warmup, reference = optimizer.decay, optimizer.warmup_images, optimizer.reference_images
     if decay is None:
@@ -223,13 +240,13 @@ def rate_of(optimizer: OptimizerSpec, length: int) -> Callable[[int, int], float
 
     def rate(before: int, batch: int) -> float:
         images = before + batch / 2
-        if decay == "cosine":
-            progress = (images - warmup) / max(length - warmup, 1)
-            wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
-            share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
-        else:
-            assert decay == "inverse_sqrt" and reference is not None, "the spec refuses it"
+        if decay == "inverse_sqrt":
+            assert reference is not None, "the spec refuses it"
             share = max(images / reference, 1.0) ** -0.5
+        else:
+            left = 1.0 - min(max((images - warmup) / max(length - warmup, 1), 0.0), 1.0)
+            curve = left / (0.1 + 0.9 * left) if decay == "rex" else (1.0 - math.cos(math.pi * left)) / 2.0
+            share = optimizer.decay_to + (1.0 - optimizer.decay_to) * curve
         return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
 
     return rate

@@ -93,7 +93,7 @@ class Previews:
     def draw(self) -> Drawn | None:
         """Draw the images, None on ranks other than 0; raises Stopped if the run is asked to stop. Collective."""
         spec, engine, replicas = self._spec, self._engine, self._engine.replicas
-        sampler = Sampler(spec.sampler, spec.diffusion)
+        sampler = Sampler(spec.sampler, spec.diffusion.at(spec.data.size))
         # enough micro-batches to keep all stages at work, none larger than in training
         images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
         rounds = math.ceil(self.count / (replicas * images))

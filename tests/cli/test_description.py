@@ -161,7 +161,7 @@ def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
 
 def test_the_plan_of_a_large_run_fits_a_terminal() -> None:
     hosts = tuple(f"worker-{rank // 8}" for rank in range(64))
-    changes = ["data.path=pictures", "ds.pipeline.tensor.size=2"]
+    changes = ["data.path=pictures", "train.batch_images=64", "ds.pipeline.tensor.size=2"]
     config = REPOSITORY / "ds_configs" / "zero2_bf16.json"
     spec = REPOSITORY / "launch" / "specs" / "sdxl.yaml"
     found = drafted(spec, changes, config, world_size=64, stages=16, hosts=hosts)

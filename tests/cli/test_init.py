@@ -208,7 +208,7 @@ def test_the_commands_for_sdxl_work_with_a_tiny_pipeline_in_its_place(tmp_path: 
 
     spec = folder / "spec.yaml"
     spec.write_text(replaced(spec.read_text()))
-    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3), dtype=np.uint8)):
+    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (32, 16, 16, 3), dtype=np.uint8)):
         Image.fromarray(pixels).save(folder / "pictures" / f"{number:02}.png")
         (folder / "pictures" / f"{number:02}.txt").write_text("a red circle")
     shorter = ("", "", "--set train.images=16 --set train.batch_images=8 --set optimizer.warmup_images=0 --device cpu")

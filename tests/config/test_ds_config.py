@@ -287,6 +287,14 @@ def test_what_can_not_be_shared_out_is_named_with_its_fix(
         assert word in message
 
 
+def test_a_micro_batch_has_whole_groups_of_images_that_exchange_noises() -> None:
+    whole = config(train_micro_batch_size_per_gpu=4)
+    for pairs in (1, 2, 4):
+        filled(whole, f"diffusion.noise_pairs={pairs}", world_size=2, stages=1)
+    message = refusal(whole, "diffusion.noise_pairs=6", world_size=2, stages=1)
+    assert "noise_pairs = 6 does not divide the 4 images of a micro-batch; use --set diffusion.noise_pairs=4" in message
+
+
 def test_a_group_of_a_bucket_has_whole_micro_batches_of_all_replicas() -> None:
     buckets = ("data.image_size=48", "data.buckets.step=8", "unet.attention_resolutions=[]", "unet.dropout=0")
     whole, held = config(train_micro_batch_size_per_gpu=4), "data.held_out_images=0"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import SPEC, SPECS, load_spec
+from ddpm_ds.config.spec_file import SPEC, SPECS, load_spec, rewritten
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.section import Section
 from tests.launching import REPOSITORY
@@ -31,6 +31,22 @@ def test_every_spec_in_the_repository_loads_and_names_its_schema(path: Path) -> 
     spec = load_spec(path, reads_data=False)
     assert spec.train.images % spec.train.batch_images == 0
     assert path.read_text().startswith("# yaml-language-server: $schema=run.schema.json\n")
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_spec_is_rewritten_where_it_differs_and_nowhere_else(path: Path, tmp_path: Path) -> None:
+    text = path.read_text()
+    own = ["data.path=x"] if "FOLDER" in text else []
+    changes = [*own, "name=other", "optimizer.decay=cosine", "train.seed=3", "diffusion.loss=l1", "ema.on_host=true"]
+    changed = load_spec(path, changes)
+    found = rewritten(path, changed)
+    (tmp_path / "spec.yaml").write_text(found)
+    assert load_spec(tmp_path / "spec.yaml") == changed
+    comments, others = ([line for line in one.splitlines() if "#" in line] for one in (text, found))
+    assert [line for line in comments if line in others] == comments
+    assert len(set(found.splitlines()) - set(text.splitlines())) <= len(changes) + 2, "two sections may be new"
+    if not own:
+        assert rewritten(path, load_spec(path)) == text
 
 
 def test_cifar10_has_the_hyper_parameters_of_the_paper() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli import main as command
@@ -21,7 +21,7 @@ from ddpm_ds.data.prepare import How, Recipes, prepare
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
 from tests.autoencoders import save_autoencoder
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, tiny_spec
 from tests.model_hub import ModelHub
 
 CPU = torch.device("cpu")
@@ -58,6 +58,11 @@ def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
     assert pixels.path.name.startswith("folder-8px-3ch-") and store.path.name.startswith(pixels.path.name + "-latents-")
     images = torch.from_numpy(np.array(pixels.images[:12])).float() / 127.5 - 1
     expected = (model[1].encode(images).latent_dist.mean - 0.25) * 0.7
+    other = prepare(spec_of(latent_scale=2.0, latent_shift=[0, 0, 0, 1]), How(encode_on=CPU))
+    moved = torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None, None]
+    wanted = (model[1].encode(images).latent_dist.mean - moved) * 2.0
+    np.testing.assert_allclose(other.images[:12], wanted.numpy(), rtol=1e-3, atol=2e-3)
+    assert other.path != store.path and other.path.name.startswith(f"{pixels.path.name}-latents-")
     found = store.images[:12]
     assert found.dtype == np.float16 and found.shape == (12, 4, 4, 4) and expected.std() > 0.1
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
@@ -200,7 +205,7 @@ def broken(folder: Path, how: str | dict[str, Any]) -> None:
         ("no weights", r"can't be used: .*safetensors can't be read \(No such file"),
         (
             {"_class_name": "VQModel"},
-            r"config.json is of another kind \(_class_name = .VQModel.: Input should be 'AutoencoderKL'\)",
+            r"config.json is of another kind \(_class_name = .VQModel.: Input should be 'AutoencoderKL' or ",
         ),
         ({"in_channels": 1}, r"can't be used: config.json is of another kind \(in_channels = 1: Input should be 3\)"),
         ({"_class_name": ["AutoencoderKL"]}, r"of another kind \(_class_name = \["),
@@ -234,6 +239,59 @@ def test_numbers_that_do_not_fit_are_one_line_with_fitting_ones(spec_of: SpecOf)
         autoencoder_of(spec_of(image_size=8000))
     with pytest.raises(DataError, match="did not make the latents that were learned"):
         autoencoder_of(spec_of(), {"images.npy": "0", "autoencoder": "1"})
+
+
+PER_CHANNEL = {"latent_scale": (0.5, 2.0, 0.7, 1.0), "latent_shift": (0.1, 0.0, -0.3, 0.25)}
+
+
+@pytest.mark.parametrize("flux_2", [False, True])
+@pytest.mark.parametrize("numbers", [{}, {"latent_scale": 0.3}, PER_CHANNEL], ids=["own", "scale", "channels"])
+def test_latents_of_other_scales_and_of_flux_2_go_round_and_so_does_their_copy(
+    numbers: dict[str, Any], flux_2: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "vae"
+    if flux_2:
+        torch.manual_seed(0)
+        sides = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+        model: Any = AutoencoderKLFlux2(**sides, block_out_channels=(4, 8), norm_num_groups=2, latent_channels=4)
+        model.eval().requires_grad_(False).save_pretrained(folder)
+    else:
+        model = save_autoencoder(folder)
+    data = DataSpec.model_validate(
+        {"source": "folder", "path": "x", "image_size": 4, "channels": 4, "autoencoder": folder, **numbers}
+    )
+    found, own = autoencoder_of(data), Autoencoder.open(folder)
+    assert found is not None and (found.digest == own.digest) == (not numbers)
+    usual = (0.6043, 0.076) if flux_2 else (0.7, 0.25)
+    scale, shift = (numbers.get(key, value) for key, value in zip(("latent_scale", "latent_shift"), usual, strict=True))
+    assert (found.scale, found.shift) == (scale, shift)
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    means = model.encode(pixels / 127.5 - 1).latent_dist.mean
+    each = [torch.tensor(one).expand(4)[:, None, None] for one in (scale, shift)]
+    drawn, coder = (means - each[1]) * each[0], Coder(found, CPU)
+    torch.testing.assert_close(coder.encode(pixels), drawn, rtol=1e-5, atol=1e-5)
+    expected = (model.decode(means).sample + 1) * 127.5
+    assert (coder.decode(drawn) - expected.clamp(0, 255)).abs().max() <= 0.51
+
+    found.copy_to(tmp_path / "copy")
+    copy = Autoencoder.open(tmp_path / "copy")
+    assert (copy.kind, copy.shift, copy.scale) == ("AutoencoderKL", 0.0, found.exported_scale)
+    again = Coder(copy, CPU)
+    torch.testing.assert_close(again.encode(pixels), drawn, rtol=1e-5, atol=1e-5)
+    assert (again.decode(drawn).int() - coder.decode(drawn).int()).abs().max() <= 1
+    spread = [Coder(one, CPU).model.encode(pixels / 127.5 - 1).latent_dist.std for one in (found, copy)]
+    torch.testing.assert_close(spread[1] * found.exported_scale, spread[0] * each[0])
+
+
+def test_scales_that_do_not_fit_are_refused_in_one_line() -> None:
+    latents = {"source": "folder", "path": "x", "channels": 4, "autoencoder": "vae"}
+    for data, message in (
+        ({**latents, "latent_scale": [1, 2]}, r"data.latent_scale has 2 numbers, and data.channels = 4; give one, or"),
+        ({"latent_shift": 1}, r"data.latent_shift = 1 is used only with data.autoencoder; remove it"),
+        ({**latents, "latent_scale": 0}, r"latent_scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_spec(data=data, sampler={"clip": "none"})
 
 
 @pytest.mark.parametrize("convolved", [True, False])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Any
 
 import diffusers
@@ -16,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import DS_CONFIGS
 from ddpm_ds.config.spec_file import SPECS
-from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule, shifted
 from ddpm_ds.diffusion.levels import Continuous
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
+from ddpm_ds.evaluate.diffusers.scheduler import process_from_scheduler, scheduler_config
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.ground.keyed import Stream
 from tests.diffusion import sampling
@@ -29,6 +32,7 @@ from tests.diffusion.sampling import FLOW, best_prediction, sample, sampler_of
 from tests.launching import drafted, tiny_spec
 
 EDM = sampling.EDM.model_copy(update={"sigma_data": 0.6})
+UNIFORM = FLOW.model_copy(update={"times": "uniform", "shift": 3.0})
 SHAPE = (5, 3, 4, 4)
 
 
@@ -85,8 +89,9 @@ def test_flow_matching_predicts_the_way_from_image_to_noise() -> None:
         (EDM, lambda t: (4.0 * t + 1.2) / 1.2),
         (EDM.model_copy(update={"noise_mean": -0.4, "noise_std": 1.0}), lambda t: 4.0 * t + 0.4),
         (FLOW, lambda t: (t / 1000).logit()),
+        (UNIFORM, lambda t: math.sqrt(12) * (shifted(t / 1000, 1 / 3) - 0.5)),
     ],
-    ids=["edm", "edm2", "flow"],
+    ids=["edm", "edm2", "flow", "uniform, shifted"],
 )
 def test_noise_levels_are_drawn_by_the_image_from_the_papers_distribution(spec: DiffusionSpec, of_level: Any) -> None:
     process, index = Diffusion(spec, 3, "cpu"), torch.arange(20_000)
@@ -101,6 +106,67 @@ def test_noise_levels_are_drawn_by_the_image_from_the_papers_distribution(spec: 
         below, stream = process.levels.quantile(percent)
         share = (t < below).double().mean() - percent / 100
         assert share.abs() < 5 * math.sqrt(0.25 / 20_000) and stream == Stream.HELD_OUT + percent
+
+
+def time_of(spec: DiffusionSpec, normal: float) -> float:
+    """Time from 0 to 1 at which an image is trained whose standard normal draw is ``normal``."""
+    schedule = NOISE["flow"]
+    assert isinstance(schedule, ContinuousSchedule)
+    return float(schedule.time(spec, torch.tensor(normal, dtype=torch.float64))) / 1000
+
+
+def test_a_shift_moves_times_as_sd_scripts_forks_and_simpletuner_do() -> None:
+    times = [0.1, 0.25, 0.5, 0.75, 0.9]
+    assert [shifted(time, 3.5) for time in times] == pytest.approx(
+        [0.28, 0.538462, 0.777778, 0.913043, 0.969231], abs=1e-6
+    )
+    moved = FLOW.model_copy(update={"noise_mean": -0.2, "noise_std": 1.5})
+    assert time_of(moved, 0.0) == pytest.approx(0.450166, abs=1e-6)
+    mugen = moved.model_copy(update={"shift": 3.5})
+    assert time_of(mugen, 0.0) == pytest.approx(0.741305, abs=1e-6)
+    for normal in (-1.3, 0.0, 0.4):  # ln s more on the logit
+        same = moved.model_copy(update={"noise_mean": -0.2 + math.log(3.5)})
+        assert time_of(mugen, normal) == pytest.approx(time_of(same, normal), rel=1e-12)
+    uniform = FLOW.model_copy(update={"times": "uniform", "shift": 2.5})
+    assert time_of(uniform, NormalDist().inv_cdf(0.3)) == pytest.approx(0.517241, abs=1e-6)
+
+
+def test_a_shift_by_pixels_is_the_root_of_the_ratio_and_each_bucket_has_its_own() -> None:
+    spec = FLOW.model_copy(update={"shift_size": 128})
+    assert spec.at((832 // 8, 1216 // 8)).shift == pytest.approx(0.982265, abs=1e-6)
+    assert spec.at((256, 256)).shift == 2.0 and spec.at((128, 128)).shift == 1.0
+    three = spec.model_copy(update={"shift": 3.0, "shift_size": 8})
+    index = torch.arange(100)
+
+    def times(spec: DiffusionSpec, *size: int) -> Tensor:
+        process, shape = Diffusion(spec, 3, "cpu"), (100, 1, *size)
+        return process.draw(process.draws(index, shape), shape)[0].double() / 1000
+
+    plain = times(FLOW, 8, 8)
+    for size, shift in (((8, 8), 3.0), ((16, 8), 3.0 * math.sqrt(2)), ((4, 4), 1.5)):
+        # float32: a time near 1 has an error of 2^-24 of 1
+        torch.testing.assert_close(times(three, *size), shifted(plain, shift), rtol=0.0, atol=4 * 2.0**-24)
+
+
+def test_drawing_visits_shifted_times_and_diffusers_almost_the_same() -> None:
+    shifted_by_3 = FLOW.model_copy(update={"shift": 3.0})
+    times = [1000.0, 900.0, 750.0, 500.0]
+    assert sampler_of(shifted_by_3, kind="ddim", steps=4).times == pytest.approx(times)
+    assert sampler_of(shifted_by_3, kind="ddim", steps=4, shift=1.0).times == pytest.approx([1000, 750, 500, 250])
+    assert sampler_of(FLOW, kind="ddim", steps=4, shift=3.0).times == pytest.approx(times)
+    with_shift = [
+        scheduler_config(*pair, text=True) for pair in ((shifted_by_3, SamplerSpec()), (FLOW, SamplerSpec(shift=3.0)))
+    ]
+    assert with_shift[0] == with_shift[1]
+    scheduler: Any = diffusers.DPMSolverMultistepScheduler(**with_shift[0])
+    scheduler.set_timesteps(4)
+    theirs = [0.99967, 0.89964, 0.74962, 0.49967]
+    assert scheduler.sigmas.tolist()[:4] == pytest.approx(theirs, abs=1e-5)
+    named = {"_class_name": "DPMSolverMultistepScheduler", **scheduler.config}
+    assert process_from_scheduler(named)[1] == {"shift": 3.0}
+    for dynamic, fields in ((False, {"shift": 3.0}), (True, {})):
+        euler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": dynamic}
+        assert process_from_scheduler(euler)[1] == fields
 
 
 @pytest.mark.parametrize(
@@ -154,9 +220,38 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
     assert [one / two for one, two in pairwise(errors)] == pytest.approx([2.0**order] * 2, rel=0.2)
 
 
+VELOCITY = {"schedule": "flow", "objective": "velocity"}
+
+
+@pytest.mark.parametrize(("key", "shift"), [("diffusion", 0), ("diffusion", -1), ("sampler", 0)])
+def test_a_shift_of_zero_or_below_is_refused_in_one_line(
+    key: str, shift: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [
+        f"--set={word}" for word in ("diffusion.schedule=flow", "diffusion.objective=velocity", f"{key}.shift={shift}")
+    ]
+    assert main(["prepare", "--spec", str(SPECS / "digits.yaml"), *typed]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"{key}.shift = {shift} should be a number > 0 and <= 1,000" in line
+
+
 @pytest.mark.parametrize(
     ("diffusion", "sampler", "error"),
     [
+        ({"times": "uniform"}, {}, "diffusion.times = uniform is used only with diffusion.schedule: flow; remove it"),
+        ({"shift": 3.0}, {}, "diffusion.shift = 3 is used only with diffusion.schedule: flow; remove it, or use 1"),
+        ({"shift_size": 128}, {}, "diffusion.shift_size = 128 is used only with diffusion.schedule: flow"),
+        (
+            {**VELOCITY, "times": "uniform", "noise_mean": 1},
+            {},
+            "noise_mean = 1 is used only with diffusion.times: log",
+        ),
+        (
+            VELOCITY,
+            {"kind": "euler_ancestral"},
+            "euler_ancestral has no steps for diffusion.schedule = flow; use euler",
+        ),
+        ({}, {"shift": 3.0}, "sampler.shift = 3.0 moves the times of diffusion.schedule = flow alone; use null"),
         ({"schedule": "edm"}, {}, "diffusion.objective = eps does not go with schedule edm; use v"),
         ({"schedule": "flow", "objective": "v"}, {}, "objective = v does not go with schedule flow; use velocity"),
         ({"schedule": "edm", "objective": "v"}, {"kind": "ddpm"}, "steps = null means all timesteps.*give a number"),

@@ -122,6 +122,48 @@ def test_weights_by_hand(objective: str, weighting: dict[str, Any], expected: li
     assert weights(DiffusionSpec(), torch.tensor([0.1, 0.9])).tolist() == [1.0, 1.0]
 
 
+STABLE = {"schedule": "scaled_linear"}
+DEBIASED = {"weighting": "p2", "p2_k": 1e-6}
+OF_V = {"objective": "v", "zero_terminal_snr": True}
+
+
+@pytest.mark.parametrize(
+    ("process", "expected"),
+    [
+        ({"weighting": "min_snr"}, {100: 0.59144}),
+        ({"weighting": "min_snr", "objective": "v"}, {100: 0.52888}),
+        ({"weighting": "min_snr", **OF_V}, {500: 0.241019, 900: 0.002960, 999: 0.0}),
+        ({**DEBIASED, "p2_gamma": 0.5}, {500: 1.61828}),
+        ({**DEBIASED, "p2_gamma": 1.0, "objective": "v"}, {500: 0.723667}),
+        ({**DEBIASED, "p2_gamma": 0.0, "objective": "v"}, {500: 1.0 - 0.723667}),  # SNR / (SNR + 1), as eps
+        ({"weighting": "diff2flow"}, {0: 1.0592, 500: 6.8554, 999: 243.82}),
+        ({"weighting": "diff2flow", "objective": "v"}, {0: 1.0583, 500: 1.8944, 999: 1.1362}),
+        ({"weighting": "diff2flow", "objective": "velocity"}, {0: 1.0, 500: 1.0, 999: 1.0}),
+    ],
+)
+def test_weights_are_those_of_other_trainers_at_timesteps_of_stable_diffusion(
+    process: dict[str, Any], expected: dict[int, float]
+) -> None:
+    spec = DiffusionSpec.model_validate({**STABLE, **process})
+    found = weights(spec, alpha_bars(spec))
+    for t, weight in expected.items():
+        assert found[t].item() == pytest.approx(weight, rel=1e-4, abs=1e-6), t  # as many digits as are given
+
+
+def test_the_weight_of_diff2flow_makes_the_loss_of_eps_that_of_flow_matching() -> None:
+    """x_t / (signal + noise) is on flow's line at sigma = noise / (signal + noise), and eps - x0 follows from eps."""
+    alpha_bar = alpha_bars(DiffusionSpec.model_validate(STABLE))
+    level = NoiseLevel.of(alpha_bar)
+    sigma = level.noise / (level.signal + level.noise)
+    assert sigma[[0, 500, 999]].tolist() == pytest.approx([0.02834, 0.61807, 0.93596], abs=1e-5)
+    x0, eps, error = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (level.signal * x0 + level.noise * eps) / (level.signal + level.noise)
+    torch.testing.assert_close(x, (1 - sigma) * x0 + sigma * eps)
+    velocity = (eps + error) - (x - sigma * (eps + error)) / (1 - sigma)
+    weight = weights(DiffusionSpec.model_validate({**STABLE, "weighting": "diff2flow"}), alpha_bar)
+    torch.testing.assert_close((velocity - (eps - x0)).square(), weight * error.square())
+
+
 @pytest.mark.parametrize("bias", [-3.0, 0.0, 2.0])
 @pytest.mark.parametrize("objective", ["eps", "x0", "v", "velocity"])
 def test_sigmoid_weights_are_those_of_time_without_steps(objective: str, bias: float) -> None:

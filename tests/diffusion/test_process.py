@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.diffusion.condition import Scale
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.process import Diffusion, mean_error, paired
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.ground.keyed import Stream
 from ddpm_ds.schema.choices import SAMPLERS
+from tests.launching import tiny_spec
 
 
 def process(device: str = "cpu", seed: int = 0, **values: Any) -> Diffusion:
@@ -45,6 +48,20 @@ def noisy(diffusion: Diffusion, count: int, flips: bool = False) -> tuple[Tensor
     x0 = prepared(diffusion, *images(count), flips)
     t, eps = drawn(diffusion, images(count)[1], tuple(x0.shape))
     return x0, eps, t
+
+
+def test_timesteps_are_drawn_from_a_range_without_its_end_and_so_are_those_of_the_held_out_loss() -> None:
+    diffusion, index = process(timestep_range=(600, 604)), torch.arange(4000)
+    t = drawn(diffusion, index, (4000, 1, 1, 1))[0]
+    counts = t.bincount()
+    # 1000 of each are expected: five standard deviations of a binomial
+    assert len(counts) == 604 and counts[:600].sum() == 0
+    assert (counts[600:] - 1000).abs().max() < 5 * (4000 * 3 / 16) ** 0.5
+    assert [diffusion.levels.quantile(percent)[0] for percent in (10, 50, 90)] == [600, 601, 603]
+    assert process().levels.quantile(50)[0] == 499
+    for low, high in ((4, 4), (0, 1001)):
+        with pytest.raises(ValueError, match=rf"_range = \[{low}, {high}\] should rise within 0 and .* = 1000"):
+            tiny_spec(diffusion={"timestep_range": [low, high]})
 
 
 @pytest.mark.parametrize("size", [None, (3, 3), (4, 2)])
@@ -208,6 +225,62 @@ def test_an_offset_is_one_keyed_normal_number_of_each_image_and_channel_in_the_n
     assert abs(numbers.var() - 1) < 5 * (2 / numbers.numel()) ** 0.5
     assert abs((numbers * eps[:, :, 0, 0]).mean()) < 5 * numbers.numel() ** -0.5, "they are independent of eps"
     assert torch.equal(drawn(moved, index[5:9], (4, *shape[1:]))[1], seen[5:9])
+
+
+def test_images_take_the_noises_of_their_group_that_are_most_like_them() -> None:
+    """As f2vae's `cosine_optimal_transport`, in groups."""
+    latents, noises = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    assert noises[paired(latents, noises, 2)].tolist() == [[3.0, 0.0], [0.0, 2.0]]
+    x0, eps = torch.randn(2, 12, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    found = paired(x0, eps, 4)
+    cosines = F.cosine_similarity(x0.double().flatten(1)[:, None], eps.double().flatten(1), dim=2)
+    for first in range(0, 12, 4):
+        ways = {
+            sum(float(cosines[first + i, first + j]) for i, j in enumerate(way)): way for way in permutations(range(4))
+        }
+        assert found[first : first + 4].tolist() == [first + place for place in ways[max(ways)]]
+    assert torch.equal(paired(x0[4:8], eps[4:8], 4), found[4:8] - 4)
+    assert torch.equal(paired(x0, eps, 1), torch.arange(12))
+
+
+def test_pairs_of_latents_are_hardly_more_alike_than_others() -> None:
+    """The cosine of 16 images with noise of 65,536 numbers, as docs/diffusion.md has it: 1.56 / 256."""
+    x0, eps = torch.randn(2, 64, 65536, generator=torch.Generator().manual_seed(0))
+    cosine = F.cosine_similarity(x0, eps[paired(x0, eps, 16)]).mean()
+    # a deviation of 1 / 256 / 8 of the mean of 64, less the exchange: five of these
+    assert abs(float(cosine) - 0.0061) < 5 / 256 / 8 / 4
+
+
+@pytest.mark.parametrize("size", [(8, 8), (12, 5)])
+def test_noise_of_coarser_sizes_is_added_as_sd_scripts_does_with_ratios_and_deviation_by_image(
+    size: tuple[int, int],
+) -> None:
+    """sd-scripts' loop, written for one image, with the discount of Marigold, 0.9 t / 1000."""
+    plain, coarse = process(noise_offset=0.1), process(noise_offset=0.1, multires_noise=0.9)
+    index, shape = torch.arange(50), (50, 3, *size)
+    (t, eps), (t_beside, found), draws = (
+        drawn(plain, index, shape),
+        drawn(coarse, index, shape),
+        coarse.draws(index, shape),
+    )
+    assert torch.equal(t, t_beside), "the other draws stay"
+    normal, uniform = draws.normal(Stream.MULTIRES).double(), draws.uniform(Stream.MULTIRES_RATIO).double()
+    ratios = set()
+    for image in range(len(index)):
+        expected, first = eps[image].double(), 0
+        for level in range(10):
+            r, grid = 2 + 2 * float(uniform[image, level]), [max(1, side // 2**level) for side in size]
+            rows, columns = (max(1, int(side / r**level)) for side in size)
+            noise = normal[image, first : first + 3 * prod(grid)].view(1, 3, *grid)[:, :, :rows, :columns]
+            larger = F.interpolate(noise, size, mode="bilinear", align_corners=False)[0]
+            expected, first = expected + larger * (0.9 * float(t[image]) / 1000) ** level, first + 3 * prod(grid)
+            ratios.add((level, rows))
+            if min(rows, columns) == 1:
+                break
+        # the weights of an enlarged pixel are rounded by 2^-24 of a place below 12
+        torch.testing.assert_close(found[image].double(), expected / expected.std(), rtol=1e-4, atol=1e-4)
+    assert {rows for level, rows in ratios if level == 1} == {*range(size[0] // 4, size[0] // 2)}
+    assert torch.equal(drawn(coarse, index[5:9], (4, *shape[1:]))[1], found[5:9]), "an image depends on no other"
 
 
 def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from ddpm_ds.cli.main import main
+from ddpm_ds.cli.sample import TextOptions, texts_of
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.evaluate.inception import Clip
 from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
@@ -146,6 +149,64 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, tmp
     assert np.array_equal(python.permute(0, 2, 3, 1).numpy(), one)
     verb(*by_option, "--out", tmp_path / "pngs")
     assert Image.open(tmp_path / "pngs" / "grid.png").size[0] > 500
+
+
+def test_lines_of_a_file_may_have_options_of_their_own(
+    verb: Sample, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--d 7 --s 2 --l 3 --n a"
+    lines = ["# two alike among others", "red --w 4 --h 12", "a red circle", "a", f"a blue square {options}"]
+    file, out = tmp_path / "prompts.txt", tmp_path / "drawn"
+    file.write_text("\n".join(lines))
+    assert f"{out}: 4 images, as the lines of {file} say" in verb("--prompts", file, "--out", out)
+    assert sorted(path.name for path in out.iterdir()) == [f"{number:06}.png" for number in range(4)]
+    alone: dict[int, list[object]] = {
+        0: ["--prompt", "red", "--size", "12x4"],
+        1: ["--prompt", "a red circle"],
+        2: ["--prompt", "a"],
+        3: ["--prompt", "a blue square", "--seed", 7, "--steps", 2, "--guidance", 3, "--negative", "a"],
+    }
+    for number, words in alone.items():
+        verb(*words, "--first", number, "--count", 1, "--out", tmp_path / str(number))
+        name = f"{number:06}.png"
+        one, other = (np.asarray(Image.open(path / name)).astype(int) for path in (out, tmp_path / str(number)))
+        assert one.shape == other.shape and abs(one - other).max() <= 1  # another batch rounds otherwise
+    assert np.asarray(Image.open(out / "000000.png")).shape[:2] == (12, 4)
+    file.write_text(f"a {options}\nred {options}")
+    verb("--prompts", file, "--count", 4, "--out", tmp_path / "alike.npz")
+    assert len(drawn(tmp_path / "alike.npz")) == 4, "all have the same options"
+    file.write_text(f"a\nred {options}")
+    for words, message in (
+        (["--out", tmp_path / "x.npz"], "x.npz can't hold images for lines with options of their own; name a folder"),
+        (["--count", 4], "has lines with options of their own, an image each, and --count 4; leave it out"),
+    ):
+        assert message in refusal(capsys, "sample", run_dir, *FAST, "--prompts", file, *words)
+    for line, message in (
+        ("a --ss euler", "line 1: --ss is none of --n, --w, --h, --d, --s, --l, --fs; remove it"),
+        ("a -- b", "line 1: -- is none of --n, "),
+        ("\na --w wide", "line 2: --w: 'wide' is not a number of pixels"),
+        ("a --fs 0", "--shift 0.0: input should be greater than 0"),
+        ("a --w 5", "--size 8x5: "),
+    ):
+        file.write_text(line)
+        assert message in refusal(capsys, "sample", run_dir, *FAST, "--prompts", file)
+    file.write_text("a --s 3")
+    with pytest.raises(SpecError, match=r"--s is an option for ddpm-ds sample; remove it$"):
+        texts_of(TextOptions(prompts=file), load_trained(run_dir))  # as evaluate reads the file
+
+
+def test_images_of_another_size_are_drawn_with_its_shift(trained: Trained) -> None:
+    flow = DiffusionSpec(schedule="flow", objective="velocity", shift=3.0, shift_size=8)
+    trained = replace(trained, diffusion=flow)
+    assert trained.process.shift == 3.0 and trained.resized((16, 16)).process.shift == 6.0
+    sampler = FAST_SAMPLER.model_copy(update={"eta": 0.0, "clip": "none"})
+    for size, shift in (((8, 8), 3.0), ((16, 16), 6.0)):
+        drawing = trained.resized(size)
+        one, other = (
+            sample(drawing, 2, sampler=sampler.model_copy(update={"shift": value}), prompts="a red circle")
+            for value in (None, shift)
+        )
+        assert torch.equal(one, other)
 
 
 def test_without_a_prompt_a_line_names_the_text_that_is_drawn(

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import yaml
 from make_text import write_encoders
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli.main import main
@@ -30,6 +32,7 @@ from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.ground.errors import SpecError, UserError
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import FAST, plant_alone, refusal
 from tests.evaluate.test_diffusers_unet import SD_15, SDXL
 from tests.launching import tiny_spec
@@ -131,6 +134,74 @@ def test_a_pipeline_becomes_a_spec_with_its_text_its_noise_and_its_weights(pipel
     theirs = load_file(pipeline / "unet" / "diffusion_pytorch_model.safetensors")
     back = to_diffusers(weights, layers, linear_projection=is_xl)
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+
+def test_the_base_keeps_its_comments_and_the_pipeline_its_autoencoder(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base.yaml", tmp_path / "my out"
+    lines = ["# mine", "name: cats", "", "data:                # about data", "  source: folder     # of pictures"]
+    lines += [
+        "  path: pictures",
+        "  image_size: 16  # latents",
+        "  channels: 4",
+        "",
+        "unet:",
+        "  channels: 32      # wide",
+    ]
+    lines += ["  multipliers:", "    - 1", "    - 1  # twice", "  norm_groups: 8", "# rates", "optimizer:"]
+    lines += ["  learning_rate: 1e-4", "train: {images: 64, batch_images: 8}", "sampler:", "  clip: none  # latents"]
+    base.write_text("\n".join([*lines, "logging:", "  log_every_images: 8"]))
+    spec = import_of(pipeline, base, out, "optimizer.learning_rate=2e-5")[0]
+    assert spec.data.autoencoder == pipeline.resolve() / "vae"
+    text = (out / "spec.yaml").read_text()
+    for line in (
+        *lines[:10],
+        "# rates",
+        "  learning_rate: 2.0e-05",
+        "  clip: none  # latents",
+        "  log_every_images: 8",
+    ):
+        assert f"\n{line}\n" in f"\n{text}\n", line
+    assert "- 1  # twice" not in text and "multipliers: [" in text and "# wide" in text
+    assert "beta_end" in text and "ema" not in text and "timesteps" not in text and len(text.splitlines()) < 60
+    *_, encode, _, train = capsys.readouterr().out.splitlines()
+    assert encode.strip() == f"ddpm-ds prepare --encode --spec '{out}/spec.yaml'"
+    assert train.strip().endswith(f"ds_configs/zero2_bf16.json --spec '{out}/spec.yaml'")
+
+    other = shutil.copytree(pipeline / "vae", tmp_path / "other")
+    base.write_text(base.read_text().replace("  path:", f"  autoencoder: {other}\n  path:"))
+    assert import_of(pipeline, base, tmp_path / "named")[0].data.autoencoder == other
+    assert f"data.autoencoder is {other}; its own is {pipeline.resolve()}/vae" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [16, 2])
+def test_latents_of_another_width_begin_anew_beside_those_that_both_have(
+    pipeline: Path, width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_autoencoder(tmp_path / "vae", latent_channels=width)
+    base = base_spec(tmp_path, autoencoder=str(tmp_path / "vae"), channels=width)
+    spec, weights = import_of(pipeline, base, tmp_path / "out")
+    keep = min(width, 4)
+    said = f"its latents have 4 channels, and data.channels is {width}: conv_in and conv_out keep {keep} channels, and"
+    assert said in capsys.readouterr().out
+    layers = unet_layers(spec.unet, spec.data.interface)
+    assert spec.unet.text is not None
+    found = to_diffusers(weights, layers, linear_projection=spec.unet.text.linear_projection)
+    theirs = load_file(pipeline / "unet" / "diffusion_pytorch_model.safetensors")
+    for name, tensor in theirs.items():
+        if name == "conv_in.weight":
+            assert found[name].shape[:2] == (len(tensor), width)
+            assert torch.equal(found[name][:, :keep], tensor[:, :keep]) and not found[name][:, keep:].any()
+        elif name.startswith("conv_out."):
+            assert len(found[name]) == width
+            assert torch.equal(found[name][:keep], tensor[:keep]) and not found[name][keep:].any()
+        else:
+            assert torch.equal(found[name], tensor)
+    UNet(layers, 0).layers.load_state_dict(weights)
+    base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"), channels=width)
+    line = refusal(capsys, *import_words(pipeline, base, tmp_path / "no"))
+    assert f"data.channels = {width}, but the latents of data.autoencoder = {pipeline / 'vae'} have 4" in line
 
 
 @pytest.mark.parametrize("pipeline", ["sd"], indirect=True)
@@ -319,7 +390,7 @@ EPS = {"schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 NOISE: dict[str, dict[str, Any]] = {
     "eps": EPS,
     "v": {**EPS, "objective": "v", "zero_terminal_snr": True},
-    "flow": {"schedule": "flow", "objective": "velocity"},
+    "flow": {"schedule": "flow", "objective": "velocity", "shift": 3.0},
 }
 OPENED = {"sd": diffusers.StableDiffusionPipeline, "sdxl": diffusers.StableDiffusionXLPipeline}
 
@@ -370,9 +441,10 @@ def test_an_exported_pipeline_draws_what_the_run_draws_and_is_imported_again(
     again, weights = import_of(hub, base_spec(tmp_path, autoencoder=str(hub / "vae")), tmp_path / "again")
     run, exported = load_trained(checkpoint), load_trained(hub)
     assert again.diffusion.process_values() == run.diffusion.process_values()
+    assert scheduler.get("flow_shift", 1.0) == (again.sampler.shift or 1.0) == (3.0 if noise == "flow" else 1.0)
     assert all(torch.equal(weights[name], tensor) for name, tensor in run.unet.layers.state_dict().items())
 
-    sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none")
+    sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none", shift=again.sampler.shift)
     drawn = [sample(each, 2, sampler=sampler, prompts=["a red circle", "a"]) for each in (run, exported)]
     assert drawn[0].shape == (2, 3, 32, 32) and (drawn[0].int() - drawn[1].int()).abs().max() <= 1
     with pytest.raises(SpecError, match=r"draws multiples of [48] pixels; use 40x32$"):
@@ -397,17 +469,39 @@ def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: P
     assert sorted(path.name for path in file.parent.iterdir()) == ["README.md", "mine.safetensors"]
     alone = tmp_path / "new" / "alone.safetensors"
     assert main(["export", str(checkpoint), "--out", str(alone), "--dtype", dtype]) == 0
-    assert alone.read_bytes() == file.read_bytes() and [*alone.parent.iterdir()] == [alone]
+    there, here = load_file(alone), load_file(file)
+    assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in here)
+    assert [*alone.parent.iterdir()] == [alone]
+    with safe_open(file, "pt") as opened:
+        said = opened.metadata()
+    is_xl, date = pipeline.name == "sdxl", said.pop("modelspec.date")
+    assert abs((datetime.now(UTC).date() - datetime.fromisoformat(date).date()).days) <= 1
+    assert said == {
+        **{"format": "pt", "modelspec.sai_model_spec": "1.0.1", "modelspec.implementation": "diffusers"},
+        "modelspec.architecture": "stable-diffusion-xl-v1-base" if is_xl else "stable-diffusion-v1",
+        **{"modelspec.title": "tiny", "modelspec.resolution": "32x32", "modelspec.prediction_type": "epsilon"},
+        **{"modelspec.timestep_range": "0,1000", "modelspec.encoder_layer": "2" if is_xl else "1"},
+    }
     kind = OPENED[pipeline.name]
-    here = {"local_files_only": True, "low_cpu_mem_usage": False}
-    read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **here)
-    whole = kind.from_pretrained(tmp_path / "hub", **here)
+    local = {"local_files_only": True, "low_cpu_mem_usage": False}
+    read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **local)
+    whole = kind.from_pretrained(tmp_path / "hub", **local)
     for part in ("unet", "vae", "text_encoder", *(["text_encoder_2"] if pipeline.name == "sdxl" else [])):
         mine, theirs = getattr(read, part).state_dict(), getattr(whole, part).state_dict()
         assert mine.keys() == theirs.keys(), part
         for name, tensor in theirs.items():
             stored = tensor.half().float() if dtype == "fp16" and tensor.is_floating_point() else tensor
             assert torch.equal(mine[name], stored), (part, name)
+
+
+@pytest.mark.parametrize("pipeline", ["sdxl"], indirect=True)
+def test_export_and_card_say_how_other_programs_learn_of_flow_matching(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_of(pipeline, tmp_path, "flow")
+    assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file"]) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "mine" / "README.md").read_text()):
+        assert "nothing in it says flow: ComfyUI needs the node ModelSamplingSD3 with shift 3, others" in text
 
 
 def test_what_neither_a_pipeline_nor_a_single_file_can_be_is_refused(

@@ -215,8 +215,9 @@ def test_keep_mask_is_independent_between_elements_images_layers_and_seeds() -> 
 
 def test_streams_that_are_counted_on_from_meet_no_other() -> None:
     most_layers, most_timesteps = 10_000, 100_000
-    assert sorted(Stream)[-4:] == [Stream.DROPOUT, Stream.NOISE_OFFSET, Stream.HELD_OUT, Stream.SAMPLE]
-    assert Stream.DROPOUT + most_layers < Stream.NOISE_OFFSET and Stream.HELD_OUT + most_timesteps < Stream.SAMPLE
+    above = [Stream.MULTIRES, Stream.MULTIRES_RATIO, Stream.NOISE_OFFSET]
+    assert sorted(Stream)[-6:] == [Stream.DROPOUT, *above, Stream.HELD_OUT, Stream.SAMPLE]
+    assert Stream.DROPOUT + most_layers < Stream.MULTIRES and Stream.HELD_OUT + most_timesteps < Stream.SAMPLE
     assert Stream.SAMPLE + 1 + most_timesteps < 2**32
     assert len(set(Stream)) == len(Stream.__members__)
 

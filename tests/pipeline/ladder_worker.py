@@ -405,13 +405,18 @@ def sent_for_borders(engine: UnetPipelineEngine) -> float:
 SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "heads": {"unet": {"head_channels": 4, "time_conditioning": "scale_shift"}},
     "edm": {"diffusion": {"schedule": "edm", "objective": "v"}},
-    "flow": {"diffusion": {"schedule": "flow", "objective": "velocity"}},
+    "flow": {"diffusion": {"schedule": "flow", "objective": "velocity", "times": "uniform", "shift": 3.0}},
     "weighted": {
         "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
+        | {"multires_noise": 0.9, "timestep_range": [500, 1000]}
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
     "uneven": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (12, 4)}},
-    "buckets": {"data": {"buckets": {"step": 8}}, "unet": {"dropout": 0.0}},
+    "buckets": {
+        "data": {"buckets": {"step": 8}},
+        "unet": {"dropout": 0.0},
+        "diffusion": {"schedule": "flow", "objective": "velocity", "shift": 2.0, "shift_size": 8},
+    },
 }
 """Sections of the specs that differ from those of the tiny U-Net."""
 

@@ -253,7 +253,7 @@ def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_acti
 
 
 def sdxl(devices: int) -> Predictor:
-    spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures"])
+    spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures", "train.batch_images=64"])
     config = config_of(**read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", []))
     cards = machine("rtx4090", half=True, devices=devices, nodes=1)
     return Predictor(Workload(spec, config, on_cpu=False), cards)

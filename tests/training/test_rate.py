@@ -36,6 +36,15 @@ def test_cosine_falls_from_the_end_of_warm_up_to_the_end_of_the_run(images: int,
     assert rate_at(spec_with(decay="cosine", decay_to=0.1, warmup_images=200), images) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("left", "expected"), [(1.0, 1.0), (0.5, 0.909091), (0.1, 0.526316), (0.01, 0.091743), (0.0, 0.0)]
+)
+def test_rex_falls_late_as_onetrainers(left: float, expected: float) -> None:
+    images = round(200 + 800 * (1 - left))
+    found = rate_at(spec_with(decay="rex", decay_to=0.1, warmup_images=200), images)
+    assert found == pytest.approx(0.001 + 0.009 * expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("images", [0, 50, 100, 399, 400, 401, 1600, 10**9])
 def test_inverse_sqrt_is_that_of_edm2(images: int) -> None:
     """In EDM2's code: ref_lr / sqrt(max(images / reference, 1)), times min(images / rampup, 1)."""
@@ -45,7 +54,7 @@ def test_inverse_sqrt_is_that_of_edm2(images: int) -> None:
     assert rate_at(spec_with(decay="inverse_sqrt", reference_images=400), 0) == 0.01
 
 
-@pytest.mark.parametrize("decay", ["cosine", "inverse_sqrt"])
+@pytest.mark.parametrize("decay", ["cosine", "rex", "inverse_sqrt"])
 def test_no_step_of_a_run_has_the_rate_0(decay: str) -> None:
     spec = spec_with(images=80, decay=decay, reference_images=40, warmup_images=16)
     rate = rate_of(spec.optimizer, 80)
@@ -59,6 +68,8 @@ def test_a_rate_that_is_not_one_is_refused() -> None:
         spec_with(decay="inverse_sqrt")
     with pytest.raises(ValueError, match=r"warmup_images = 1000 leaves none of train\.images = 1000"):
         spec_with(decay="cosine", warmup_images=1000)
+    with pytest.raises(ValueError, match=r"train\.images = 1000 to optimizer\.decay = rex; use fewer"):
+        spec_with(decay="rex", warmup_images=1000)
 
 
 @pytest.mark.launch

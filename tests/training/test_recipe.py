@@ -29,7 +29,10 @@ PROCESSES: dict[str, dict[str, Any]] = {
     "eps, min-SNR and an offset": {**STABLE, "weighting": "min_snr", "noise_offset": 0.1},
     "v, min-SNR": {**STABLE, "objective": "v", "weighting": "min_snr"},
     "v from noise alone": {**STABLE, "objective": "v", "weighting": "min_snr", "zero_terminal_snr": True},
+    "eps, debiased": {**STABLE, "weighting": "p2", "p2_k": 1e-6, "p2_gamma": 0.5},
+    "v, as Diff2Flow": {**STABLE, "objective": "v", "weighting": "diff2flow"},
     "flow": {"schedule": "flow", "objective": "velocity"},
+    "flow, uniform and shifted": {"schedule": "flow", "objective": "velocity", "times": "uniform", "shift": 3.5},
 }
 
 
@@ -80,7 +83,7 @@ def test_a_step_is_that_of_diffusers_recipe_on_the_same_latents_text_times_and_n
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=RATE, weight_decay=1e-2)
     assert read.text is not None and read.pooled is not None and read.sizes is not None
     latents, noise, timesteps = read.images.float(), prepared.eps, prepared.t
-    if name == "flow":
+    if name.startswith("flow"):
         sigma = (timesteps / 1000)[:, None, None, None]
         noisy, target = (1 - sigma) * latents + sigma * noise, noise - latents
         weights = torch.ones(IMAGES)
@@ -91,8 +94,12 @@ def test_a_step_is_that_of_diffusers_recipe_on_the_same_latents_text_times_and_n
         is_v = scheduler.config.prediction_type == "v_prediction"
         if is_v:
             target = scheduler.get_velocity(latents, noise, timesteps)
+        snr = diffusers.training_utils.compute_snr(scheduler, timesteps)
+        if spec.diffusion.weighting == "p2":  # sd-scripts' debiased estimation
+            weights = snr.rsqrt()
+        if spec.diffusion.weighting == "diff2flow":
+            weights = (scheduler.alphas_cumprod.sqrt() + (1 - scheduler.alphas_cumprod).sqrt())[timesteps].square()
         if spec.diffusion.weighting == "min_snr":
-            snr = diffusers.training_utils.compute_snr(scheduler, timesteps)
             weights = torch.stack([snr, 5.0 * torch.ones_like(snr)], dim=1).min(dim=1)[0] / (snr + 1 if is_v else snr)
     added = {"text_embeds": read.pooled.float(), "time_ids": read.sizes}
     predicted = theirs(noisy, timesteps, read.text.float(), added_cond_kwargs=added).sample

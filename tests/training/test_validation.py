@@ -183,7 +183,7 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
         ("cifar10", "cpu", 1, False),
         ("folder", "cpu", 1, False),
         ("folder", "h100", 1, True),
-        ("sdxl", "h100", 1, False),
+        ("sdxl", "cpu", 1, False),
         ("sdxl", "h100", 4, True),
     ],
 )

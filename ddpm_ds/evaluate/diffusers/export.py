@@ -81,7 +81,7 @@ def write_pipeline(trained: Trained, folder: Path, precision: FilePrecision) -> 
     text = trained.unet_spec.text
     try:
         unet = diffusers_config(trained.unet_spec, trained.interface)
-        scheduler = scheduler_config(trained.diffusion, trained.sampler, text=text is not None)
+        scheduler = scheduler_config(trained.process, trained.sampler, text=text is not None)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
     name, kind = scheduler_class(trained.diffusion, text=text is not None), class_of(trained.unet_spec)

@@ -255,6 +255,16 @@ class DiffusersFolder:
         return {**found, "layer": "penultimate" if second else "last", "drop_to": "zeros" if zeros else "empty"}
 
     @property
+    def own_autoencoder(self) -> str | None:
+        """Value of ``data.autoencoder`` for the pipeline's own; None if there is none."""
+        index = self.path / PIPELINE
+        parts = _read_json(index) if index.is_file() else {}
+        name = next(
+            (name for name in (TEXT_AUTOENCODER, AUTOENCODER_FOLDER) if isinstance(parts.get(name), list)), None
+        )
+        return None if name is None else f"{self._hub_name or self.path.resolve()}/{name}"
+
+    @property
     def notes(self) -> list[str]:
         """Lines about averaged weights that are not read."""
         if self.single is not None and self.single.has_averaged:
@@ -272,7 +282,7 @@ class DiffusersFolder:
         self, base: DiffusionSpec | None = None, objective: str | None = None
     ) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and its sampler's noise
-        levels, if it names any. A typed ``objective`` counts before a single file's own.
+        levels or shift, if it names any. A typed ``objective`` counts before a single file's own.
         """
         if not self.has_schedule:
             fault = "so its noise schedule is not known; add the one it was trained with"

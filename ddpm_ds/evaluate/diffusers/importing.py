@@ -1,21 +1,25 @@
 """Import of a model of diffusers as the start of a run: its weights by our names, and a spec with its U-Net."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
 from pydantic import ValidationError
 from safetensors.torch import save
+from torch import Tensor
+from torch.nn.functional import pad
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec, parse_yaml
+from ddpm_ds.config.spec_file import SPECS, load_spec, parse_yaml, preset, read_values, rewritten
 from ddpm_ds.data.hub import from_hub
+from ddpm_ds.data.latents import autoencoder_of
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
 from ddpm_ds.evaluate.outputs import new_output
 from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.schema.types import written
+from ddpm_ds.unet.layers import InputLayer, Layer, OutputLayer
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = (
@@ -29,12 +33,13 @@ ANY_TEXT = ("context_channels=1", "blocks=[1]", "heads=[1]", "pooled_channels=nu
 
 def import_weights(
     path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
-) -> list[str]:
+) -> tuple[RunSpec, list[str]]:
     """Write to ``out`` the weights of the diffusers folder ``path``, or of the repository ``path`` on the Hugging Face
     hub, and the spec ``base``, changed to start from them.
 
-    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting. Its last label
-    means "no label" unless ``last_label_is_class``. Returns lines for the user about both files.
+    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting, and has its own
+    autoencoder unless one is named. Its last label means "no label" unless ``last_label_is_class``. Returns the new
+    spec, and lines for the user about both files.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
@@ -42,33 +47,60 @@ def import_weights(
     """
     with new_output(out) as temporary:
         folder = _opened(path, last_label_is_class)
+        typed, own = {item.partition("=")[0].strip() for item in overrides}, folder.own_autoencoder
+        known = read_values(preset(base, SPECS)).get("data")
         until_replaced = [f"unet.{item}" for item in ANY_UNET]
+        named = "data.autoencoder" in typed or (isinstance(known, dict) and known.get("autoencoder") is not None)
+        if own is not None and not named:
+            until_replaced.append(f"data.autoencoder={json.dumps(own)}")
         if folder.unet.text is None:
             until_replaced.append("unet.text=null")
         else:  # what was typed counts before the model's text
-            keys = {item.partition("=")[0].strip() for item in overrides}
             encoding = {f"data.text.{key}": json.dumps(value) for key, value in folder.encoding().items()}
             until_replaced += [f"unet.text.{item}" for item in ANY_TEXT]
-            until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in keys]
+            until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in typed]
         before = load_spec(base, overrides, until_replaced)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
-        tensors = folder.tensors()
+        tensors = with_latents(folder.tensors(), folder.layers, folder.interface.channels, spec.data.channels)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{folder.weights.path} has values in {name} that are not finite; get it again")
         (temporary / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        (temporary / SPEC_FILE).write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+        (temporary / SPEC_FILE).write_text(rewritten(base, spec), encoding="utf-8")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights.path}, in fp32", *folder.notes]
     if folder.class_rows is not None:
         last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
         lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
-    typed = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
+    of_process = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
     says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
-    if not says and not any(item.startswith("diffusion.objective") for item in typed):
+    if not says and not any(item.startswith("diffusion.objective") for item in of_process):
         lines.append(f"{path} does not name its objective, and is read as eps; --set diffusion.objective=v if it is v")
+    if (mine := folder.interface.channels) != spec.data.channels:
+        begun = f"conv_in and conv_out keep {min(mine, spec.data.channels)} channels, and begin with zeros in others"
+        lines.append(f"its latents have {mine} channels, and data.channels is {spec.data.channels}: {begun}")
+    if own is not None and own != str(spec.data.autoencoder):
+        lines.append(f"data.autoencoder is {spec.data.autoencoder}; its own is {own}")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
-    return [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *typed])}"]
+    return spec, [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *of_process])}"]
+
+
+def with_latents(tensors: Mapping[str, Tensor], layers: Sequence[Layer], old: int, new: int) -> dict[str, Tensor]:
+    """Return weights for latents of ``new`` channels instead of ``old`` ones: the first and the last convolution keep
+    the channels that both have, and their biases, and are zero in others.
+    """
+    found, both = dict(tensors), min(old, new)
+    if old == new:
+        return found
+    first, last = (
+        next(index for index, layer in enumerate(layers) if isinstance(layer, kind))
+        for kind in (InputLayer, OutputLayer)
+    )
+    before = tensors[f"{first}.conv.weight"]  # (N, 3, 3, old + condition)
+    found[f"{first}.conv.weight"] = torch.cat((pad(before[..., :both], (0, new - both)), before[..., old:]), dim=-1)
+    for name in (f"{last}.conv.weight", f"{last}.conv.bias"):  # (old, 3, 3, N) and (old,)
+        found[name] = torch.cat((tensors[name][:both], tensors[name].new_zeros(new - both, *tensors[name].shape[1:])))
+    return found
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
@@ -91,6 +123,8 @@ def _spec_with_model(
 ) -> RunSpec:
     """Return the spec ``before`` with the model's U-Net, and with its diffusion process except for typed keys."""
     pairs: dict[str, tuple[object, object]] = {"data.channels": (before.data.channels, folder.interface.channels)}
+    if before.data.channels != folder.interface.channels and autoencoder_of(before.data) is not None:
+        del pairs["data.channels"]  # of other latents
     if folder.unet.text is None:  # a U-Net with text draws images of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
     asked, found, model = before.data.interface, folder.interface, f"the model of {folder.path}"
@@ -113,8 +147,10 @@ def _spec_with_model(
         asked_process = {key: value for key, value in values["diffusion"].items() if f"diffusion.{key}" in typed}
         if "schedule" in asked_process:  # its usual betas are not the model's
             asked_process |= {key: values["diffusion"][key] for key in ("beta_start", "beta_end")}
-        process = folder.process(before.diffusion, asked_process.get("objective"))[0]
+        process, sampling = folder.process(before.diffusion, asked_process.get("objective"))
         values["diffusion"] = process.model_dump(mode="json") | asked_process
+        if "schedule" not in asked_process:
+            values["sampler"] |= {key: value for key, value in sampling.items() if f"sampler.{key}" not in typed}
     values["train"]["initial_weights"] = str(weights)
     for key, text in typed.items():
         value = parse_yaml(text, f"--set {key}={text}")

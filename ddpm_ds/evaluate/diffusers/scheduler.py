@@ -13,7 +13,7 @@ from ddpm_ds.diffusion.choices import FLOW_TIMES, NOISE, TARGETS, ContinuousSche
 from ddpm_ds.diffusion.levels import betas
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.schema.choices import SCHEDULES
-from ddpm_ds.schema.types import Rho, Sigma, Timesteps
+from ddpm_ds.schema.types import Rho, Shift, Sigma, Timesteps
 
 LONGEST_VALUE = 80
 
@@ -90,7 +90,8 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
     Raises ValueError: diffusers has no such noise schedule or objective.
     """
     if text and diffusion.schedule == "flow":
-        return {"num_train_timesteps": int(FLOW_TIMES), "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+        predicts = {"num_train_timesteps": int(FLOW_TIMES), "prediction_type": "flow_prediction"}
+        return {**predicts, "use_flow_sigmas": True, "flow_shift": sampler.shift or diffusion.shift}
     ours = NOISE[diffusion.schedule]
     schedule, objective = ours.diffusers, TARGETS[diffusion.objective].diffusers
     for key, name in (("schedule", schedule), ("objective", objective)):
@@ -203,6 +204,13 @@ class _FlowMatchArguments(_Noise):
     ignored: ClassVar = OF_SAMPLING | {"beta_start", "beta_end", "beta_schedule", "trained_betas"}
 
     num_train_timesteps: Literal[1000] = 1000
+    shift: Shift = 1.0
+    use_dynamic_shifting: bool = False
+    """Whether ``shift`` has no effect."""
+
+    def sampling(self) -> dict[str, float]:
+        """Return the shift as a field of the sampler."""
+        return {} if self.use_dynamic_shifting else {"shift": self.shift}
 
 
 class _FlowArguments(_FlowMatchArguments):
@@ -212,13 +220,17 @@ class _FlowArguments(_FlowMatchArguments):
 
     use_flow_sigmas: Literal[True]
     prediction_type: Literal["flow_prediction"]
+    flow_shift: Shift = 1.0
+
+    def sampling(self) -> dict[str, float]:
+        return {"shift": self.flow_shift}
 
 
 def process_from_scheduler(
     config: Mapping[str, object], base: DiffusionSpec | None = None
 ) -> tuple[DiffusionSpec, dict[str, float]]:
     """Return the diffusion process of a scheduler, with the loss and weighting of ``base``. Also return the noise
-    levels at which it samples, as fields of the sampler; a scheduler with timesteps has none.
+    levels or the shift with which it samples, as fields of the sampler; a scheduler with timesteps has none.
 
     Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``. Raises
     ValueError, a line with the key, its value and the fix: our process can't express it.
@@ -230,8 +242,9 @@ def process_from_scheduler(
         return base.model_copy(update=changes), edm.model_dump(include={"sigma_min", "sigma_max", "rho"})
     of_flow = name in _FlowArguments.class_names and config.get("prediction_type") == "flow_prediction"
     if of_flow or name in _FlowMatchArguments.class_names:
-        _FlowArguments.read({"use_flow_sigmas": False, **config}) if of_flow else _FlowMatchArguments.read(config)
-        return base.model_copy(update={"schedule": "flow", "objective": "velocity"}), {}
+        kind = _FlowArguments if of_flow else _FlowMatchArguments
+        flow = kind.read({"use_flow_sigmas": False, **config} if of_flow else config)
+        return base.model_copy(update={"schedule": "flow", "objective": "velocity"}), flow.sampling()
     found = _SchedulerArguments.read({**(BETAS if isinstance(name, str) and name in OWN_BETAS else {}), **config})
     objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":

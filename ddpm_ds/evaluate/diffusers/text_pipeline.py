@@ -7,6 +7,7 @@ autoencoder from ``data.autoencoder``.
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -93,6 +94,36 @@ def copied(tensors: Mapping[str, Tensor], precision: FilePrecision) -> dict[str,
     return found
 
 
+def of_flow(trained: Trained) -> str | None:
+    """Return how other programs are told that a single file is of flow matching, which nothing in it can say; None for
+    another process.
+    """
+    if trained.diffusion.schedule != "flow":
+        return None
+    shift = trained.sampler.shift or trained.process.shift
+    return f"nothing in it says flow: ComfyUI needs the node ModelSamplingSD3 with shift {shift:g}, others their switch"
+
+
+def model_spec(trained: Trained) -> dict[str, str]:
+    """Return the metadata of a single file by Stability AI's ModelSpec 1.0.1, which has no word for flow matching."""
+    text, diffusion = trained.unet_spec.text, trained.diffusion
+    assert text is not None
+    kind = "stable-diffusion-v2" if text.linear_projection else "stable-diffusion-v1"
+    _, height, width = trained.picture_shape
+    found: dict[str, str | None] = {
+        "sai_model_spec": "1.0.1",
+        "architecture": kind if text.pooled_channels is None else "stable-diffusion-xl-v1-base",
+        "implementation": "diffusers",
+        "title": trained.spec.name if trained.spec else Path(trained.origin).resolve().name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "resolution": f"{width}x{height}",
+        "prediction_type": {"eps": "epsilon", "v": "v"}.get(diffusion.objective),
+        "timestep_range": "{},{}".format(*(diffusion.timestep_range or (0, diffusion.timesteps))),
+        "encoder_layer": None if trained.text is None else "2" if trained.text.layer == "penultimate" else "1",
+    }
+    return {f"modelspec.{key}": value for key, value in found.items() if value is not None}
+
+
 def write_single_file(trained: Trained, path: Path, precision: FilePrecision) -> str:
     """Write a file with the U-Net, the autoencoder and the text encoders under their original names. Return a line that
     names these parts. Raises CheckpointError: there is no text, or readers would build another U-Net.
@@ -107,7 +138,8 @@ def write_single_file(trained: Trained, path: Path, precision: FilePrecision) ->
     theirs = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=text.linear_projection)
     tensors, parts = {names[name]: tensor for name, tensor in theirs.items()}, ["unet"]
     if trained.autoencoder is not None:
-        stored = trained.autoencoder.unshifted(read_weights(trained.autoencoder.weights))
+        vae = trained.autoencoder
+        stored = vae.folded(read_weights(vae.weights), vae.exported_scale)
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in original_autoencoder(stored)}
         parts.append(TEXT_AUTOENCODER)
     encoders = encoders_of(trained)
@@ -132,9 +164,10 @@ def write_single_file(trained: Trained, path: Path, precision: FilePrecision) ->
         parts.append(part.encoder.name)
     says = {V: trained.diffusion.objective == "v", ZERO_SNR: trained.diffusion.zero_terminal_snr}
     tensors |= {name: torch.zeros(0) for name, yes in says.items() if yes}
-    save_file(copied(tensors, precision), path, metadata={"format": "pt"})
+    save_file(copied(tensors, precision), path, metadata={"format": "pt", **model_spec(trained)})
     _check_kind(trained, path)
-    return f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
+    held = f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
+    return "; ".join(filter(None, (held, of_flow(trained))))
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
