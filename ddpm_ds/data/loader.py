@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices, Subset
-from ddpm_ds.ground.keyed import Draws, Stream
+from ddpm_ds.ground.keyed import Draws
 
 ROUNDS = 2**32
 """Number of the stream of permutations that orders groups; images have stream 0."""
@@ -213,10 +213,11 @@ class _Reads:
         index = (turns[:, None] + self.share.replica * size + np.arange(size)).ravel()  # (count x size,)
         bucket, places = self.order.images_at(index)
         cache, stored = self.cache.caches[bucket], self.among[bucket][places]
-        draws = None
-        if cache.text is not None:
-            drawn = Draws(self.order.seed, torch.from_numpy(index), {Stream.CAPTION: 1})
-            draws = drawn.bits(Stream.CAPTION)[:, 0].numpy()
+
+        @lru_cache
+        def draw(stream: int, words: int) -> Indices:
+            return Draws(self.order.seed, torch.from_numpy(index), {stream: words}).bits(stream).numpy()
+
         numbers = {"labels": torch.from_numpy(cache.labels[stored]), "index": torch.from_numpy(index)}
         if self.pin_memory:
             numbers = {name: tensor.pin_memory() for name, tensor in numbers.items()}
@@ -230,7 +231,7 @@ class _Reads:
                 tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
             else:
                 tensors[name] = torch.from_numpy(self.pool.array(shape, values.dtype))
-            values.read(stored, tensors[name].numpy(), draws)
+            values.read(stored, tensors[name].numpy(), draw)
         rows = zip(*(tensor.split(size) for tensor in tensors.values()), strict=True)
         return [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in rows]
 

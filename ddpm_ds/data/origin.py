@@ -86,7 +86,9 @@ class LazySource:
         """
         data = self.data
         keys = {key: getattr(data, key) for key in ("name", "split", "image_column", "label_column")}
-        keys |= data.named_arrays | {"captions": None if data.text is None else data.text.captions}
+        if data.text is not None:
+            keys |= {"captions": data.text.captions, "missing": "empty" if data.text.missing == "empty" else None}
+        keys |= data.named_arrays
         if (condition_path := keys.pop("data.condition.path", None)) is not None:
             keys["data.condition.path"] = os.path.realpath(condition_path)
         named = {key: value for key, value in {**keys, "data.buckets": sizes}.items() if value is not None}

@@ -185,7 +185,7 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
     if text is not None:
         encoders = TextEncoders.open(text, how.encode_on)
         if how.encode_on is not None:
-            _ = encoders.tokenizers, encoders.models if text.stored != "ids" else ()  # before hours of preparation
+            _ = encoders.tokenizers, () if text.encoded_in_training else encoders.models  # before hours of preparation
     texts: dict[Path, cache.DatasetCache] = {}  # all buckets share one
     caches = []
     for recipe in recipes:
@@ -195,7 +195,9 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
             own = {name.removeprefix(prefix): value for name, value in learned.items() if name.startswith(prefix)}
             known = {name: value for name, value in own.items() if not name.startswith((cache.BUCKETS, cache.TEXTS))}
         images = images_of(recipe, how, known)
-        if encoders is not None:
+        if encoders is not None and encoders.spec.stored == "text":
+            images = captions.with_tokens(images, encoders)
+        elif encoders is not None:
             name = f"text-{images.meta.sha256[cache.CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
             kind = encoders.spec.stored
             path = images.path.with_name(name if kind == "float16" else f"{name}-{kind}")

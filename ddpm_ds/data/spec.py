@@ -76,8 +76,29 @@ class ConditionSpec(Section):
         return self.vector_size + (self.drop > 0.0)
 
 
+class TagsSpec(Section):
+    """Captions as lists of tags, some of which are shuffled and dropped each time an image is seen.
+
+    The held-out loss and pictures have all tags, in the order of the caption.
+    """
+
+    separator: Annotated[str, Field(min_length=1, max_length=20)] = ","
+    """Text between two tags."""
+    keep: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number of first tags that are neither shuffled nor dropped."""
+    keep_separator: Annotated[str, Field(min_length=1, max_length=20)] | None = None
+    """Text, such as "|||", that ends the tags to keep; a second one in a caption begins last tags that are kept too.
+    Other captions keep the first `keep`."""
+    shuffle: bool = False
+    """Shuffle the tags that are not kept."""
+    drop: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Probability with which each tag that is not kept is left out."""
+    prefix: Annotated[str, Field(max_length=1000)] = ""
+    """Text before each caption, which becomes part of its first tag."""
+
+
 class TextSpec(Section):
-    """Captions of the images, encoded by frozen encoders while the data are prepared."""
+    """Captions of the images, encoded by frozen encoders while the data are prepared or while training."""
 
     encoders: Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(lambda name: str(expanded(name)))]
     """Folder of a pipeline of diffusers, or its name on the Hugging Face hub, with `tokenizer` and `text_encoder`, and
@@ -89,13 +110,23 @@ class TextSpec(Section):
     """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column. A caption is a
     text, or a list of texts, of which one is drawn each time an image is seen. Other images have their caption in a
     .txt or .caption file of their name."""
+    missing: Literal["refuse", "empty"] = "refuse"
+    """Response to images without a caption: refuse them, or learn them with the empty text."""
     drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """Replacement of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
-    stored: Literal["float16", "int8", "ids"] = "float16"
-    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; or as
-    the tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains."""
+    stored: Literal["float16", "int8", "ids", "text"] = "float16"
+    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; as the
+    tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains; or as text, which
+    such a rank tokenizes too."""
+    tags: Annotated[TagsSpec | None, needs("*", "stored=text")] = None
+    """How captions that are lists of tags change each time an image is seen; null leaves captions as they are."""
+
+    @property
+    def encoded_in_training(self) -> bool:
+        """Whether ranks that read text encode it while they train."""
+        return self.stored in ("ids", "text")
 
 
 class BucketsSpec(Section):

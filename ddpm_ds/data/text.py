@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,7 @@ class TextEncoders:
         states = (each.max_position_embeddings * (each.num_hidden_layers + 1) * each.hidden_size for each in configs)
         self.elements = self.parameters + TEXTS_AT_ONCE * sum(states)
         """Elements that a device holds while it encodes: parameters, and the states of all layers."""
+        self._tokenizing = threading.Lock()  # a tokenizer keeps the padding of a call as a setting
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
@@ -190,7 +192,8 @@ class TextEncoders:
         import torch
 
         padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
-        found = [tokenizer(list(texts), **padded, return_tensors="pt").input_ids for tokenizer in self.tokenizers]
+        with self._tokenizing:
+            found = [tokenizer(list(texts), **padded, return_tensors="pt").input_ids for tokenizer in self.tokenizers]
         return torch.stack(found, dim=1).int()
 
     def encode(self, texts: Sequence[str]) -> Encoded:

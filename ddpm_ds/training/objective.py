@@ -154,12 +154,12 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
-    stored = None if data.text is None else data.text.stored
+    encodes = data.text is not None and data.text.encoded_in_training
     used = {
         "images": first or last,
-        "text": text or (pooled and stored == "ids"),
-        "text_scale": text and stored == "int8",
-        "pooled": pooled and stored != "ids",
+        "text": text or (pooled and encodes),
+        "text_scale": text and data.text is not None and data.text.stored == "int8",
+        "pooled": pooled and not encodes,
         "sizes": pooled,
         "condition": first and condition.kind == "stored",
         "vector": first and condition.vector_size > 0,
@@ -197,8 +197,8 @@ def replica_batches(
 
 
 def encoders_of(text: TextSpec | None, device: torch.device) -> TextEncoders | None:
-    """Return the encoders of captions that are stored as tokens, loaded at their first use; None if there are none."""
-    return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
+    """Return the encoders of captions that training encodes, loaded at their first use; None if there are none."""
+    return TextEncoders.open(text, device) if text is not None and text.encoded_in_training else None
 
 
 def encoded(batch: MicroBatch, encoders: TextEncoders) -> MicroBatch:

@@ -182,9 +182,9 @@ def _prompts(
     if not prompts:
         store, positions = images.held_out if len(images.held_out.positions) else images.trained
         positions = positions[: min(samples.count, MOST_CAPTIONS)]
-        if text.stored != "ids":
+        if not text.encoded_in_training:
             return EncodedPrompts.of_captions(store, positions)
-        prompts = first_captions(store, positions)
+        prompts = first_captions(store, positions, text.tags)
     if (kept := EncodedPrompts.read(file)) is not None and kept.texts == prompts:
         return kept
     return EncodedPrompts.of(text, prompts, device, log)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
-from ddpm_ds.data.spec import DataSpec, TextSpec
+from ddpm_ds.data.spec import DataSpec, TagsSpec, TextSpec
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
 from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.ground.keyed import Draws, Stream
@@ -464,3 +464,117 @@ def test_encoders_of_another_width_than_the_unet_reads_are_refused(spec_of: Spec
             SpecError, match=rf"unet\.text\.{key} = 5, .* have {found}; --set unet\.text\.{key}={found}"
         ):
             checked(**{key: 5})
+
+
+@pytest.mark.parametrize(
+    ("caption", "changes", "kept", "others", "last"),
+    [
+        ("1girl ||| a, b, c ||| best", {"keep_separator": "|||"}, ["1girl"], ["a", "b", "c"], ["best"]),
+        ("1girl, solo ||| a,b ,", {"keep_separator": "|||"}, ["1girl", "solo"], ["a", "b"], []),
+        ("1girl, a, b", {"keep_separator": "|||", "keep": 1}, ["1girl"], ["a", "b"], []),
+        ("a, b, c", {"keep": 1, "prefix": "style"}, ["style a"], ["b", "c"], []),
+        ("a. b", {"separator": "."}, [], ["a", "b"], []),
+        ("", {"prefix": "style"}, [], ["style"], []),
+        ("", {}, [], [], []),
+    ],
+)
+def test_tags_are_kept_as_sd_scripts_keeps_them(
+    caption: str, changes: dict[str, Any], kept: list[str], others: list[str], last: list[str]
+) -> None:
+    spec = TagsSpec(**changes, drop=1.0)
+    tags = captions.Tags.of(caption, spec)
+    assert tags == (kept, others, last)
+    between = f"{spec.separator} "
+    assert tags.joined(spec) == between.join([*kept, *others, *last]), "held-out images have all"
+    assert tags.joined(spec, [2**32 - 1] * 2 * len(others)) == between.join(kept + last) or not others
+
+
+def test_tags_are_shuffled_and_dropped_by_two_draws_of_each() -> None:
+    tags = captions.Tags.of("a, b, c, d", TagsSpec(keep=1))
+    draws = [5, 0, 3, 2**31, 4, 2**31 - 1]
+    assert tags.joined(TagsSpec(shuffle=True), draws) == "a, c, d, b"
+    assert tags.joined(TagsSpec(drop=0.5), draws) == "a, c"
+    assert tags.joined(TagsSpec(shuffle=True, drop=0.5), draws) == "a, c"
+
+
+def test_tags_change_by_seed_and_index_alone_whoever_reads_them(
+    spec_of: SpecOf, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any micro-batch of any replica; a run with all tags has the tokens that are stored as ids."""
+    for number in range(6):
+        (folder / "dogs" / f"{number}.txt").write_text("a, red, dog, green, cat"[: 8 + 3 * number])
+    tags = {"keep": 1, "shuffle": True, "drop": 0.25}
+    cache, known = prepare(spec_of({"stored": "text", "tags": tags})), dict[str, int]()
+
+    def numbered(self: TextEncoders, texts: Sequence[str]) -> torch.Tensor:
+        return (
+            torch.tensor([known.setdefault(text, len(known)) for text in texts]).int()[:, None, None].expand(-1, 2, 77)
+        )
+
+    with monkeypatch.context() as changed:
+        changed.setattr(TextEncoders, "ids", numbered)
+        whole = batch_of(cache, size=48, fields={"text", "images"})
+        assert whole.text is not None and whole.text.shape == (48, 2, 77) and whole.text.dtype == torch.int32
+        texts = [[*known][number] for number in whole.text[:, 0, 0].tolist()]
+        draws = Draws(0, whole.index, {Stream.TAGS: 8}).bits(Stream.TAGS).tolist()
+        for at, text, drawn in zip(_positions(cache, whole), texts, draws, strict=True):
+            spec, caption = TagsSpec.model_validate(tags), captioned(cache)[at][0]
+            expected = captions.Tags.of(caption, spec).joined(spec, drawn)
+            assert text == expected if at else text in ("a cat", "a green cat")
+        assert len(set(texts)) > 16, "five captions of two to five tags, in other orders each time"
+        for replica in (0, 1):
+            given: dict[str, Any] = {"fields": {"text", "sizes"}, "seed": 0, "start_images": 24}
+            part = next(loaded(cache, **given, micro_batch_images=6, replicas=2, replica=replica))
+            mine = slice(24 + 6 * replica, 30 + 6 * replica)
+            assert part.text is not None and torch.equal(part.text, whole.text[mine])
+        first = cache.fields["text"].read(np.array([11]))
+        assert [*known][first[0, 0, 0]] == "a, red, dog, green, cat", "held-out images have all tags, in order"
+    ids, plain = prepare(spec_of({"stored": "ids"})), prepare(spec_of({"stored": "text"}))
+    assert plain.path == ids.path == cache.path
+    batch, expected_ids = (batch_of(each, fields={"text"}).text for each in (plain, ids))
+    assert batch is not None and expected_ids is not None and torch.equal(batch, expected_ids)
+    prefixed = captions.first_captions(cache, np.array([11]), TagsSpec(prefix="b"))
+    assert prefixed == ("b a, red, dog, green, cat",)
+
+
+def test_captions_that_training_tokenizes_need_no_cache_and_know_their_encoders(
+    spec_of: SpecOf, encoders: Path, tmp_path: Path
+) -> None:
+    spec = spec_of({"stored": "text"})
+    cache = prepare(spec)
+    assert not [*cache.path.parent.glob("text-*")] and cache.empty_text is None
+    digest = TextEncoders.open(spec.text, CPU).digest  # type: ignore[arg-type]
+    assert cache.meta.sha256["text/encoders"] == digest, "a resumed run, and a drawing, need these"
+    os.truncate(cache.path / "captions.jsonl", 5)
+    with pytest.raises(DataError, match=r"captions\.jsonl can't be read"):
+        batch_of(cache, fields={"text"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"stored": "int8", "tags": {"shuffle": True}}, "data.text.tags needs data.text.stored: text; give that, or"),
+        ({"tags": {}}, "data.text.tags needs data.text.stored: text; give that, or use null"),
+        ({"stored": "text", "tags": {"drop": 1.5}}, "data.text.tags.drop = 1.5 should be a number from 0 to 1"),
+        ({"stored": "text", "tags": {"separator": ""}}, 'data.text.tags.separator = "" should be text of 1 to 20'),
+    ],
+)
+def test_tags_that_cannot_be_are_refused_in_a_line(text: dict[str, Any], message: str) -> None:
+    from ddpm_ds.config.spec_file import load_spec
+
+    changes = [f"data.text.{key}={json.dumps(value)}" for key, value in text.items() if key != "tags"]
+    changes += [f"data.text.tags.{key}={json.dumps(value)}" for key, value in text.get("tags", {}).items()]
+    with pytest.raises(SpecError) as caught:
+        load_spec("tiny_text", changes if text.get("tags") else [*changes, "data.text.tags.keep=1"])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_images_without_a_caption_are_learned_with_the_empty_text_if_a_key_says_so(
+    spec_of: SpecOf, folder: Path
+) -> None:
+    (folder / "dogs" / "2.txt").unlink()
+    with pytest.raises(DataError, match=r"1 of 12 images of .* have no caption"):
+        prepared_images(spec_of())
+    cache = prepared_images(spec_of({"missing": "empty"}))
+    assert captioned(cache)[7:10] == [["a red dog of many"], [""], ["a red dog of many of many of many"]]
+    assert prepared_images(spec_of({"missing": "empty"})).meta == cache.meta, "and its source has not changed"

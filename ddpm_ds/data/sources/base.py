@@ -72,6 +72,11 @@ class Captions:
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
         self.table[np.arange(self.table.shape[1]) < counts[:, None]] = np.frombuffer(numbers, np.int32)
 
+    def fill(self) -> None:
+        """Give the empty text to images without captions."""
+        self.table[np.asarray(self.missing, np.int64), 0] = 0
+        self.missing = ()
+
 
 def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without any; raises ValueError for anything else."""
