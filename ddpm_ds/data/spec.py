@@ -106,6 +106,10 @@ class TextSpec(Section):
     layer: Literal["last", "penultimate"] = "last"
     """Hidden states that the U-Net reads: the last, normalised (SD 1.5 and 2), or those before the last layer
     (SDXL)."""
+    tokens: Literal[77, 152, 227] | None = None
+    """Tokens of a caption, start, end and padding included. More than the encoders read at once, 77, are encoded in
+    chunks of 75, as in sd-scripts, and the pooled text is the first chunk's. Null means as many as they read at
+    once."""
     captions: Annotated[str, Field(min_length=1, max_length=200)] = "text"
     """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column. A caption is a
     text, or a list of texts, of which one is drawn each time an image is seen. Other images have their caption in a

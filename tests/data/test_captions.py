@@ -25,7 +25,7 @@ from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import print_once
 from ddpm_ds.data.spec import DataSpec, TagsSpec, TextSpec
-from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
+from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text, chunks
 from ddpm_ds.ground.errors import DataError, SpecError
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.training.objective import encoded
@@ -251,6 +251,56 @@ def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> No
     tokens, _ = StableDiffusionPipeline.encode_prompt(pipeline, texts, CPU, 1, False)
     assert torch.equal(last.encode(texts).tokens, tokens) and last.encode(texts).pooled is None
     assert last.pooled_channels is None and last.digest != found.digest
+
+
+LONG = " ".join(["red", "green", "cat", "dog", "a"] * 46)  # 230 words
+
+
+@pytest.mark.parametrize("words", [0, 1, 74, 75, 76, 150, 151, 225, 230])
+@pytest.mark.parametrize("tokens", [152, 227])
+def test_long_captions_are_tokenized_in_chunks_as_in_sd_scripts(encoders: Path, tokens: int, words: int) -> None:
+    """Each chunk has a start; an encoder that pads with its end has one last, the other one after the words."""
+    found = TextEncoders.open(TextSpec.model_validate({"encoders": str(encoders), "tokens": tokens}), None)
+    text = " ".join(LONG.split()[:words])
+    for number, tokenizer in enumerate(found.tokenizers):
+        start, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        assert (pad == end) is (number == 0)
+        own = [tokenizer.convert_tokens_to_ids(f"{word}</w>") for word in text.split()][: tokens - 2]
+        expected = []
+        for first in range(0, tokens - 2, 75):
+            rest = own[first : first + 75]
+            expected.append([start, *rest, end, *[pad] * (75 - len(rest))])
+        got = chunks(found.ids([text])[:, number].long(), 77, end, pad)
+        assert [chunk[0].tolist() for chunk in got] == expected, "one with no words is start, end and padding"
+
+
+def test_long_captions_have_the_inner_states_of_each_chunk_and_the_first_ones_pooled_text(
+    encoders: Path, spec_of: SpecOf
+) -> None:
+    known = TextSpec(encoders=str(encoders), layer="penultimate", tokens=227)
+    found, short = TextEncoders.open(known, CPU), TextEncoders.open(known.model_copy(update={"tokens": None}), CPU)
+    texts = [LONG, "a red cat", " ".join(LONG.split()[:100])]
+    encoded = found.encode(texts)
+    assert encoded.tokens.shape == (3, 227, 48) and encoded.pooled is not None
+    once = short.encode(texts)
+    assert torch.equal(encoded.tokens[:, :76], once.tokens[:, :76]) and once.pooled is not None
+    assert torch.equal(encoded.pooled, once.pooled), "that of the first chunk"
+    second = short.encode([" ".join(LONG.split()[75:150]), "", " ".join(LONG.split()[75:100])])
+    assert torch.equal(encoded.tokens[:, 76:151], second.tokens[:, 1:76])
+    third = short.encode([" ".join(LONG.split()[150:225]), "", ""])
+    assert torch.equal(encoded.tokens[:, 151:], third.tokens[:, 1:])
+    assert found.digest != short.digest and found.excess(texts) == [5, 0, 0]
+    assert short.digest == TextEncoders.open(known.model_copy(update={"tokens": 77}), CPU).digest
+    made = [prepare(spec_of({"tokens": 152, "stored": stored}), How(encode_on=CPU)) for stored in ("float16", "ids")]
+    batch, ids = (batch_of(cache, fields={"text"}) for cache in made)
+    assert batch.text is not None and batch.text.shape == (12, 152, 48)
+    again = TextEncoders.open(known.model_copy(update={"tokens": 152}), CPU).encode_ids(ids.text).rounded()  # type: ignore[arg-type]
+    assert torch.equal(again.tokens, batch.text)
+    with pytest.raises(
+        DataError, match=r"data\.text\.tokens = 77 should be 2 more than a multiple of 6, since the enc"
+    ):
+        write_encoders(made[0].path / "few", WORDS, width=16, tokens=8)
+        TextEncoders.open(TextSpec(encoders=str(made[0].path / "few"), tokens=77), None)
 
 
 def _loaded(kind: Any, folder: Path, second: bool) -> Any:
