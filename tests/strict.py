@@ -148,16 +148,18 @@ def install() -> None:
     HostAccelerator.communication_backend_name = lambda accelerator: "strict"
     HostAccelerator.synchronize = lambda accelerator, device_index=None: posted.wait()
     replace_everywhere(messages.runs_behind, lambda device: True)
-    replace_everywhere(messages._group, lambda ranks, device: dist.new_group(ranks, backend="strict"))
+    replace_everywhere(messages.edge_group, lambda ranks, device, blocks: dist.new_group(ranks, backend="strict"))
     replace_everywhere(device.wait_for_device, lambda device: posted.wait())
     seconds = float(os.environ.get("STRICT_SECONDS", "120"))
     threading.Thread(target=posted.watch, args=(seconds,), daemon=True).start()
 
 
 def share_communicators() -> None:
-    """Two communicators for each phase of a pipeline: for all of its activations and for all of its gradients."""
-    from ddpm_ds.pipeline import messages
+    """Two communicators for each phase of a pipeline, for all of its activations and for all of its gradients, and all
+    receives of a step posted before it begins."""
+    from ddpm_ds.pipeline import messages, schedule
     from ddpm_ds.pipeline.messages import Edge
+    from tests.pipeline.order_model import all_at_once
 
     connect = messages.open_p2p_groups
 
@@ -172,6 +174,7 @@ def share_communicators() -> None:
         }
 
     replace_everywhere(connect, shared)
+    replace_everywhere(schedule.posted_before, all_at_once)
 
 
 def wait_in_a_forward() -> None:

@@ -22,6 +22,7 @@ manifest and renames the folder. Rank 0 alone inspects and verifies checkpoints,
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import secrets
 import shutil
@@ -41,12 +42,12 @@ from ddpm_ds.checkpoint.manifest import (
     parse_state,
     read_bytes,
     read_manifest,
+    reading,
     unusable,
     verify,
 )
 from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
 from ddpm_ds.ground.files import sync, write_file
-from ddpm_ds.ground.host import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -237,7 +238,7 @@ class CompleteCheckpoint:
     manifest: Manifest
     state: State
     verified: bool = True
-    """Whether this machine has read all files, and compared their checksums."""
+    """Whether all files were compared with their checksums, by rank 0 for all hosts that see the same files."""
 
 
 def newest(
@@ -265,7 +266,8 @@ def newest(
 def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gather) -> CompleteCheckpoint | None:
     """Return on all ranks the checkpoint that ``find`` returns on rank 0, which has verified it; collective.
 
-    Raises CheckpointError if ``find`` did, or a rank can't read the manifest.
+    A rank that sees other sizes or times of change of the files, in a cache of its host for example, has to verify them
+    itself. Raises CheckpointError if ``find`` did, or a rank can't read the manifest.
     """
     found, why, none = None, "", False
     if rank == 0:
@@ -273,14 +275,25 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
             found = find()
         except CheckpointError as error:
             why, none = str(error), isinstance(error, NoCheckpointError)
-    answer = gather({"path": found and str(found.path), "why": why, "none": none, "boot_id": boot_id()})[0]
+    seen = None if found is None else _seen(found.path, found.manifest)
+    answer = gather({"path": found and str(found.path), "why": why, "none": none, "seen": seen})[0]
     if answer["why"]:
         raise (NoCheckpointError if answer["none"] else CheckpointError)(answer["why"])
     if rank and answer["path"]:
         path = Path(answer["path"])
-        state = parse_state(path, read_bytes(path, STATE))
-        found = CompleteCheckpoint(path, read_manifest(path), state, verified=answer["boot_id"] == boot_id())
+        state, manifest = parse_state(path, read_bytes(path, STATE)), read_manifest(path)
+        found = CompleteCheckpoint(path, manifest, state, verified=answer["seen"] == _seen(path, manifest))
     return found
+
+
+def _seen(path: Path, manifest: Manifest) -> str:
+    """Return a checksum of the manifest and of all files' sizes and times of change, as this host sees them."""
+    facts = hashlib.sha256(manifest.sha256.encode())
+    for name in sorted(manifest.files):
+        with reading(path, name):
+            file = (path / name).stat()
+        facts.update(f"{name} {file.st_size} {file.st_mtime_ns}\n".encode())
+    return facts.hexdigest()
 
 
 def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:

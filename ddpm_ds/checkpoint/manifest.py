@@ -231,7 +231,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 @contextlib.contextmanager
-def _reading(checkpoint: Path, name: str) -> Iterator[None]:
+def reading(checkpoint: Path, name: str) -> Iterator[None]:
+    """Raise the OSErrors of reading a checkpoint's file as CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -240,7 +241,7 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 def read_bytes(checkpoint: Path, name: str) -> bytes:
     """Return the bytes of a small file of a checkpoint; raises CheckpointError."""
-    with _reading(checkpoint, name):
+    with reading(checkpoint, name):
         return read_file(checkpoint / name)
 
 
@@ -256,7 +257,7 @@ def parse_state(checkpoint: Path, text: bytes) -> State:
 
 def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]:
     """Return the fragments in one file, without reading values; raises CheckpointError if it has something else."""
-    with _reading(checkpoint, name):
+    with reading(checkpoint, name):
         file = open_tensors(checkpoint / name, "numpy")
     found, scales, expected = [], {}, {}
     for key in file.keys():  # noqa: SIM118 - not a mapping
@@ -294,7 +295,7 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[NoReturn] | None = None) -> None:
     """Raise CheckpointError if a file has changed since it was written; advances ``bar`` by its bytes."""
     path, expected = checkpoint / name, manifest.files[name]
-    with _reading(checkpoint, name):
+    with reading(checkpoint, name):
         size = path.stat().st_size
         digest = sha256_of(path, bar) if size == expected.bytes else None
     if digest is None:

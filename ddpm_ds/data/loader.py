@@ -10,9 +10,10 @@ import math
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +30,50 @@ READ_BYTES, READ_IMAGES = 2**22, 512
 """Maximum bytes and images that are read together: a read has an overhead of a tenth of a millisecond."""
 
 
-@lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
-def permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
+def permutation(count: int, seed: int, epoch: int, part: int = 0) -> npt.NDArray[np.unsignedinteger]:
+    """Return 0 to ``count - 1`` in a random order, as numpy's ``permutation`` does, in the smallest type."""
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
+    numbers = np.arange(count, dtype=np.min_scalar_type(count))
+    np.random.Generator(np.random.Philox(key=key, counter=counter)).shuffle(numbers)
+    return numbers
 
 
-@dataclass(frozen=True)
+class Shuffled:
+    """Endless order of ``count`` images, shuffled anew in each epoch: 4 bytes an image, and in the middle 8::
+
+        reads    │ wait │ epoch 0 ─────────────── │ epoch 1 ─────────────── │ epoch 2
+        thread   │  0   │            │ 1 │                     │ 2 │
+
+    The thread shuffles without Python's lock, so that only a run's first read waits.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed = count, seed
+        self._lock, self._epochs = Lock(), dict[int, Future[npt.NDArray[np.unsignedinteger]]]()
+
+    def __getitem__(self, places: Indices) -> Indices:
+        """Return the images at some places of the order, which rise; int64."""
+        epochs, places = np.divmod(places, self._count)
+        images = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            images[now] = self._shuffling(epoch).result()[places[now]]
+        if 2 * places[-1] >= self._count:
+            self._shuffling(int(epochs[-1]) + 1)
+        return images
+
+    def _shuffling(self, epoch: int) -> Future[npt.NDArray[np.unsignedinteger]]:
+        """Return an epoch's permutation, which is begun if it is new; keep that of the epoch before."""
+        with self._lock:
+            if epoch not in self._epochs:
+                self._epochs = {one: kept for one, kept in self._epochs.items() if one == epoch - 1}
+                thread = ThreadPoolExecutor(1)
+                self._epochs[epoch] = thread.submit(permutation, self._count, self._seed, epoch)
+                thread.shutdown(wait=False)
+            return self._epochs[epoch]
+
+
+@dataclass
 class Order:
     """Order in which training sees images, a function of ``seed``: each image once per epoch, shuffled anew.
 
@@ -49,6 +87,9 @@ class Order:
     group: int = 0
     """Consecutive images of training that share a bucket; 0 without buckets."""
 
+    def __post_init__(self) -> None:
+        self._buckets = [Shuffled(count, self.seed + bucket) for bucket, count in enumerate(self.counts)]
+
     def bucket_at(self, index: int) -> int:
         """Return the bucket of an image index."""
         return self._turn(index // self.group)[0]
@@ -59,12 +100,7 @@ class Order:
         if self.group:
             bucket, before = self._turn(int(index[0]) // self.group)
             places = before * self.group + index % self.group
-        epochs, places = np.divmod(places, self.counts[bucket])
-        images = np.empty_like(index)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            images[now] = permutation(self.counts[bucket], self.seed + bucket, epoch)[places[now]]
-        return bucket, images
+        return bucket, self._buckets[bucket][places]
 
     def _turn(self, group: int) -> tuple[int, int]:
         """Return the bucket of a group, and the number of earlier groups of this bucket."""
@@ -73,7 +109,7 @@ class Order:
             number += 1
         while self._before(number) > group:
             number -= 1
-        turns, earlier = _round(self, number)
+        turns, earlier = _round(self.counts, self.seed, self.group, number)
         place = group - self._before(number)
         bucket = int(turns[place])
         return bucket, number * self.counts[bucket] // self.group + int(earlier[place])
@@ -83,14 +119,14 @@ class Order:
         return sum(number * count // self.group for count in self.counts)
 
 
-@lru_cache(maxsize=4)
-def _round(order: Order, number: int) -> tuple[Indices, Indices]:
+@lru_cache(maxsize=2)
+def _round(counts: tuple[int, ...], seed: int, group: int, number: int) -> tuple[npt.NDArray[np.int32], ...]:
     """Return each group's bucket in a round, and the number of the round's earlier groups of this bucket."""
-    groups = [(number + 1) * count // order.group - number * count // order.group for count in order.counts]
-    turns = np.repeat(np.arange(len(groups)), groups)
-    turns = turns[permutation(len(turns), order.seed, number, ROUNDS)]
+    groups = [(number + 1) * count // group - number * count // group for count in counts]
+    turns = np.repeat(np.arange(len(groups), dtype=np.int32), groups)
+    turns = turns[permutation(len(turns), seed, number, ROUNDS)]
     earlier = np.zeros_like(turns)
-    for bucket in range(len(order.counts)):
+    for bucket in range(len(counts)):
         own = turns == bucket
         earlier[own] = np.arange(own.sum())
     return turns, earlier
@@ -246,6 +282,12 @@ def _ahead(reads: _Reads, threads: int) -> Iterator[MicroBatch]:
             yield from batches
 
 
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Return the process's stream for copies: each roll-back makes a new loader, and PyTorch has 32 streams in all."""
+    return torch.cuda.Stream(device)
+
+
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
     """Yield the same endless micro-batches on ``device``, still uint8.
 
@@ -258,7 +300,7 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[M
     if device.type != "cuda":
         yield from batches
         return
-    stream = torch.cuda.Stream(device)
+    stream = _copying(device)
 
     def copy(batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):

@@ -5,11 +5,15 @@ After a failed capture PyTorch's allocator frees no memory, and the device's ran
 """
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 import torch
+
+Made = TypeVar("Made")
+_capturing: list["Graphs"] = []
 
 
 class Graphs:
@@ -26,11 +30,14 @@ class Graphs:
         self._pool = pool or torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], object]] = []
+        self.held: list[object] = []
+        """Values of caches that the graphs read."""
 
     def capture(self, work: Callable[[], object]) -> None:
         """Capture ``work``, which may draw none of PyTorch's random numbers; free the memory if that fails."""
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two calls
         with _spare_generator(self._device):
+            _capturing.append(self)
             try:
                 self._begin()
                 work()
@@ -44,6 +51,8 @@ class Graphs:
                     torch._C._cuda_releasePool(self._device, self._pool)
                 self.reset()
                 raise
+            finally:
+                _capturing.remove(self)
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -64,8 +73,26 @@ class Graphs:
 
     def reset(self) -> None:
         self._calls.clear()
+        self.held.clear()
         for graph in self._graphs:
             graph.reset()
+
+
+def cached(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Cache the tensors that ``make`` returns for its arguments; graphs that read them hold them.
+
+    A graph keeps addresses alone, so without it a tensor that a cache forgets would be freed under the graph.
+    """
+    remembered = functools.cache(make)
+
+    @functools.wraps(make)
+    def get(*key: Hashable) -> Made:
+        found = remembered(*key)
+        for graphs in _capturing:
+            graphs.held.append(found)
+        return found
+
+    return get
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +22,6 @@ def control_groups(controller: str) -> Iterator[Path]:
 def processes_on_host(otherwise: int = 1) -> int:
     """Return the run's number of processes on this host, as the launcher has set it, or ``otherwise`` without one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", otherwise))
-
-
-def boot_id() -> str:
-    """Return a name that only processes under this running kernel, which share its cache of files, return too."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return secrets.token_hex()
 
 
 def processors() -> int:

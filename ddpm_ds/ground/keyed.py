@@ -19,6 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ddpm_ds.ground.cuda_graphs import cached
 from ddpm_ds.ground.device import runs_triton
 
 
@@ -97,7 +98,7 @@ def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tenso
     return x0, x1 & _WORD, x2, x3 & _WORD  # (N, blocks) each
 
 
-@functools.cache  # for good: a CUDA graph keeps the address
+@cached
 def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor | int]:
     """Return the counters of the blocks, (1, blocks) int64, and their streams; a single stream is a number."""
     counters = torch.cat([torch.arange(count, device=device) for _, count in blocks])
@@ -107,7 +108,7 @@ def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     return counters[None], streams[None]
 
 
-@functools.cache  # for good, as above
+@cached
 def _codes(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Return the counter of each block plus 2^32 times its stream, (blocks,) int64."""
     counters, streams = _columns(blocks, device)

@@ -73,6 +73,10 @@ class LayerSeconds:
     forward: float
     backward: float
 
+    def times(self, factor: float) -> "LayerSeconds":
+        """Return the seconds of a device on which passes take so many times as long."""
+        return LayerSeconds(self.forward * factor, self.backward * factor)
+
 
 LayerTimes = Callable[[Sequence[Layer], int], Sequence[LayerSeconds]]
 """Function from layers and the images of a micro-batch to the seconds of each layer, without sums of tensor groups."""

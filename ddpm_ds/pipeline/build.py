@@ -15,6 +15,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
+from ddpm_ds.ground.device import DTYPES
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
@@ -75,19 +76,22 @@ def build_engine(
     seed: int,
     programs: Sequence[Program] | None = None,
     others: Sequence[Sequence[Layer]] = (),
+    drawn: bool = True,
     verbose: bool = False,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
     ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own. ``others``
-    are the lists of layers for images of other sizes, which :attr:`UnetPipelineEngine.size_of` numbers from 1. The
-    process group must exist. Raises DsConfigError if requested kernels can't run here.
+    are the lists of layers for images of other sizes, which :attr:`UnetPipelineEngine.size_of` numbers from 1. Unless
+    first weights are ``drawn``, the caller loads all. The process group must exist. Raises DsConfigError if requested
+    kernels can't run here.
     """
     gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.layout.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
-        module = kind(layers, bounds, seed, across, others, resolved.layout.tensor.size)
+        dtype = DTYPES[resolved.precision][1]
+        module = kind(layers, bounds, seed, across, others, resolved.layout.tensor.size, dtype, drawn)
         with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
                 model=module,

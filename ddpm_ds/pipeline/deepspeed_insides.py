@@ -64,6 +64,11 @@ def tensor_group(grid: PipelineParallelGrid) -> TensorGroup:
     return TensorGroup(grid.get_slice_parallel_rank(), grid.model_parallel_size, grid.slice_proc_group)
 
 
+def gives_first_weights(grid: PipelineParallelGrid) -> bool:
+    """Return whether this rank draws its stage's weights; assumes that a new engine copies them to other replicas."""
+    return bool(grid.get_data_parallel_id() == 0)
+
+
 @contextlib.contextmanager
 def group_timeout(timeout: timedelta) -> Iterator[None]:
     """Apply ``timeout`` to every process group that is created inside this context without a time-out.

@@ -38,6 +38,7 @@ from ddpm_ds.pipeline.schedule import (
     loaded,
     most_in_flight,
     neighbours,
+    posted_before,
     split_passes,
 )
 from ddpm_ds.schema.layout import Schedule
@@ -199,6 +200,8 @@ class UnetPipelineEngine(PipelineEngine):
         """Weight gradients that wait for a pass of their own."""
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
         self._channels: list[StageChannels] = []
+        self._steps: list[tuple[Instruction, list[Channel]]] = []
+        """Instructions of this rank's program, and the channels that post a receive before each."""
         self._cautious_steps = CAUTIOUS_STEPS
         self._orders: set[tuple[int, ...]] = set()
         """Orders of sizes whose first step has been cautious."""
@@ -220,6 +223,14 @@ class UnetPipelineEngine(PipelineEngine):
                 part.waiting = self._waiting
         self.gradients.expect(gradient_passes(programs[self.stage_id]))
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
+        own = self.programs[self.stage_id]
+        self._steps = [(one, self._sources(ahead)) for one, ahead in zip(own, posted_before(own), strict=True)]
+
+    def _sources(self, passes: Sequence[Instruction]) -> list[Channel]:
+        """Return the channels from which passes take their messages."""
+        ends = [(self._channels[one.phase], one.name) for one in passes if one.name != "WeightGradients"]
+        found = [own.activations_in if name == "ForwardPass" else own.gradients_in for own, name in ends]
+        return [channel for channel in found if channel is not None]
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
@@ -380,10 +391,12 @@ class UnetPipelineEngine(PipelineEngine):
         self.gradients.begin()
         sizes = self.sizes_of_step()
         for channels in self._channels:
-            channels.begin(self.micro_batches, by_host=by_host, start=start, sizes=sizes)
+            channels.begin(by_host=by_host, start=start, sizes=sizes)
         self._flights.clear()
         timed = self.wall_clock_breakdown()
-        for instruction in self.programs[self.stage_id]:
+        for instruction, ahead in self._steps:
+            for channel in ahead:
+                channel.post()
             if timed:
                 self.timers(instruction.name).start()
             self.execute[instruction.name](instruction)

@@ -501,12 +501,17 @@ def norm_of(parts: Sequence[Tensor]) -> Tensor:
 
 
 def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
-    """Return the norm over all stages and tensor groups from each rank's own."""
-    if engine.grid.get_model_parallel_world_size() == 1:
+    """Return the norm over all stages and tensor groups from each rank's own.
+
+    Every rank adds up in the order of the ranks. A reduction would have an order of its own in each replica: replicas
+    would clip differently, and without ZeRO nothing would bring their weights together again.
+    """
+    ranks = engine.grid.get_model_parallel_world_size()
+    if ranks == 1:
         return norm
-    squared = norm.square()
-    dist.all_reduce(squared, group=engine.grid.get_model_parallel_group())
-    return squared.sqrt_()
+    norms = norm.new_empty(ranks)
+    dist.all_gather_into_tensor(norms, norm.view(1), group=engine.grid.get_model_parallel_group())
+    return torch.linalg.vector_norm(norms)
 
 
 class SeparateGradients(OwnStep):

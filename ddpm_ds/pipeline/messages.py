@@ -41,6 +41,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from ddpm_ds.ground.host import processes_on_host
+
 Kind = Literal["activations", "gradients", "predictions"]
 Value = TypeVar("Value")
 
@@ -163,8 +165,8 @@ class Channel:
     ``others`` are the shapes for images of other sizes; :meth:`begin` gives the size of each message.
 
     A send returns at once, unless ``most_in_flight`` messages are not known to be delivered: then it waits for the
-    oldest, since gloo does not report delivery before a wait. Receives are posted one message ahead, so that a message
-    travels while its receiver computes.
+    oldest, since gloo does not report delivery before a wait. The owner posts each receive before the pass that
+    precedes its use, or lets :meth:`start_receiving` post one message ahead, so that messages travel while it computes.
     """
 
     def __init__(
@@ -233,12 +235,16 @@ class Channel:
     def start_receiving(self, messages: int) -> None:
         """Post the receive of the first of ``messages`` messages; each wait posts the next."""
         self._to_post += messages
-        self._post()
+        self._post_ahead()
+
+    def post(self) -> None:
+        """Post the receive of the next message."""
+        self._receives.append(self.post_receive())
 
     def next_message(self) -> Tensor:
-        """Wait for the next message, and post the receive of the one after it."""
+        """Wait for the next message, whose receive is posted."""
         work, message = self._receives.popleft()
-        self._post()
+        self._post_ahead()
         work.wait()
         return message
 
@@ -247,10 +253,10 @@ class Channel:
         while self._in_flight:
             self._in_flight.popleft().work.wait()
 
-    def _post(self) -> None:
+    def _post_ahead(self) -> None:
         if self._to_post:
             self._to_post -= 1
-            self._receives.append(self.post_receive())
+            self.post()
 
     def post_send(self, message: Tensor) -> Posted:
         """Post a send."""
@@ -282,8 +288,8 @@ def as_in_memory(tensor: Tensor) -> Tensor:
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
 
 
-MOST_BLOCKS = 8
-"""Thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
+BLOCKS_IN_HOST, BLOCKS_ACROSS_HOSTS = 2, 8
+"""Most thread blocks of NCCL's kernel for a message; each occupies a multiprocessor while it waits (docs/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -295,22 +301,11 @@ class StageChannels:
     gradients_in: Channel | None = None
     gradients_out: Channel | None = None
 
-    def begin(
-        self,
-        micro_batches: int,
-        *,
-        by_host: bool,
-        gradients: bool = True,
-        start: Start = at_once,
-        sizes: Sequence[int] = (),
-    ) -> None:
-        """Begin forwards, and with ``gradients`` backwards; ``sizes`` numbers the images' size of each micro-batch."""
+    def begin(self, *, by_host: bool, start: Start = at_once, sizes: Sequence[int] = ()) -> None:
+        """Begin a step's messages; ``sizes`` numbers the images' size of each micro-batch."""
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
                 channel.begin(by_host=by_host, start=start, sizes=sizes)
-        for channel in (self.activations_in, self.gradients_in if gradients else None):
-            if channel is not None:
-                channel.start_receiving(micro_batches)
 
     def drain(self) -> None:
         """Wait until everything sent has been delivered."""
@@ -336,7 +331,7 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
         raise RuntimeError(
             "the default process group is bound to a device; make it with ddpm_ds.processes.process_group"
         )
-    own = dist.get_rank()
+    own, per_host = dist.get_rank(), processes_on_host(dist.get_world_size())
     host_groups: dict[frozenset[int], Any] = {}
     connected = {}
     for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
@@ -344,7 +339,8 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
             source, target = pair = pipeline[edge.source], pipeline[edge.target]
             if runs_behind(device) and frozenset(pair) not in host_groups:
                 host_groups[frozenset(pair)] = dist.new_group(pair, backend="gloo")
-            group = _group(pair, device)
+            in_host = source // per_host == target // per_host
+            group = edge_group(pair, device, BLOCKS_IN_HOST if in_host else BLOCKS_ACROSS_HOSTS)
             if own not in pair:
                 continue
             peer = target if own == source else source
@@ -357,14 +353,14 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
     return connected
 
 
-def _group(ranks: Sequence[int], device: torch.device) -> Any:
+def edge_group(ranks: Sequence[int], device: torch.device, blocks: int) -> Any:
     """Return a group of two ranks for messages between their devices; on other ranks PyTorch's marker for no group.
 
-    With NCCL it has no more thread blocks than messages need: one as large as for collectives takes ten times the
-    memory.
+    With NCCL its kernels have at most ``blocks`` thread blocks: as many as for collectives would hold as many
+    multiprocessors, and take ten times the memory.
     """
     if device.type != "cuda":
         return dist.new_group(ranks)
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = MOST_BLOCKS
+    options.config.max_ctas = blocks
     return dist.new_group(ranks, backend="nccl", pg_options=options, device_id=device)

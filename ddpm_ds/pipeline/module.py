@@ -1,7 +1,7 @@
 """DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,15 +24,14 @@ from ddpm_ds.unet.weight_gradients import weighted_parts
 
 
 class UnetLayerSpec(LayerSpec):
-    """Spec of layer ``index``, or of this rank's part of it; its weights are a function of (seed, index) alone."""
+    """Spec of a layer, which DeepSpeed builds if it is of this rank's stages."""
 
-    def __init__(self, layer: Layer, index: int, seed: int, tensor: Callable[[], TensorGroup]) -> None:
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__(nn.Module)
-        self.layer, self.index, self.seed, self.tensor = layer, index, seed, tensor
+        self._build = build
 
     def build(self, log: bool = False) -> nn.Module:
-        built = build_layer(self.layer, self.index, self.seed, self.tensor())
-        return built.to(get_accelerator().current_device_name())  # the host never holds more than a layer
+        return self._build()
 
 
 class UnetPipelineModule(PipelineModule):
@@ -41,7 +40,9 @@ class UnetPipelineModule(PipelineModule):
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
     are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).
     ``first`` and ``stop`` are the layers that :meth:`forward` walks. ``others`` are the lists of layers for images of
-    other sizes. ``tensor_size`` neighbouring ranks have each stage, whose split layers they compute together.
+    other sizes. ``tensor_size`` neighbouring ranks have each stage, whose split layers they compute together. Weights
+    have ``dtype``; the first replica draws them and the engine copies them to others, unless the caller writes
+    all weights, since they are not ``drawn``.
     """
 
     schedule: Schedule = "1f1b"
@@ -56,14 +57,16 @@ class UnetPipelineModule(PipelineModule):
         across: AcrossHosts = "stages",
         others: Sequence[Sequence[Layer]] = (),
         tensor_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        drawn: bool = True,
     ) -> None:
         self.unet_layers = tuple(layers)
         self.sized_layers = (self.unet_layers, *map(tuple, others))
         """List of layers by the number of the images' size."""
-        self._bounds = tuple(bounds)
+        self._bounds, self._seed, self._dtype, self._drawn = tuple(bounds), seed, dtype, drawn
         stages = (len(bounds) - 1) // self.phases
         super().__init__(
-            layers=[UnetLayerSpec(layer, index, seed, lambda: self.tensor) for index, layer in enumerate(layers)],
+            layers=[UnetLayerSpec(partial(self._built, index)) for index in range(len(layers))],
             topology=insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size),
         )
 
@@ -71,6 +74,12 @@ class UnetPipelineModule(PipelineModule):
     def tensor(self) -> TensorGroup:
         """Ranks that share this rank's stages."""
         return insides.tensor_group(self._grid)
+
+    def _built(self, index: int) -> nn.Module:
+        """Return this rank's part of a layer, on the device: the host has one tensor at a time."""
+        layer, device = self.unet_layers[index], get_accelerator().current_device_name()
+        drawn = self._drawn and insides.gives_first_weights(self._grid)
+        return build_layer(layer, index, self._seed, self.tensor, device=device, drawn=drawn).to(self._dtype)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)

@@ -98,6 +98,21 @@ def most_in_flight(programs: Sequence[Program]) -> int:
     return most + 1
 
 
+def posted_before(own: Program) -> list[list[Instruction]]:
+    """Return for each instruction the passes whose messages' receives are posted before it.
+
+    That is one pass ahead: a posted receive holds multiprocessors of a GPU until its message comes, and a message needs
+    the time of a pass at most to travel.
+    """
+    posted: list[list[Instruction]] = [[] for _ in own]
+    before = 0
+    for place, one in enumerate(own):
+        if one.name in PASSES:
+            posted[before].append(one)
+            before = place
+    return posted
+
+
 def most_kept(own: Program) -> int:
     """Return how many micro-batches a rank keeps at most, from their first forward to their last weight gradients."""
     begun = most = 0

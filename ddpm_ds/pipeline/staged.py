@@ -74,7 +74,9 @@ class ForwardPipeline:
         try:
             with engine.forward_only(self._images, set(sizes) or {0}) as by_host:
                 for channels in (*self._channels, self._back):
-                    channels.begin(calls, by_host=by_host, gradients=False, sizes=sizes)
+                    channels.begin(by_host=by_host, sizes=sizes)
+                    if channels.activations_in is not None:
+                        channels.activations_in.start_receiving(calls)
                 lead = max(1, min(depth, calls, most)) - 1
                 for number in range(calls + lead):
                     if number < calls:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
+from ddpm_ds.pipeline.messages import BLOCKS_IN_HOST
 from ddpm_ds.pipeline.placement import Grid, Traffic, run_exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
-from ddpm_ds.planning.inputs import PCIE_BANDWIDTH, Machine, Workload, rank_stages
+from ddpm_ds.planning.inputs import KINDS, PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.unet.layers import (
@@ -55,6 +56,9 @@ It fits measured and published times of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
+BLOCK_BANDWIDTH = 2e10
+"""Bytes per second that a thread block of NCCL copies to another device; by its own tables 20 GB/s on an A100, 37 on an
+H100."""
 
 
 def weight_share(layer: Layer) -> float:
@@ -97,11 +101,13 @@ def planned_costs(
             return 0.0, wire
         return max(wire - beside, 0.0), wire / chunks
 
+    slower = beside_a_message(machine, layout)
     costs = []
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
         phases, parameters = [], sum(stage.parameters for stage in stages)
         for stage in stages:
-            own, layers = times[stage.start : stage.stop], job.layers[stage.start : stage.stop]
+            layers = job.layers[stage.start : stage.stop]
+            own = [one.times(slower) for one in times[stage.start : stage.stop]]
             forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
             if layout.checkpoint_interval:
                 backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
@@ -130,6 +136,16 @@ def planned_costs(
         updating = update_seconds(job, machine, layout, owned_share * parameters)
         costs.append(RankCosts(tuple(phases), reduction, updating + gathering))
     return costs
+
+
+def beside_a_message(machine: Machine, layout: Layout) -> float:
+    """Return the factor on a rank's passes by which one waiting message, which holds multiprocessors, slows them.
+
+    About one waits at any time (docs/pipeline.md). Across hosts NCCL takes two blocks for each network card, no more
+    than inside a host.
+    """
+    most = KINDS[machine.kind].multiprocessors
+    return most / (most - BLOCKS_IN_HOST) if most and layout.stages > 1 else 1.0
 
 
 def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
@@ -195,7 +211,8 @@ def grid(machine: Machine, layout: Layout) -> Grid:
 
 def links(machine: Machine, layout: Layout) -> Links:
     """Return the links of a pipeline, of the slowest replica if replicas differ."""
-    bandwidths = machine.link_bandwidth, machine.network_bandwidth
+    blocks = math.inf if machine.is_cpu else BLOCKS_IN_HOST * BLOCK_BANDWIDTH
+    bandwidths = min(machine.link_bandwidth, blocks), machine.network_bandwidth
     boundaries = grid(machine, layout).boundaries
     return tuple(Link(bandwidths[edges.crossing > 0], machine.latency_seconds) for edges in boundaries)
 

@@ -57,27 +57,28 @@ class DeviceKind:
     memory_gigabytes_per_second: float
     link_gigabytes_per_second: float
     network_gigabytes_per_second: float
+    multiprocessors: int  # 0 of a CPU
 
 
 KINDS = {
-    "b300": DeviceKind(2250, 1125, 268, 8000, 900, 100),
-    "b200": DeviceKind(2250, 1125, 180, 8000, 900, 50),
-    "h200": DeviceKind(989, 494, 141, 4800, 450, 50),
-    "h100": DeviceKind(989, 494, 80, 3350, 450, 50),
-    "a100-80": DeviceKind(312, 156, 80, 2039, 300, 25),
-    "a100-40": DeviceKind(312, 156, 40, 1555, 300, 25),
-    "l40s": DeviceKind(362, 183, 48, 864, 32, 12.5),
-    "a10": DeviceKind(125, 62, 24, 600, 32, 12.5),
-    "l4": DeviceKind(121, 60, 24, 300, 32, 12.5),
-    "mi300x": DeviceKind(1307, 654, 192, 5300, 448, 50),
-    "v100": DeviceKind(125, 15.7, 32, 900, 150, 12.5),
-    "t4": DeviceKind(65, 8.1, 16, 320, 16, 6.25),
-    "rtxpro6000": DeviceKind(504, 252, 96, 1792, 64, 12.5),
-    "rtx5090": DeviceKind(209, 105, 32, 1792, 64, 12.5),
-    "a6000": DeviceKind(155, 77, 48, 768, 32, 12.5),
-    "rtx4090": DeviceKind(165, 82, 24, 1008, 32, 12.5),
-    "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
-    "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
+    "b300": DeviceKind(2250, 1125, 268, 8000, 900, 100, 148),
+    "b200": DeviceKind(2250, 1125, 180, 8000, 900, 50, 148),
+    "h200": DeviceKind(989, 494, 141, 4800, 450, 50, 132),
+    "h100": DeviceKind(989, 494, 80, 3350, 450, 50, 132),
+    "a100-80": DeviceKind(312, 156, 80, 2039, 300, 25, 108),
+    "a100-40": DeviceKind(312, 156, 40, 1555, 300, 25, 108),
+    "l40s": DeviceKind(362, 183, 48, 864, 32, 12.5, 142),
+    "a10": DeviceKind(125, 62, 24, 600, 32, 12.5, 72),
+    "l4": DeviceKind(121, 60, 24, 300, 32, 12.5, 58),
+    "mi300x": DeviceKind(1307, 654, 192, 5300, 448, 50, 304),
+    "v100": DeviceKind(125, 15.7, 32, 900, 150, 12.5, 80),
+    "t4": DeviceKind(65, 8.1, 16, 320, 16, 6.25, 40),
+    "rtxpro6000": DeviceKind(504, 252, 96, 1792, 64, 12.5, 188),
+    "rtx5090": DeviceKind(209, 105, 32, 1792, 64, 12.5, 170),
+    "a6000": DeviceKind(155, 77, 48, 768, 32, 12.5, 84),
+    "rtx4090": DeviceKind(165, 82, 24, 1008, 32, 12.5, 128),
+    "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5, 82),
+    "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25, 0),
 }
 """Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single.
 

@@ -221,7 +221,7 @@ class Predictor:
         if key not in self._times:
             times, mean = self.times or analytic_times(self.job, self.machine, launch), self.job.mean_macs
             found = times(self.job.of(layout).layers, images)
-            self._times[key] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
+            self._times[key] = [one.times(mean) for one in found]
         return self._times[key]
 
     def _fastest_cut(self, layout: Layout, room: Room | None = None) -> Bounds | None:

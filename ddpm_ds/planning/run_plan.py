@@ -236,7 +236,7 @@ def picture_seconds(plan: RunPlan) -> float:
 def _step_seconds(plan: RunPlan, device: torch.device) -> float:
     """Predict a step's seconds. On a CPU the data sheet of a core is corrected by the heaviest layers' times."""
     from ddpm_ds.ground.device import DTYPES
-    from ddpm_ds.observe.device_speed import LayerSeconds, time_layer
+    from ddpm_ds.observe.device_speed import time_layer
     from ddpm_ds.planning.costs import analytic_times, launch_seconds, links, planned_costs
     from ddpm_ds.planning.simulate import simulate
 
@@ -250,10 +250,8 @@ def _step_seconds(plan: RunPlan, device: torch.device) -> float:
             timed, guess = time_layer(layer, images, device, DTYPES[job.precision][1]), predicted([layer], images)[0]
             taken, expected = taken + timed.forward + timed.backward, expected + guess.forward + guess.backward
     slower = job.mean_macs * (taken / expected if expected else 1.0)
-    times = machine.layer_times or [
-        LayerSeconds(slower * one.forward, slower * one.backward)
-        for one in predicted(job.of(layout).layers, layout.micro_batch_images)
-    ]
+    alone = predicted(job.of(layout).layers, layout.micro_batch_images)
+    times = machine.layer_times or [one.times(slower) for one in alone]
     costs, wires = planned_costs(job, machine, layout, plan.bounds, times), links(machine, layout)
     return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=plan.programs).step_seconds
 

@@ -4,7 +4,8 @@ Under ZeRO each rank averages the partition that it owns, so there is no second 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -110,16 +111,22 @@ class HostEma(Ema):
 
     The averages have the same bits as on a device that rounds as the host does. The copy is page-locked, and no part of
     a CUDA graph; the optimizer's wait for it is. The host waits for a step's averages before it copies new weights.
-    PyTorch rounds page-locked memory up to a power of two, so the copy is in pieces of such a size.
+
+    The copy has memory for all weights: a graph waits for an event that is recorded before the graph's launch, so no
+    part of a copy can begin later, in memory that is free again. PyTorch rounds page-locked memory up to a power of
+    two, so the weights lie end to end in pieces of such a size, and only the last piece is rounded.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._thread, self._running = ThreadPoolExecutor(1), Future[None]()
         self._running.set_result(None)
         super().__init__(engine, spec)
-        cut = ([part for one in every for part in one.detach().view(-1).split(PIECE)] for every in self._pieces)
-        self._pieces = tuple(cut)
-        self._new = [torch.empty(len(part), pin_memory=part.is_cuda) for part in self._pieces[0]]
+        self._pieces = tuple(map(_cut, self._pieces))
+        parts, pin = self._pieces[0], self._masters[0].is_cuda
+        *starts, total = itertools.accumulate(map(len, parts), initial=0)
+        locked = [torch.empty(min(PIECE, total - start), pin_memory=pin) for start in range(0, total, PIECE)]
+        places = zip(starts, parts, strict=True)
+        self._new = [locked[start // PIECE][start % PIECE :][: len(part)] for start, part in places]
         self._stream = self._copied = None
         if self._masters[0].is_cuda:
             self._stream = torch.cuda.Stream(engine.device)
@@ -167,6 +174,16 @@ class HostEma(Ema):
 
     def _spares(self) -> Iterable[Tensor]:
         return self._new
+
+
+def _cut(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return flat views of tensors that lie end to end, cut at the multiples of :data:`PIECE`."""
+    found, start = list[Tensor](), 0
+    for flat in (tensor.detach().view(-1) for tensor in tensors):
+        room = -start % PIECE
+        found += [part for part in (flat[:room], *flat[room:].split(PIECE)) if len(part)]
+        start += len(flat)
+    return found
 
 
 def averages_of(engine: UnetPipelineEngine, spec: EmaSpec) -> Ema:

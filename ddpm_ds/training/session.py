@@ -247,6 +247,7 @@ def run_training(
             seed=plan.spec.train.seed,
             programs=plan.programs,
             others=[layers_for(plan.spec, size, plan.ds.layout.tensor) for size in other_sizes],
+            drawn=asked.steps is not None or not (prepared.checkpoint or prepared.initial),
             verbose=asked.verbose,
         )
         engine.rate = rate_of(plan.spec.optimizer, plan.spec.train.images)

@@ -7,7 +7,6 @@ The bits are those of :func:`ddpm_ds.ground.keyed.keep_mask`, which takes a doze
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ddpm_ds.ground.cuda_graphs import cached
 from ddpm_ds.ground.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
 
 WORDS = 1024  # hashes per program, each of which decides two neighbouring elements
@@ -58,7 +58,7 @@ def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
     return [part.view(size).permute(0, 3, 1, 2) for part, size in parts]
 
 
-@functools.cache
+@cached
 def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a row for each mask, (masks, 5) int64, and the mask of each block of an image, (blocks,) int32.
 

@@ -22,18 +22,27 @@ AskedKernels = Literal["auto", "fused", "reference"]
 C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
-def build_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
-    """Return the module of layer `index` of the list, in fp32 on the CPU, or this rank's part of a split layer.
+def build_layer(
+    layer: Layer,
+    index: int,
+    seed: int,
+    tensor: TensorGroup = ALONE,
+    *,
+    device: torch.device | str = "cpu",
+    drawn: bool = True,
+) -> CarryLayer:
+    """Return the module of layer `index` of the list, in fp32 on a device, or this rank's part of a split layer.
 
     Its weights are a function of (seed, index) alone, so all layouts start from the same U-Net. torch's generator is
-    neither read nor moved.
+    neither read nor moved. Unless they are ``drawn``, the caller writes all weights.
     """
     drops = (index, seed) if isinstance(layer, BlockLayer) else ()
-    with torch.device("cpu"):
+    with torch.device(device):
         module = CarryLayer.of_kind[type(layer)](layer, *drops)
-    # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
-    entropy = np.random.SeedSequence((seed, index)).generate_state(1)
-    operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
+    if drawn:
+        # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
+        entropy = np.random.SeedSequence((seed, index)).generate_state(1)
+        operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
     if layer.shards > 1 and tensor is not ALONE:
         module.split(tensor)
     return module

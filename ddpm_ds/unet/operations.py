@@ -145,8 +145,8 @@ class Convolution(Weighted):
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        drawn = torch.empty_like(self.weight.permute(0, 3, 1, 2), memory_format=torch.contiguous_format)
-        _variance_scaling(drawn, 1, self.starts_at_zero, generator)
+        out_channels, *kernel, channels = self.weight.shape
+        drawn = _drawn((out_channels, channels, *kernel), 1, self.starts_at_zero, generator)
         self.weight.copy_(drawn.permute(0, 2, 3, 1))
         self.bias.zero_()
 
@@ -172,7 +172,7 @@ class Linear(Undrawn, Weighted, nn.Linear):
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        _variance_scaling(self.weight, self.parts, self.starts_at_zero, generator)
+        self.weight.copy_(_drawn(self.weight.shape, self.parts, self.starts_at_zero, generator))
         if self.bias is not None:
             self.bias.zero_()
 
@@ -249,9 +249,10 @@ class LabelEmbedding(Undrawn, nn.Embedding):
     def forward(self, labels: Tensor) -> Tensor:
         return F.embedding(labels, self.weight)
 
+    @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
         """Draw the rows from a standard normal distribution, as in ADM (Dhariwal and Nichol 2021)."""
-        nn.init.normal_(self.weight, generator=generator)
+        self.weight.copy_(torch.empty(self.weight.shape, device="cpu").normal_(generator=generator))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -350,12 +351,17 @@ def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw weights as DDPM does: variance scaling (fan_avg, uniform); biases and ends of residual branches are zero."""
+    """Draw weights as DDPM does: variance scaling (fan_avg, uniform); biases and ends of residual branches are zero.
+
+    Each is drawn in fp32 on the host, whatever the module's device, and copied before the next one.
+    """
     for part in module.modules():
         if isinstance(part, Convolution | Linear | LabelEmbedding | VectorEmbedding):
             part.draw(generator)
 
 
-def _variance_scaling(weight: Tensor, parts: int, zero: bool, generator: torch.Generator) -> None:
+def _drawn(shape: Sequence[int], parts: int, zero: bool, generator: torch.Generator) -> Tensor:
+    weight = torch.empty(*shape, device="cpu")
     for part in weight.chunk(parts):
         nn.init.xavier_uniform_(part, gain=0.0 if zero else 1.0, generator=generator)
+    return weight

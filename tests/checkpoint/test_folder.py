@@ -1,5 +1,6 @@
 """The folder of checkpoints: names, keep rules, replacing, what a run leaves behind, and cleaning up."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_ds.checkpoint import folder
+from ddpm_ds.checkpoint import manifest as manifest_module
 from ddpm_ds.checkpoint.folder import agreed, check_shared, checkpoint_name, clean, names, newest, to_delete
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.ground.errors import CheckpointError, NoCheckpointError, OutputError
@@ -134,7 +135,15 @@ def test_hosts_that_see_other_folders_are_named_on_all_ranks(folders: str, words
 
 
 def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is hashed once for all ranks, and again by a rank that sees another one, in a stale cache for example."""
     save(tmp_path, 3)
+    hashed, sha256_of = list[str](), manifest_module.sha256_of
+
+    def noted(path: Path, bar: Any = None) -> str:
+        hashed.append(path.name)
+        return sha256_of(path, bar)
+
+    monkeypatch.setattr(manifest_module, "sha256_of", noted)
     answers: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
@@ -142,12 +151,17 @@ def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path, monkeypa
         return answers[:1]
 
     found = [agreed(partial(newest, tmp_path, print), rank, gather) for rank in range(2)]
-    assert found[0] == found[1] is not None and found[1].verified, "rank 0 has read the files on this machine"
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(folder, "boot_id", lambda: "another")
-        there = agreed(partial(newest, tmp_path, print), 1, gather)
-        assert there is not None and not there.verified
-    (tmp_path / checkpoint_name(3) / "rank0.safetensors").write_bytes(b"damaged")
+    assert found[0] == found[1] is not None and found[1].verified
+    for name in found[1].manifest.parameters:
+        Reader(found[1].path, found[1].manifest, verified=True).read("ema", name)
+    assert sorted(hashed) == sorted(found[1].manifest.files)
+    file = tmp_path / checkpoint_name(3) / "rank0.safetensors"
+    os.utime(file, (0, 0))
+    there = agreed(partial(newest, tmp_path, print), 1, gather)
+    assert there is not None and not there.verified
+    Reader(there.path, there.manifest, verified=there.verified).read("ema", "0.conv.weight")
+    assert hashed.count(file.name) == 2
+    file.write_bytes(b"damaged")
     for one in (found[1], there):
         with pytest.raises(CheckpointError, match="has 7 bytes"):
             Reader(one.path, one.manifest, verified=one.verified).read("ema", "0.conv.weight")

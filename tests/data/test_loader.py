@@ -44,6 +44,58 @@ def test_order_is_the_same_on_every_machine_and_version() -> None:
     ]
 
 
+@settings(deadline=None)
+@given(count=st.one_of(st.integers(1, 600), st.integers(65_500, 65_600)), seed=seeds, epoch=st.integers(0, 2**40))
+def test_small_types_are_shuffled_as_numpy_permutes_int64(count: int, seed: int, epoch: int) -> None:
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64)))
+    assert np.array_equal(loader.permutation(count, seed, epoch), generator.permutation(count))
+
+
+def test_a_thread_shuffles_the_next_epoch_from_the_middle_of_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, permuted = queue.Queue[tuple[int, threading.Thread]](), loader.permutation
+
+    def noted(count: int, seed: int, epoch: int) -> Any:
+        made.put((epoch, threading.current_thread()))
+        return permuted(count, seed, epoch)
+
+    monkeypatch.setattr(loader, "permutation", noted)
+    order = Order((1000,), 3)
+    for epoch in range(3):
+        for first in range(1000 * epoch, 1000 * (epoch + 1), 50):
+            if first == 1000 * epoch:  # it was begun before, and a run's first one is begun now
+                assert made.empty()
+            order.images_at(np.arange(first, first + 50))
+            if first == 0 or first % 1000 == 500:
+                number, thread = made.get(timeout=PATIENCE_SECONDS)
+                assert number == -(-first // 1000) and thread is not threading.main_thread()
+    assert made.empty()
+
+
+def test_buckets_in_turn_shuffle_each_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, permuted = list[Any](), loader.permutation
+
+    def noted(*which: int) -> Any:
+        made.append(which)
+        return permuted(*which)
+
+    monkeypatch.setattr(loader, "permutation", noted)
+    order = Order(tuple(range(40, 52)), 3, group=4)
+    for first in range(0, 2 * sum(order.counts), 4):
+        order.images_at(np.arange(first, first + 4))
+    own = [which for which in made if len(which) == 3]  # others are of rounds
+    assert len(own) == len(set(own)) > len(order.counts)
+
+
+def test_an_order_keeps_two_epochs_at_most_and_4_bytes_an_image() -> None:
+    count, order = 300_000, Order((300_000,), 3)
+    tracemalloc.start()  # sees numpy's memory
+    for first in range(0, 3 * count, 1000):
+        order.images_at(np.arange(first, first + 1000))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 8 * count <= most < 8.5 * count
+
+
 def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:
     given: dict[str, Any] = {"seed": 3, "micro_batch_images": 4, "replicas": 2, "replica": 0}
     return list(islice(loaded(store, **(given | changes)), count))

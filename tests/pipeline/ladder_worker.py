@@ -160,13 +160,13 @@ class Case:
         return engine
 
 
-def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE) -> CarryLayer:
+def build_awake_layer(layer: Layer, index: int, seed: int, tensor: TensorGroup = ALONE, **how: Any) -> CarryLayer:
     """A layer whose zero-initialised weights are drawn as well, so that every gradient is alive from the start."""
-    built = model.build_layer(layer, index, seed)
+    built = model.build_layer(layer, index, seed, **how)
     generator = torch.Generator().manual_seed(1000 + index)
     with torch.no_grad():
         for parameter in built.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
     if layer.shards > 1 and tensor is not ALONE:
         built.split(tensor)
     return built

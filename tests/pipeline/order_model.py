@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, P2PGroup, Posted, Work, pipeline_edges
-from ddpm_ds.pipeline.schedule import PASSES, Program, Schedule, most_in_flight, neighbours, phases_of
+from ddpm_ds.pipeline.schedule import (
+    PASSES,
+    Instruction,
+    Program,
+    Schedule,
+    most_in_flight,
+    phases_of,
+    posted_before,
+)
 
 
 class Operation(NamedTuple):
@@ -96,6 +104,16 @@ class RecordedChannel(Channel):
         return Posted(RecordedWork(self._operations, self.p2p.edge, number), message)
 
 
+def where_used(own: Program) -> list[list[Instruction]]:
+    """Receives are not posted ahead."""
+    return [[one] if one.name in PASSES else [] for one in own]
+
+
+def all_at_once(own: Program) -> list[list[Instruction]]:
+    """All receives of a step are posted before it begins."""
+    return [[one for one in own if one.name in PASSES], *([] for _ in own[1:])]
+
+
 def training_order(
     schedule: Schedule,
     programs: Sequence[Program],
@@ -104,7 +122,7 @@ def training_order(
     device_waits: Collection[str] = (),
     by_host: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
-    channel: type[RecordedChannel] = RecordedChannel,
+    posted: Callable[[Program], list[list[Instruction]]] = posted_before,
     sums: int = 0,
 ) -> list[Operation]:
     """Return what one rank of a pipeline posts and waits for in a training step, as the engine does.
@@ -114,25 +132,29 @@ def training_order(
         device_waits: passes inside of which the rank waits for its whole device.
         by_host: messages go from host to host, as in the engine's cautious steps.
         seconds: of a pass, by its instruction and phase.
-        channel: says when ends of edges post and wait.
+        posted: the passes whose receives are posted before each instruction.
         sums: over the tensor group in each pass; weight gradients have none.
     """
     operations: list[Operation] = []
     own, ranks, most = programs[rank], len(programs), most_in_flight(programs)
     edges = [edge for edge in pipeline_edges(ranks, phases_of(schedule)) if edge.kind != "predictions"]
-    recorded = {edge: channel(operations, edge, most, by_host=by_host) for edge in edges if rank in edge[2:]}
+    recorded = {edge: RecordedChannel(operations, edge, most, by_host=by_host) for edge in edges if rank in edge[2:]}
     sends = {edge[:2]: end for edge, end in recorded.items() if edge.source == rank}
     receives = {edge[:2]: end for edge, end in recorded.items() if edge.target == rank}
-    for (_, phase), end in receives.items():
-        end.start_receiving(sum(one.name == "ForwardPass" and one.phase == phase for one in own))
-    for name, phase, _ in own:
-        kind: Kind = "activations" if name in ("ForwardPass", "SendActivation") else "gradients"
+
+    def source(one: Instruction) -> RecordedChannel | None:
+        kind: Kind = "activations" if one.name == "ForwardPass" else "gradients"
+        return None if one.name == "WeightGradients" else receives.get((kind, one.phase))
+
+    for one, ahead in zip(own, posted(own), strict=True):
+        name, phase, _ = one
+        for channel in filter(None, map(source, ahead)):
+            channel.post()
         if name in ("SendActivation", "SendGrad"):
-            sends[kind, phase].send()
+            sends["activations" if name == "SendActivation" else "gradients", phase].send()
         elif name in PASSES:
-            before, after = neighbours(schedule, ranks, rank, phase)
-            if name != "WeightGradients" and (before if kind == "activations" else after) is not None:
-                receives[kind, phase].receive()
+            if (end := source(one)) is not None:
+                end.receive()
             operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
             operations += [Operation("sum", name=name)] * (sums if name != "WeightGradients" else 0)
             if name in device_waits:

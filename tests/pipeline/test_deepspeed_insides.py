@@ -328,7 +328,12 @@ def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     assert refused_build(extension) == LOCKED.format(lock)
     monkeypatch.setattr(insides, "BUILD_SECONDS", 1e9)
     waits.clear()
-    threading.Thread(target=lambda: waits.wait(PATIENCE_SECONDS) and lock.unlink()).start()
+
+    def end_the_other_build() -> None:
+        if waits.wait(PATIENCE_SECONDS):
+            lock.unlink()
+
+    threading.Thread(target=end_the_other_build).start()
     with insides.named_builds(contextlib.nullcontext):
         assert extension.load() == "loaded"
 

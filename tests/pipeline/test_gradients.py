@@ -58,6 +58,15 @@ def test_the_loss_scale_moves_and_steps_are_skipped_alike_whoever_decides_it(zer
 
 
 @pytest.mark.launch
+def test_replicas_without_zero_clip_alike_in_whatever_order_their_reductions_add_up(tmp_path: Path) -> None:
+    """Three stages and two replicas, one of which rounds sums over its stages to the next number."""
+    ranks = found(tmp_path, "steps_with_planted_rounding", processes=6)
+    assert len({tuple(norms) for _, norms, _ in ranks}) == 1, ranks
+    for stage in range(3):
+        assert len({digest for own, _, digest in ranks if own == stage}) == 1, ranks
+
+
+@pytest.mark.launch
 def test_a_parameter_without_gradient_is_an_error_and_not_a_bucket_without_it(tmp_path: Path) -> None:
     ((message, shape),) = found(tmp_path, "froze")
     assert message == f"1 parameters got no gradient, one of shape {tuple(shape)}"
@@ -152,6 +161,29 @@ def course_of_bits(case: Case) -> list[list[Any]]:
         rows.append([repr(loss), repr(engine.gradients.norm()), engine.count_skipped_steps(), digest])
     engine.destroy()
     return rows
+
+
+def steps_with_planted_rounding() -> tuple[int, list[str], str]:
+    """Stage, norms of some steps, and a checksum of the weights."""
+    engine = Case(3, 2, 0, "fp32", 0, micro_batches=2).engine(SPEC, gradient_clipping=1e-3)
+    reduce: Any = torch.distributed.all_reduce
+    stages = engine.grid.get_model_parallel_group()
+
+    def rounding(tensor: torch.Tensor, *others: Any, group: Any = None, **more: Any) -> Any:
+        work = reduce(tensor, *others, group=group, **more)
+        if group is stages and engine.grid.get_data_parallel_id() == 1:
+            tensor.copy_(tensor.nextafter(2 * tensor))
+        return work
+
+    norms = []
+    with unittest.mock.patch.object(torch.distributed, "all_reduce", rounding):
+        for step in range(3):
+            engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
+            norms.append(repr(engine.gradients.norm()))
+    digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in engine.module.parameters())).hexdigest()
+    stage = engine.stage_id
+    engine.destroy()
+    return stage, norms, digest
 
 
 def froze() -> tuple[str, list[int]]:

@@ -8,9 +8,11 @@ makes a replay differ from an eager step. As a script, with a file of cases and 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -18,11 +20,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.config.spec import EmaSpec, RunSpec
-from ddpm_ds.ground import cuda_graphs
+from ddpm_ds.ground import cuda_graphs, keyed
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -46,19 +49,36 @@ FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
 SMALL: dict[str, RunSpec] = {
     "plain": tiny_spec(unet=FEW),
     "text": tiny_text_spec(levels=1),
-    "buckets": tiny_spec(
-        unet={**FEW, "dropout": 0.0}, data={"source": "folder", "path": "pictures", "buckets": {"step": 8}}
+    "buckets": tiny_text_spec(
+        levels=1,
+        unet={"dropout": 0.0, "time_conditioning": "scale_shift"},
+        data={"buckets": {"step": 8}},
+        diffusion={"input_perturbation": 0.1},
     ),
 }
 """Specs of cases on a CPU by their process; others are the ladder's."""
 
 
+def write(images: Tensor, codes: Tensor, seed: int, stream: int, words: Tensor, normals: Tensor) -> None:
+    """Draws like those of :mod:`ddpm_ds.ground.keyed_draws`, which read the same table; normal ones are uniform."""
+    table = (codes & 0xFFFFFFFF)[None], (codes >> 32)[None] + stream
+    with patch.object(keyed, "_columns", lambda *_: table):
+        bits = torch.stack(keyed._philox(seed, {}, images), dim=-1).flatten(1)
+    words.copy_(bits[:, : words.shape[1]])
+    normals.copy_(bits[:, words.shape[1] :] * 2.0**-32)
+
+
 class Recording(TorchDispatchMode):
     """Operations of a step on a CPU or of a part of one, kept like those of a CUDA graph."""
+
+    made: ClassVar[set[int]] = set()
+    """Storages that the parts of a step have made so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.replays = 0
+        self.read: dict[int, StorageWeakRef] = {}
+        """Storages that were read and that the step did not make; a CUDA graph keeps only their addresses."""
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def capture_begin(self, **_: Any) -> None:
@@ -70,6 +90,10 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in ("send", "recv_"), "a message is part of a graph"
         outputs = func(*args, **(kwargs or {}))
+        for tensor in tensors([*args, *(kwargs or {}).values()]):
+            if (storage := tensor.untyped_storage())._cdata not in self.made:
+                self.read.setdefault(storage._cdata, StorageWeakRef(storage))
+        self.made.update(tensor.untyped_storage()._cdata for tensor in tensors(outputs))
         if not func.is_view:
             self._calls.append((func, args, kwargs or {}, tensors(outputs)))
         return outputs
@@ -113,6 +137,7 @@ class RecordedGraph(StepGraph):
         on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
         no_draws = patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
         with self._engine.step_withheld(), patch.multiple(torch.cuda, **on_cpu), no_draws:
+            Recording.made = set()
             why_not = super()._capture()  # a recording runs what it records
         assert self._now.graphs is not None
         self.recordings.append(self._now.graphs._graphs)  # type: ignore[arg-type]
@@ -120,8 +145,12 @@ class RecordedGraph(StepGraph):
 
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
-    """Results of some steps, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph."""
+    """Results of some steps, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph.
+
+    On a CPU draws read the same tables as on CUDA."""
     on_cuda = device().type == "cuda"
+    if not on_cuda:
+        keyed._fused = lambda device: write  # type: ignore[assignment]
     spec = spec_of(compiled=False, process=case.process)
     spec = spec if on_cuda else SMALL.get(case.process, spec)
     case = replace(case, cuts=()) if on_cuda else case  # cuts are those of the small U-Net
@@ -154,6 +183,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
         "lines": lines,
         "reason": engine.graph.reason if isinstance(engine.graph, RecordedGraph) else "",
         "lasting nodes": lasting_nodes(engine),
+        "read and freed": read_and_freed(engine),
     }
     engine.graph.drop()  # NCCL would wait for it when its groups are destroyed
     engine.destroy()
@@ -167,6 +197,22 @@ def lasting_nodes(engine: UnetPipelineEngine) -> int:
     for parameter in engine.module.parameters():
         gradient_node(parameter).metadata["seen"] = True
     return sum("seen" in gradient_node(parameter).metadata for parameter in engine.module.parameters())
+
+
+def read_and_freed(engine: UnetPipelineEngine) -> list[int]:
+    """How many storages the recorded graphs read, and how many of those are freed once every cache has forgotten all
+    and the records hold nothing themselves, as CUDA graphs don't."""
+    found = [captured.graphs for captured in engine.graph._of_sizes.values() if captured.graphs is not None]
+    parts: list[Any] = [part for graphs in found for part in graphs._graphs]
+    for part in parts:
+        part._calls.clear()
+    gc.unfreeze()  # what was there when this process was forked
+    for one in gc.get_objects():
+        if isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("ddpm_ds"):
+            one.cache_clear()
+    gc.collect()
+    read = [storage for part in parts for storage in part.read.values()] if recordings_of(engine) else []
+    return [len(read), sum(storage.expired() for storage in read)]
 
 
 def gradient_node(parameter: Tensor) -> Any:
@@ -260,6 +306,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_repl
             assert replayed["steps"] == eager["steps"], case
             assert replayed["weights"] == eager["weights"], case
             assert eager["lasting nodes"] == 0, case
+            assert replayed["read and freed"][0] > 20 and replayed["read and freed"][1] == 0, case
             later = len(eager["steps"]) - BAD_STEP
             assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * later, case
             sized = SIZED_REPLAYS if case.stages == 1 else PIPELINE_REPLAYS

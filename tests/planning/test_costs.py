@@ -68,7 +68,7 @@ def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
 
 
 def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() -> None:
-    job, machine = small_job(), small_machine(8)
+    job, machine = small_job(), small_machine(8, kind="cpu")
     bounds = partition(job.layers, 2, "flops", "folded")
     times = [LayerSeconds(1.0, 10.0)] * len(job.layers)
     outer = bounds[1], bounds[4] - bounds[3]
@@ -81,6 +81,24 @@ def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() ->
     sent, received = (rank_stages(job.layers, bounds, "folded")[0][phase] for phase in (0, 1))
     assert (plain[0].activation_bytes, plain[0].gradient_bytes) == (sent.sent_elements * 2 * 4, 0)
     assert (plain[1].activation_bytes, plain[1].gradient_bytes) == (0, received.received_elements * 2 * 4)
+
+
+def test_a_waiting_message_holds_two_of_a_gpus_multiprocessors_and_is_as_fast_as_they_copy() -> None:
+    job = small_job()
+    whole, halves = (0, len(job.layers)), (0, 5, len(job.layers))
+    times = [LayerSeconds(1.0, 2.0)] * len(job.layers)
+
+    def seconds(kind: str, bounds: tuple[int, ...]) -> float:
+        layout = Layout(len(bounds) - 1, 1, "1f1b", 1, 2, 0, 1, False)
+        costs = planned_costs(job, small_machine(2, kind=kind), layout, bounds, times)
+        return sum(rank.pass_seconds for rank in costs)
+
+    assert seconds("h100", whole) == seconds("cpu", whole) == seconds("cpu", halves) == 3.0 * len(job.layers)
+    assert seconds("h100", halves) == pytest.approx(132 / 130 * 3.0 * len(job.layers))
+    layout = Layout(4, 1, "1f1b", 4, 1, 0, 0, False)
+    inside, across = ([link.bytes_per_second for link in links(machine("h100", half=True, devices=4, nodes=n), layout)]
+                      for n in (1, 2))  # fmt: skip
+    assert inside == [4e10] * 3 and across == [4e10, pytest.approx(0.7 * 50e9), 4e10]
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

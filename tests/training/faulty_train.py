@@ -5,6 +5,7 @@ FAULT=checkpoint: a file of the checkpoint that the last rank reads is shorter t
 FAULT=loader: its images can't be read any more
 FAULT=disk: from its first micro-batch on no file may grow beyond a few bytes, as on a full disk
 FAULT=reports: each report of the run has an error of the program
+FAULT=drawing: no first weight can be drawn
 FAULT=signals: every stop signal comes at each of ENDINGS, on all ranks
 """
 
@@ -35,6 +36,7 @@ from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.training import objective
 from ddpm_ds.training.objective import Denoising, Noised
 from ddpm_ds.training.saving import Saver
+from ddpm_ds.unet import operations
 
 REPORTS = [
     (timeline, "timeline_metrics"),
@@ -115,6 +117,8 @@ if __name__ == "__main__":
     elif fault == "reports":
         for owner, name in REPORTS:
             setattr(owner, name, failing(name))
+    elif fault == "drawing":
+        operations.draw_weights = failing("drawing")
     elif fault == "signals":
         for owner, name in ENDINGS:
             setattr(owner, name, signalled(owner, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.training.resume import InitialWeights
 from tests.training.ranks import BATCH, Ranks, checkpoints, end_of
 
+FAULTY = Path(__file__).with_name("faulty_train.py")
+
 
 @pytest.mark.launch
 def test_a_run_on_two_stages_begins_with_the_weights_of_a_run_on_one(tmp_path: Path) -> None:
@@ -22,7 +25,8 @@ def test_a_run_on_two_stages_begins_with_the_weights_of_a_run_on_one(tmp_path: P
     weights = tmp_path / "weights.safetensors"
     consolidate(tmp_path / "first" / "checkpoints" / checkpoints(tmp_path / "first")[-1], weights)
     changes = (f"train.initial_weights={weights}", f"train.images={BATCH}", "optimizer.learning_rate=1e-30")
-    with Ranks(tmp_path / "second", *changes, config="zero2_fp16.json", count=2, options=["-p", "2"]) as ranks:
+    run: dict[str, Any] = {"config": "zero2_fp16.json", "options": ["-p", "2"], "script": FAULTY, "FAULT": "drawing"}
+    with Ranks(tmp_path / "second", *changes, count=2, **run) as ranks:  # nothing is drawn for weights that are given
         assert ranks.codes() == [0, 0], ranks.said[-4000:]
     second = end_of(tmp_path / "second")
     assert second.manifest.images == BATCH
@@ -30,6 +34,9 @@ def test_a_run_on_two_stages_begins_with_the_weights_of_a_run_on_one(tmp_path: P
         expected = first.read("ema", name)
         for kind in ("master", "ema"):
             assert torch.equal(second.read(kind, name), expected), (kind, name)
+    with Ranks(tmp_path / "second", *changes, f"train.images={2 * BATCH}", count=2, **run) as ranks:
+        assert ranks.codes() == [0, 0], ranks.said[-4000:]
+    assert end_of(tmp_path / "second").manifest.images == 2 * BATCH
 
 
 def test_weights_of_another_u_net_are_refused_before_anything_is_started(tmp_path: Path) -> None:
