@@ -11,6 +11,7 @@
         labels.npy    int64 (N,)
         sizes.npy, captions.npy   with captions: float32 (N, 6), and lines of captions.jsonl, int32 (N, most captions)
         captions.jsonl   distinct captions, each a JSON text; the first is empty
+        source.npy    with several sources: number among data.sources, repeats in the folder's name, int32 (N, 2)
         meta.json     CacheMeta
         skipped.txt   images that were left out, with the reasons, if there were any
     <store_root>/text-<captions>-<encoders>[-int8|-ids]/
@@ -53,6 +54,8 @@ CONSTANTS = "constants.npy"
 IMAGES: Final = "images"
 """Name of the field that every cache has."""
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
+SOURCE = "source"
+"""Field of an image's number among ``data.sources``, and of the repeats in its folder's name or 0."""
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
 """Fields of encoded captions; a text cache has the tokens as :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
@@ -207,7 +210,7 @@ class CacheMeta(Kept):
     @property
     def facts(self) -> FieldFacts | None:
         """Facts that a run on these fields keeps; None for pictures and latents."""
-        if not self.fields or CAPTIONS in self.fields:
+        if not self.fields or self.fields.keys() & {CAPTIONS, SOURCE}:
             return None
         of_place = tuple(each for each in self.coordinates if each.along != "image")
         return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=of_place)

@@ -29,6 +29,7 @@ from ddpm_ds.data.decoding import Decoding, Size
 from ddpm_ds.data.fields import REGRESSION, Regression, check_fields, fields_of, made_of, residuals
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, encoded, pixels_behind, sources_of
 from ddpm_ds.data.origin import LazySource, sampled
+from ddpm_ds.data.sources.base import parts_of
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import Chunk, Content, lock_of, write_cache
@@ -210,7 +211,7 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
     if how.progress and (unlabelled := sum(int((each.labels == classes).sum()) for each in caches)):
         line = f"{unlabelled:,} images are in no folder, {count - unlabelled:,} in {classes:,} class folders"
         fate = f"with unet.classes the {unlabelled:,} are learned without a class"
-        print(f"{recipes[0].data.path}: {line}; {fate}", file=sys.stderr)
+        print(f"{recipes[0].data.origin}: {line}; {fate}", file=sys.stderr)
     return first.with_others(None, others) if others else first
 
 
@@ -350,9 +351,10 @@ def residuals_content(fields: cache.DatasetCache, regression: Regression) -> Con
 def source_content(recipe: Recipe) -> Content:
     """Open the source and return the content of its cache, before anything is decoded; raises DataError."""
     data, source = recipe.data, recipe.source
-    known: dict[str, Any] = {"source": data.source, "folder": data.name if data.path is None else str(data.path)}
+    folder = ", ".join(str(each.path) for each in data.folders) or data.name
+    known: dict[str, Any] = {"source": data.source, "folder": folder}
     # The time of a file counts while the cache is made; times in a folder may differ between hosts.
-    of_files = [str(look) for path, look in zip(source.paths, source.looks, strict=True) if path.is_file()]
+    of_files = [str(look) for path, look in zip(source.paths, source.looks, strict=False) if path.is_file()]
     most = data.max_bad_fraction
     if data.reads_arrays:
         fields = source.fields.centred()
@@ -365,11 +367,13 @@ def source_content(recipe: Recipe) -> Content:
     texts, count = captions.known_captions(pictures, data), len(pictures.labels)
     content, are_files = sampled(pictures)
     stored = {cache.IMAGES: cache.field_of("pixels", data.stored_shape)}
+    rows = {cache.CAPTIONS: None if texts is None else texts.table, cache.SOURCE: parts_of(pictures)}
+    others = {name: numbers for name, numbers in rows.items() if numbers is not None}
+    stored |= {name: cache.StoredField(shape=(each.shape[1],), values="int32") for name, each in others.items()}
     if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
-        stored[cache.CAPTIONS] = cache.StoredField(shape=(texts.table.shape[1],), values="int32")
     threads = max(1, processors() // processes_on_host()) if are_files else 1
-    decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table, threads)
+    decoding = Decoding(pictures, data.stored_shape, threads, others)
     meta = _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known)
     kept = None if texts is None else captions.written(texts.texts)
     return Content(meta, decoding.chunks, " ".join([content, *of_files]), captions=kept, max_bad_fraction=most)

@@ -149,6 +149,22 @@ class BucketsSpec(Section):
     replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""
 
 
+class SourceSpec(Section):
+    """One of several folders of images."""
+
+    path: types.FilePath
+    """Folder of images; its subfolders are searched too."""
+    repeats: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
+    """Times that an image comes while the images of a source with 1 come once. Null means the number in the name of a
+    folder such as `10_cat`, for captioned images, or else 1."""
+    loss_weight: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    """Factor of the loss of these images."""
+    captions: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Name of the captions in this folder; null means `data.text.captions`."""
+    caption: Annotated[str, Field(max_length=10_000)] | None = None
+    """Caption of images without one. Null means the name in a folder such as `10_cat`, or else none."""
+
+
 class DataSpec(Section):
     """Images that the U-Net learns."""
 
@@ -171,6 +187,9 @@ class DataSpec(Section):
     label_column: Annotated[types.Variable | None, only_with(types.read_by_source("label_column"))] = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
+    sources: Annotated[tuple[SourceSpec, ...], Field(max_length=1000), only_with("source=folder", "path=null")] = ()
+    """Several folders of images, instead of `path`. Each comes to training in proportion to its number of images times
+    its repeats."""
     image_size: types.Size
     """Size in pixels of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents: a
     number for squares, or [height, width]. Fields have this size already."""
@@ -237,6 +256,16 @@ class DataSpec(Section):
     """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
     workers: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads that read ahead, of each rank that loads data."""
+
+    @property
+    def folders(self) -> tuple[SourceSpec, ...]:
+        """Sources of a kind that reads folders of images; the only one has the defaults."""
+        return self.sources or (() if self.path is None else (SourceSpec(path=self.path),))
+
+    @property
+    def origin(self) -> str:
+        """Key and value of the images' path, for messages."""
+        return f"data.sources = {len(self.sources)} folders" if self.sources else f"data.path = {self.path}"
 
     @property
     def size(self) -> tuple[int, int]:
@@ -306,7 +335,7 @@ def check_source(data: DataSpec) -> None:
     refuse(
         {
             f"{' or '.join(takes)} is missing; source {data.source} needs it: {ways}": takes
-            and not (data.path or data.name)
+            and not (data.path or data.name or data.sources)
         }
         | {
             f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null": data.reads_arrays

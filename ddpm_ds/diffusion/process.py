@@ -88,12 +88,24 @@ class Diffusion:
         more = keyed.normal(self.seed, Stream.PERTURBATION, index, eps[0].numel()).view_as(eps)
         return torch.add(eps, more, alpha=gamma)
 
-    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar: the mean over images of weight times mean error of weighted channels."""
+    def loss(
+        self,
+        prediction: Tensor,
+        x0: Tensor,
+        eps: Tensor,
+        t: Tensor,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, a float32 scalar: the mean over images of weight times mean error of weighted channels.
+
+        `weight` (N,) multiplies the weights of the noise levels.
+        """
         errors = self.errors(prediction, x0, eps, t)
         if self._channel_weights is not None:
             errors = errors * self._channel_weights
-        return (self.levels.weights(t) * mean_error(errors, mask)).mean()
+        weights = self.levels.weights(t) if weight is None else self.levels.weights(t) * weight
+        return (weights * mean_error(errors, mask)).mean()
 
     def errors(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the error of each element of the predictions, of any float dtype, (N, H, W, C) float32.

@@ -46,6 +46,8 @@ class Noised(NamedTuple):
     """Arrays that the condition is made from; None if there is no condition"""
     text: Tensor | None = None
     """(N, channels + 6) float32, pooled text and sizes of the image; None if the U-Net reads neither"""
+    weight: Tensor | None = None
+    """(N,) float32, factor of the loss; None if all are 1"""
 
 
 class Denoising:
@@ -99,7 +101,7 @@ class Denoising:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
-        return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
+        return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes), batch.weight)
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
         """Turn stored images into their centres, with the noise of a ``stream`` at a timestep or noise level; nothing
@@ -140,7 +142,9 @@ class Denoising:
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the mean loss of the micro-batch, an fp32 scalar."""
-        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t, prepared.mask)
+        return self._diffusion.loss(
+            *(prediction, prepared.x0, prepared.eps, prepared.t), prepared.mask, prepared.weight
+        )
 
     def errors(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the error of each element, (N, H, W, C) fp32, without weights and mask."""
@@ -186,6 +190,7 @@ def replica_batches(
         images,
         share,
         fields=fields,
+        sources=spec.data.folders,
         seed=spec.train.seed,
         group=spec.bucket_group,
         start_images=start_images,

@@ -202,7 +202,7 @@ def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, 
 def test_what_other_trainers_mean_by_names_gets_a_line(
     spec_of: SpecOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Masks are no images, repeats are not counted, and of several files of captions the first is read."""
+    """Masks are no images, folders' names have repeats and captions, and of several captions' files one is read."""
     print_once.cache_clear()
     beside: dict[str, str | None] = {"10_cat/3.txt": "3", "10_cat/3.caption": "three", "10_cat/3.json": "{}"}
     masks: dict[str, str | None] = {"10_cat/3-masklabel.png": "", "10_cat/3-condlabel.png": "", "10_cat/3.png": ""}
@@ -210,7 +210,8 @@ def test_what_other_trainers_mean_by_names_gets_a_line(
     assert [source.name(i) for i in range(len(source.labels))] == ["10_cat/3.png", "2.png", "a/1.png"]
     message = capsys.readouterr().err
     assert "2 masks of OneTrainer, such as 10_cat/3-condlabel.png, are neither images here nor read" in message
-    assert "10_cat asks sd-scripts for repeats; here each image comes once" in message
+    assert "10_cat is read as 10 repeats, and as the caption cat of images without one, unless" in message
+    assert source.parts.tolist() == [[0, 10], [0, 0], [0, 0]]
     assert "of 10_cat/3.txt, 10_cat/3.caption, 10_cat/3.json the first is read" in message
     open_source(spec_of(path=tmp_path / "few"), progress=True)
     assert not capsys.readouterr().err, "once, however often the source is opened"

@@ -40,7 +40,7 @@ def open_source(spec: DataSpec, progress: bool = False) -> Source:
             captions.fill()
         return source
     except OSError as error:
-        if spec.path is None or not Path(error.filename or "").is_relative_to(spec.path):
+        if not any(Path(error.filename or "").is_relative_to(each.path) for each in spec.folders):
             raise
         raise DataError(
             f"data.path: {error.filename} can't be read ({error.strerror}); mend it or choose another with "
