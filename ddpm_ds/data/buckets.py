@@ -42,8 +42,14 @@ Shapes = npt.NDArray[np.int32]
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
     """Return buckets (height, width) with about the pixels of ``size``, each also turned, from tall to wide."""
     pixels, step = math.prod(size), buckets.step
-    found = set[Size]()
-    for height in range(step, int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step, step):
+    least, most, found = buckets.minimum or step, buckets.maximum or 2**16, set[Size]()
+    if buckets.sizes == "sd_scripts":
+        square = int(math.sqrt(pixels)) // step * step
+        least, most = buckets.minimum or square // 4, buckets.maximum or 2 * square
+        sides = range(-(-least // step) * step, most + 1, step)
+        found = {(square, square), *((side, min(most, pixels // side) // step * step) for side in sides)}
+    tallest = 0 if found else int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step
+    for height in range(step, tallest, step):
         if buckets.sizes == "sdxl":
             widths = range(-int(-SDXL_AREA * pixels // (height * step)) * step, pixels // height + 1, step)
         else:
@@ -51,6 +57,7 @@ def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
             widths = range(nearest, nearest + (abs(height * nearest - pixels) <= AREAS * pixels))
         found |= {(height, width) for width in widths if max(height, width) <= buckets.widest * min(height, width)}
     found |= {(width, height) for height, width in found}
+    found = {sides for sides in found if least <= min(sides) and max(sides) <= most}
     return tuple(sorted(found, key=lambda sides: (-sides[0] / sides[1], sides)))
 
 
@@ -91,6 +98,11 @@ def sizes_of(data: DataSpec, factor: int) -> tuple[Size, ...]:
             f"{written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
         )
     sizes = bucket_sizes(size, data.buckets)
+    if size not in sizes:
+        raise DataError(
+            f"data.buckets has no {written(size)} pixels, as data.image_size asks for, with step = {step}, minimum = "
+            f"{data.buckets.minimum}, maximum = {data.buckets.maximum}; change these"
+        )
     if len(sizes) > MOST_SIZES:
         raise DataError(
             f"data.buckets.step = {step} makes {len(sizes):,} buckets, above {MOST_SIZES}; use a larger one"

@@ -138,12 +138,17 @@ class BucketsSpec(Section):
 
     step: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Heights and widths are multiples of this many pixels."""
-    sizes: Literal["nearest", "sdxl"] = "nearest"
+    sizes: Literal["nearest", "sdxl", "sd_scripts"] = "nearest"
     """Sizes of the buckets. nearest: for each height the width that comes nearest to the pixels of `image_size`, and
     for each width the height, if within 6 %. sdxl: all sizes with 90 to 100 % of these pixels; at 1024 pixels they are
-    SDXL's own (41 with `widest` 4)."""
-    widest: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
+    SDXL's own (41 with `widest` 4). sd_scripts: for each side from `minimum` to `maximum` the largest other side with
+    at most these pixels, as in kohya's scripts."""
+    widest: Annotated[float, Field(ge=1.0, le=16.0), only_with("sizes=nearest|sdxl")] = 2.0
     """Largest ratio of the longer side to the shorter."""
+    minimum: Annotated[int, Field(ge=8, le=2**16)] | None = None
+    """Smallest side in pixels. Null means a quarter of a square's side for sd_scripts, else `step`."""
+    maximum: Annotated[int, Field(ge=8, le=2**16)] | None = None
+    """Largest side in pixels. Null means two sides of a square for sd_scripts, else no limit."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
     replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""

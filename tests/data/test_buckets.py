@@ -72,6 +72,31 @@ def test_sizes_of_sdxl_are_the_published_ones() -> None:
     assert {(832, 1216), (1216, 832)} <= {*bucket_sizes((1024, 1024), BucketsSpec())}
 
 
+def test_sizes_of_sd_scripts_are_its_own() -> None:
+    """For each width the largest height below the area; images go where they are cropped least."""
+    spec = BucketsSpec(sizes="sd_scripts")
+    sizes = bucket_sizes((1024, 1024), spec)
+    assert len(sizes) == 41 and (256, 2048) in sizes and (704, 1408) in sizes and (1280, 832) not in sizes
+    for most, count in ((1024, 25), (2048, 41), (4096, 97)):
+        assert len(bucket_sizes((1024, 1024), spec.model_copy(update={"minimum": 256, "maximum": most}))) == count
+    shapes = np.array([(1500, 1000), (1000, 2000)], np.int32)
+    assert [sizes[number] for number in numbers_of(shapes, sizes)] == [(1216, 832), (704, 1408)]
+    ours = bucket_sizes((1024, 1024), BucketsSpec())
+    assert [ours[number] for number in numbers_of(shapes, ours)] == [(1280, 832), (768, 1408)]
+    assert cropped(shapes[1:], [(704, 1408), (768, 1344)]).tolist() == [[0.0, 0.125]]
+    assert sizes_of(DataSpec(source="folder", image_size=1024, channels=3, buckets=spec), 1)[0] == (1024, 1024)
+
+
+def test_sides_have_bounds_and_the_asked_size_is_within_them(spec_of: SpecOf) -> None:
+    sizes = bucket_sizes((1024, 1024), BucketsSpec(minimum=832, maximum=1216))
+    assert {side for size in sizes for side in size} == {832, 896, 960, 1024, 1088, 1152, 1216}
+    spec = spec_of(buckets={"step": 8, "minimum": 64})
+    with pytest.raises(
+        DataError, match=r"data\.buckets has no 48 pixels, .* minimum = 64, maximum = None; change these"
+    ):
+        prepare(spec)
+
+
 def test_each_image_comes_once_in_each_pass_of_its_bucket() -> None:
     seen: dict[int, list[int]] = {bucket: [] for bucket in range(len(ORDER.counts))}
     for group in range(400):
