@@ -47,12 +47,12 @@ OF_SUBSETS = {"image_dir", "metadata_file", "is_reg", "alpha_mask", "conditionin
 SD_SCRIPTS = meanings(
     "image_dir num_repeats class_tokens caption_extension shuffle_caption caption_separator keep_tokens "
     "keep_tokens_separator caption_prefix caption_tag_dropout_rate caption_dropout_rate resolution enable_bucket "
-    "bucket_reso_steps min_bucket_reso max_bucket_reso is_reg metadata_file enable_wildcard cache_info debug_dataset",
+    "bucket_reso_steps min_bucket_reso max_bucket_reso is_reg metadata_file enable_wildcard cache_info debug_dataset "
+    "bucket_no_upscale",
     {
         "batch_size": "images on a device; train.batch_images counts those of all devices",
         "validation_split": "share of images that are held out; data.held_out_images is their number",
         "validation_seed": "seed of the held-out images, which are always the same here",
-        "bucket_no_upscale": "small images keep their size; here they are enlarged",
         "color_aug face_crop_aug_range random_crop": ONCE,
         "flip_aug": FLIPS,
         "alpha_mask conditioning_data_dir": MASKS,
@@ -207,6 +207,7 @@ def from_sd_scripts(content: Mapping[str, Any], found: Found) -> None:
             if get("enable_bucket"):
                 buckets = {"step": get("bucket_reso_steps", 64), "sizes": "sd_scripts"}
                 buckets |= {"minimum": get("min_bucket_reso", 256), "maximum": get("max_bucket_reso", 1024)}
+                buckets |= {"no_upscale": True} if get("bucket_no_upscale") else {}
             found.share(
                 place, {"image_size": [size, size] if isinstance(size, int) else size[::-1], "buckets": buckets}
             )
@@ -335,12 +336,13 @@ def spec_with(found: Found, base: str, origin: Path) -> str:
     data = {key: value for key, value in values.get("data", {}).items() if key != "path"}
     per_unit = 1 if data.get("autoencoder") is None else LATENT
     data |= {"source": "folder", "sources": found.sources}
+    data["text"] = {key: value for key, value in (data.get("text") or {}).items() if key != "captions"}
     for key, value in found.shared.items():
         section, _, name = key.rpartition(".")
         if key == "image_size":
             sides = [side // per_unit for side in value]
             value = sides[0] if sides[0] == sides[1] else sides
-        data |= {section: {**(data.get(section) or {}), name: value}} if section else {name: value}
+        (data[section] if section else data)[name] = value
     notes = "".join(f"# {line}\n" for note in found.notes for line in textwrap.wrap(note, 116, subsequent_indent="  "))
     block = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=116)
     head = f"# Data sets of {found.file.name}, by ddpm-ds import-data.\n{notes}"

@@ -189,8 +189,6 @@ class Order:
 
 def repeats_of(cache: DatasetCache, sources: Sequence[SourceSpec]) -> npt.NDArray[np.float64]:
     """Return the repeats of each image of a cache, (N,): the source's or, where it has none, the folder's name's."""
-    if SOURCE not in cache.others:
-        return np.ones(len(cache))
     numbers, named = cache.others[SOURCE][:].T
     asked = np.array([each.repeats or 0.0 for each in sources])[numbers]
     return np.where(asked > 0, asked, np.maximum(named, 1))
@@ -202,9 +200,12 @@ def ordered(
     """Return the order of training images, and the positions of each bucket's images in the bucket's cache."""
     among, parts = list[Indices](), list[tuple[Part, ...]]()
     for bucket, positions in zip(images.cache.caches, images.cache.by_bucket(images.positions), strict=True):
-        values, which, counts = np.unique(
-            repeats_of(bucket, sources)[positions], return_inverse=True, return_counts=True
-        )
+        if SOURCE not in bucket.others:
+            among.append(positions)
+            parts.append(((len(positions), Fraction(1)),))
+            continue
+        repeats = repeats_of(bucket, sources)[positions]
+        values, which, counts = np.unique(repeats, return_inverse=True, return_counts=True)
         among.append(positions[np.argsort(which, kind="stable")])
         parts.append(tuple(zip(counts.tolist(), map(Fraction, values.tolist()), strict=True)))
     return Order(tuple(map(len, among)), seed, group, tuple(parts)), tuple(among)

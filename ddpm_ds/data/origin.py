@@ -15,7 +15,6 @@ import numpy as np
 from ddpm_ds.data.buckets import Bucket, Members, Shapes, read_shapes, shapes_of, write_shapes
 from ddpm_ds.data.cache import Look, Origin
 from ddpm_ds.data.captions import written
-from ddpm_ds.data.decoding import Size
 from ddpm_ds.data.fields import SAMPLED, FieldSource, open_fields
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, captions_of, files_below, parts_of, printable
@@ -83,10 +82,10 @@ class LazySource:
     def _shapes_file(self) -> Path:
         return self.data.store_root / f"{self.data.source}-shapes{self.key()}.npz"
 
-    def key(self, sizes: tuple[Size, ...] | None = None) -> str:
+    def key(self, buckets: tuple[object, ...] | None = None) -> str:
         """Return the end of a cache's name: a hash of the source's keys and path, empty if its pixels never change.
 
-        ``sizes`` has the heights and widths of all buckets of aspect.
+        ``buckets`` is the key of a bucket of aspect.
         """
         data = self.data
         keys = {key: getattr(data, key) for key in ("name", "split", "image_column", "label_column")}
@@ -95,7 +94,7 @@ class LazySource:
         keys |= data.named_arrays
         if (condition_path := keys.pop("data.condition.path", None)) is not None:
             keys["data.condition.path"] = os.path.realpath(condition_path)
-        named = {key: value for key, value in {**keys, "data.buckets": sizes}.items() if value is not None}
+        named = {key: value for key, value in {**keys, "data.buckets": buckets}.items() if value is not None}
         path = b"" if data.path is None else os.fsencode(os.path.realpath(data.path))  # resolve() fails on link loops
         places = [[os.path.realpath(each.path), each.captions, each.caption] for each in data.sources]
         named |= {"data.sources": places} if places else {}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.data import cache, captions
-from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, sizes_of
+from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, own_sizes, sizes_of
 from ddpm_ds.data.decoding import Decoding, Size
 from ddpm_ds.data.fields import REGRESSION, Regression, check_fields, fields_of, made_of, residuals
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, encoded, pixels_behind, sources_of
@@ -100,7 +100,11 @@ class Recipes:
                 shapes = source.shapes
             found = self._of_buckets(shapes, group, sizes)
         chosen = [recipe.bucket for recipe in found if recipe.bucket is not None]
-        if self._progress and sizes is None and (line := moved(self._sizes, shapes, chosen, group)) is not None:
+        if (
+            self._progress
+            and sizes is None
+            and (line := moved(self._sizes_for(shapes, group), shapes, chosen, group)) is not None
+        ):
             print(line, file=sys.stderr)
         return found
 
@@ -129,7 +133,7 @@ class Recipes:
             data = data.model_copy(update={"image_size": self._counted(bucket.pixels)})
         whole = fields_of(data) if autoencoder is None else pixels_behind(data, self._factor)
         name = f"{data.source}-{'x'.join(map(str, dict.fromkeys(whole.stored_size)))}px-{whole.channels}ch"
-        path = data.store_root / (name + source.key(None if bucket is None else bucket.sizes))
+        path = data.store_root / (name + source.key(None if bucket is None else bucket.key))
         base = Recipe(path, whole, source, bucket)
         if autoencoder is not None:
             path = path.with_name(f"{path.name}-latents-{autoencoder.digest[:8]}")
@@ -151,9 +155,19 @@ class Recipes:
 
     def _of_buckets(self, shapes: Shapes, group: int, kept: Sequence[Size] | None = None) -> list[Recipe]:
         """Return the recipe of each bucket that has images of these ``shapes``."""
-        held_out = self._data.held_out_images if self._data.held_out_path is None else 0
-        kept = kept_sizes(self._sizes, shapes, group, held_out) if kept is None else kept
-        return [self.of(bucket) for bucket in filled_buckets(self._sizes, kept, shapes)]
+        data, sizes = self._data, self._sizes_for(shapes, group)
+        own, held_out = data.buckets is not None and data.buckets.no_upscale, data.held_out_images
+        if kept is None:
+            kept = kept_sizes(sizes, shapes, group, held_out if data.held_out_path is None else 0, own)
+        sizes = tuple(dict.fromkeys((*sizes, *kept)))  # a held-out source has those of the training images
+        return [self.of(bucket) for bucket in filled_buckets(sizes, kept, shapes, own)]
+
+    def _sizes_for(self, shapes: Shapes, group: int) -> tuple[Size, ...]:
+        """Return heights and widths of all buckets for images of these ``shapes``, small images' own included."""
+        buckets, sizes = self._data.buckets, self._sizes
+        if buckets is None or not buckets.no_upscale:
+            return sizes
+        return (*sizes, *(each for each in own_sizes(shapes, sizes[0], buckets, group) if each not in sizes))
 
 
 def class_names(data: DataSpec, group: int | None, classes: int | None) -> Sequence[str]:

@@ -149,6 +149,9 @@ class BucketsSpec(Section):
     """Smallest side in pixels. Null means a quarter of a square's side for sd_scripts, else `step`."""
     maximum: Annotated[int, Field(ge=8, le=2**16)] | None = None
     """Largest side in pixels. Null means two sides of a square for sd_scripts, else no limit."""
+    no_upscale: bool = False
+    """Give images with fewer pixels than `image_size` buckets of their own size, with sides cut to multiples of `step`,
+    where there are enough of a size; others go to the bucket that keeps most of their pixels."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
     replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""

@@ -25,6 +25,7 @@ from ddpm_ds.data.buckets import (
     filled_buckets,
     kept_sizes,
     numbers_of,
+    own_sizes,
     shares_of,
     sizes_of,
 )
@@ -85,6 +86,28 @@ def test_sizes_of_sd_scripts_are_its_own() -> None:
     assert [ours[number] for number in numbers_of(shapes, ours)] == [(1280, 832), (768, 1408)]
     assert cropped(shapes[1:], [(704, 1408), (768, 1344)]).tolist() == [[0.0, 0.125]]
     assert sizes_of(DataSpec(source="folder", image_size=1024, channels=3, buckets=spec), 1)[0] == (1024, 1024)
+
+
+def test_small_images_keep_their_size_in_buckets_of_their_own(spec_of: SpecOf) -> None:
+    """Cut to steps, as in sd-scripts; images of a rare size go to the bucket that keeps most, and enlarges none."""
+    spec = BucketsSpec(sizes="sd_scripts", no_upscale=True)
+    standard = bucket_sizes((1024, 1024), spec)
+    shapes = np.array([(600, 800), (600, 800), (2000, 3000), (590, 700), (100, 90), (0, 0)], np.int32)
+    own = own_sizes(shapes, (1024, 1024), spec, 2)
+    assert own == [(576, 768)] and own_sizes(shapes, (1024, 1024), spec, 1) == [(64, 64), (576, 640), (576, 768)]
+    assert own_sizes(shapes, (1024, 1024), spec.model_copy(update={"minimum": 128}), 1) == [(576, 640), (576, 768)]
+    sizes = (*standard, *own, (512, 512))
+    found = [sizes[number] for number in numbers_of(shapes, sizes, True)]
+    assert found[:4] == [(576, 768), (576, 768), (832, 1216), (512, 512)], "1248 x 832 in sd-scripts before it is cut"
+    larger = spec_of(image_size=64, buckets={"step": 8, "no_upscale": True})
+    store = prepare(larger, group=4)
+    assert {each.images.shape[2:] for each in store.caches} == {(48, 48), (64, 48), (48, 64)}
+    enlarged = prepare(spec_of(image_size=64), group=4)
+    assert {each.images.shape[2:] for each in enlarged.caches} == {(64, 64), (72, 56), (56, 72)}
+    other = prepare_all(
+        spec_of(image_size=64, buckets={"step": 8, "no_upscale": True}, held_out_images=8), How(), group=4
+    )
+    assert sum(other[0].counts) == 40
 
 
 def test_sides_have_bounds_and_the_asked_size_is_within_them(spec_of: SpecOf) -> None:
