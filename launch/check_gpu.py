@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -36,12 +37,16 @@ from ddpm_ds.tracking.run_folder import METRICS  # noqa: E402
 CONFIGS, TESTS = REPOSITORY / "ds_configs", REPOSITORY / "tests"
 PACKAGES = ("torch", "deepspeed", "triton", "diffusers", "denoising-diffusion-pytorch")
 Result = Literal["pass", "fail", "skipped", "measured"]
+SEVERAL, ROWS, PATIENCE = "several_gpus", "CHECK_GPU_ROWS", "PATIENCE_SECONDS"
+"""Word in the names of tests that need several GPUs; variables with the file of the rows that tests measure, and with
+the time that ranks have to end."""
 LOG_LINES = 60
 """Last lines of a log that the report shows if its command failed."""
 
 DESCRIPTION = """\
-Run the tests that need a GPU, the main job, and the U-Nets of CIFAR-10 and SDXL beside plain loops and what the planner
-predicts; write one table. Nothing is downloaded. With --device cpu everything is small.
+Run the tests that need a GPU, the main job, the U-Nets of CIFAR-10, SDXL and Stable Diffusion 2 beside plain loops and
+what the planner predicts, and what only several GPUs show; write one table. Nothing is downloaded. With --device cpu
+everything is small.
 
 exit codes: 0 nothing failed, 1 something failed, 2 bad input and nothing was started
 """
@@ -99,13 +104,31 @@ class Machine:
         return lines
 
 
-def gpu_tests(machine: Machine, folder: Path = TESTS) -> Iterator[Finding]:
-    """Run the tests that need a GPU."""
-    words = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "-rfE")
-    lines = machine.run("tests", *words, folder, seconds=900, good=(0, 1, 5))
-    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+def tests(machine: Machine, name: str, marked: str, chosen: str, seconds: float) -> Iterator[Finding]:
+    """Run the tests that pytest's options -m and -k choose; yield what they measure, then how they ended."""
+    rows = machine.work / f"{name}.rows"
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-rfEs", "-m", marked, "-k", chosen)
+    os.environ[ROWS] = str(rows)
+    try:
+        lines = machine.run(name, *words, TESTS, seconds=seconds, good=(0, 1, 5))
+    finally:  # also of tests that ran before one that hangs
+        yield from (Finding(**json.loads(line)) for line in (rows.read_text().splitlines() if rows.exists() else ()))
+    notes = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "SKIPPED "))]
+    failed = any(not note.startswith("SKIPPED ") for note in notes)
     result: Result = "fail" if failed else "pass" if " passed" in lines[-1] else "skipped"
-    yield Finding("GPU tests", "; ".join([lines[-1].strip(" ="), *failed[:5]]), result, "none fails")
+    yield Finding(name, "; ".join([lines[-1].strip(" ="), *notes[:9]]), result, "none fails")
+
+
+def gpu_tests(machine: Machine) -> Iterator[Finding]:
+    """Run the tests that need a GPU, but for those of :func:`several`."""
+    yield from tests(machine, "GPU tests", "gpu", f"not {SEVERAL}", seconds=900)
+
+
+def several(machine: Machine) -> Iterator[Finding]:
+    """Run what only several GPUs show, in ten minutes, or on a CPU its rehearsal."""
+    marked, seconds, each = ("gpu", 600, 100) if machine.device == "cuda" else ("not gpu", 3600, 900)
+    os.environ[PATIENCE] = str(each)
+    yield from tests(machine, "several GPUs", marked, SEVERAL, seconds)
 
 
 def main_job(machine: Machine) -> Iterator[Finding]:
@@ -123,20 +146,34 @@ def main_job(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"main job, {precision}", found, result, f"loss <= {limit}")
 
 
-def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequence[str]) -> Iterator[Finding]:
-    """Time rows of ``launch/bench.py``, which checks that losses are equal, and predict ours."""
+def predicted(name: str, spec: str, config: Path, options: Sequence[str], processes: int = 1) -> tuple[Finding, bool]:
+    """Return what the planner predicts of replicas that nothing is recomputed on, and whether they fit."""
     from ddpm_ds.ground.device import described
     from ddpm_ds.planning.run_plan import lay_out, predictor_here, read_run
 
+    hosts = ("0",) * processes
+    draft = lay_out(read_run(SPECS / spec, options[1::2], config), hosts, processes, 1)
+    layout = draft.ds.with_layout(checkpoint_interval=0).layout
+    planner = predictor_here(draft.spec, draft.ds.config, hosts, processes)
+    found, unlinked = planner.predict(layout), replace(planner.machine, link_bandwidth=math.inf)
+    waits = 1 - type(planner)(planner.job, unlinked).predict(layout).step_seconds / found.step_seconds
+    rate, memory = layout.batch_images / found.step_seconds, found.peak.total / 2**30
+    what = f"predicted {rate:,.4g} images/s, {1e3 * found.step_seconds:.4g} ms a step, {memory:.2f} GiB"
+    what += f", {waits:.1%} of a step waits for other replicas" if processes > 1 else ""
+    fits = found.peak.total <= (device_bytes := described(processes)[1])
+    what += "" if fits else f", which would not fit {device_bytes / 2**30:.0f} GiB"
+    return Finding(f"{name}, {draft.parameters:,} parameters", what, "measured" if fits else "skipped"), fits
+
+
+def benchmark(
+    machine: Machine, name: str, spec: str, rows: str, options: Sequence[str], published: str = ""
+) -> Iterator[Finding]:
+    """Time rows of ``launch/bench.py``, which checks that losses are equal, beside rates of others."""
     config, file = CONFIGS / "zero2_bf16.json", machine.work / f"{name}.json"
     options = [*options, *settings(train__accumulation=1, optimizer__warmup_images=0)]
-    draft = lay_out(read_run(SPECS / spec, options[1::2], config), ("0",), 1, 1)
-    layout = draft.ds.with_layout(checkpoint_interval=0).layout
-    found = predictor_here(draft.spec, draft.ds.config, ("0",), 1).predict(layout)
-    rate, memory = layout.batch_images / found.step_seconds, found.peak.total / 2**30
-    yield Finding(f"{name}, {draft.parameters:,} parameters", f"predicted {rate:,.4g} images/s, {memory:.2f} GiB")
-    if found.peak.total > (device_bytes := described(1)[1]):
-        yield Finding(f"{name}, all rows", f"would not fit {device_bytes / 2**30:.0f} GiB", "skipped")
+    prediction, fits = predicted(name, spec, config, options)
+    yield prediction
+    if not fits:
         return
     files = ("--deepspeed_config", config, "--spec", SPECS / spec, "--json", file)
     steps = ("--rounds", "3", "--steps-per-round", "10" if machine.device == "cuda" else "1", "--compared-steps", "5")
@@ -145,7 +182,9 @@ def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequen
     for row in report["rows"]:
         peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"
         step = f"{1e3 * row['step_seconds']['median']:.4g} ms a step"
-        yield Finding(f"{name}, {row['row']}", f"{row['images_per_second']:,.4g} images/s, {step}{peak}")
+        note = f" ({row['note']})" if row["note"] else ""
+        rate = f"{row['images_per_second']:,.4g} images/s, {step}{peak}{note}"
+        yield Finding(f"{name}, {row['row']}", rate, limit=published)
     for row in report["not_run"]:
         yield Finding(f"{name}, {row['row']}", row["reason"], "skipped")
 
@@ -155,33 +194,53 @@ def unets(machine: Machine) -> Iterator[Finding]:
     options, rows = settings(data__source="digits", unet__dropout=0), "plain,1f1b"
     if machine.device == "cuda":
         options += settings(train__batch_images=128)
-        rows += ",eager,diffusers,diffusers-randn,lucidrains,ours-dim64"
+        rows += ",eager,diffusers,diffusers-compiled,diffusers-randn,lucidrains,ours-dim64"
     else:
         options += settings(train__batch_images=2, unet__channels=32)
     yield from benchmark(machine, "CIFAR-10", "cifar10.yaml", rows, options)
 
 
-def sdxl(machine: Machine) -> Iterator[Finding]:
-    """Time the engine with SDXL's layers, on pictures with short captions."""
+WIDE: dict[str, object] = {"unet__channels": 320, "unet__norm_groups": 32, "unet__blocks_per_level": 2}
+SDXL: dict[str, object] = {"data__image_size": 128, "train__batch_images": 2, "unet__multipliers": "[1,2,4]"}
+SDXL |= {"unet__text__blocks": "[0,2,10]", "unet__text__middle_blocks": 10, "unet__text__heads": "[5,10,20]", **WIDE}
+SD2: dict[str, object] = {"data__image_size": 64, "train__batch_images": 16, "unet__multipliers": "[1,2,4,4]"}
+SD2 |= {"unet__text__blocks": "[1,1,1,0]", "unet__text__middle_blocks": 1, "unet__text__heads": "[5,10,20,20]", **WIDE}
+"""Settings of ``tiny_text.yaml`` that make its U-Net as large as those of Stable Diffusion XL and 2."""
+MLPERF = "MLPerf v4.0, 16 images each on 64 GPUs: 110 images/s on an H100, 30.8 on an L40S"
+"""Published rates of a GPU that trains Stable Diffusion 2 on latents of 512 pixels."""
+
+
+def with_text(machine: Machine, large: dict[str, object], **others: object) -> list[str]:
+    """Encode pictures with short captions, and return the settings that train on them; ``large`` ones only on GPUs."""
     shapes = machine.work / "shapes"
-    options: dict[str, object] = {"data__path": shapes / "pictures", "data__text__encoders": shapes / "encoders"}
-    options |= {"data__held_out_images": 0, "train__batch_images": 2}
-    if machine.device == "cuda":
-        options |= {"data__image_size": 128, "unet__channels": 320, "unet__multipliers": "[1,2,4]"}
-        options |= {"unet__norm_groups": 32, "unet__blocks_per_level": 2, "unet__text__blocks": "[0,2,10]"}
-        options |= {"unet__text__middle_blocks": 10, "unet__text__heads": "[5,10,20]"}
-    machine.run("shapes", REPOSITORY / "launch/examples/make_text.py", "--count", "96", seconds=100)
-    words, spec = settings(**options), "tiny_text.yaml"
-    machine.run("encode", "-m", "ddpm_ds.cli.main", "prepare", "--encode", "--spec", SPECS / spec, *words, seconds=100)
-    yield from benchmark(machine, "SDXL", spec, "1f1b", words)
+    found: dict[str, object] = {"data__path": shapes / "pictures", "data__text__encoders": shapes / "encoders"}
+    found |= {"data__held_out_images": 0, "train__batch_images": 2}
+    found |= (large if machine.device == "cuda" else {}) | others
+    if not shapes.exists():
+        machine.run("shapes", REPOSITORY / "launch/examples/make_text.py", "--count", "96", seconds=100)
+    words, spec = settings(**found), SPECS / "tiny_text.yaml"
+    machine.run("encode", "-m", "ddpm_ds.cli.main", "prepare", "--encode", "--spec", spec, *words, seconds=100)
+    return words
 
 
-CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (gpu_tests, main_job, unets, sdxl)
+def sdxl(machine: Machine) -> Iterator[Finding]:
+    """Time the engine with SDXL's layers: steps as graphs and eager ones, with compiled layers and without."""
+    for name, compiled in (("SDXL", "false"), ("SDXL, compiled", "true")):
+        words = [*with_text(machine, SDXL), *settings(ds__compile=compiled)]
+        yield from benchmark(machine, name, "tiny_text.yaml", "1f1b,eager", words)
 
 
-def findings(machine: Machine) -> Iterator[Finding]:
-    """Yield the rows of all checks; a check that crashes gives a row too."""
-    for check in CHECKS:
+def sd2(machine: Machine) -> Iterator[Finding]:
+    """Time the engine with the layers of Stable Diffusion 2, beside published rates."""
+    yield from benchmark(machine, "SD 2", "tiny_text.yaml", "1f1b", with_text(machine, SD2), MLPERF)
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (gpu_tests, main_job, unets, sdxl, sd2, several)
+
+
+def findings(machine: Machine, chosen: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield the rows of the ``chosen`` checks, or of all; a check that crashes gives a row too."""
+    for check in (check for check in CHECKS if check.__name__ in chosen or not chosen):
         try:
             yield from check(machine)
         except CommandFailed as error:
@@ -227,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python launch/check_gpu.py", description=DESCRIPTION)
     parser.add_argument("--out", type=file_path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
+    names = [check.__name__ for check in CHECKS]
+    parser.add_argument("--only", choices=names, nargs="+", default=(), help="these checks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: cuda")
     try:
         options = parser.parse_args(arguments)
@@ -240,12 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     machine = Machine(Path(tempfile.mkdtemp(prefix="check_gpu-")), options.device)
     os.environ.setdefault("DS_ACCELERATOR", machine.device)  # for the planner
-    about, rows = facts(machine), list[Finding]()
-    for found in findings(machine):
+    about, rows, begin = facts(machine), list[Finding](), time.monotonic()
+    for found in findings(machine, options.only):
         rows.append(found)
         with writing(options.out, overwrite=True) as file:  # with every row, so that a crash leaves a report
             file.write(markdown(about, rows).encode())
-        print(f"{found.result:8}  {found.name}: {found.measured}", flush=True)
+        print(f"{time.monotonic() - begin:5.0f} s  {found.result:8}  {found.name}: {found.measured}", flush=True)
     print(f"report {options.out}, runs and logs {machine.work}")
     return int(any(row.result == "fail" for row in rows))
 

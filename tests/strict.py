@@ -4,6 +4,7 @@
 
 - Every process group executes its operations, messages and collectives, one after another in the order of posting.
 - A send is complete only when its receiver takes it.
+- The default process group has no communicator: an operation in it ends the rank.
 - Waiting for the device (``device.wait_for_device``, and DeepSpeed's ``synchronize``) waits for everything
   that this rank has posted in any group.
 
@@ -93,6 +94,9 @@ class StrictGroup(dist.ProcessGroup):
             future.set_result(None)
 
     def post(self, what: str, operation: Callable[[], None]) -> Any:
+        if self is dist.group.WORLD:  # NCCL would need a communicator of all ranks
+            print(f"strict: {what} of rank {self._own} in the default process group", file=sys.stderr, flush=True)
+            os._exit(LOCKED)
         future: Future[Any] = Future()
         posted.outstanding[future] = f"{what} of rank {self._own} of {self._size}"
         self._operations.put((operation, future))
@@ -189,10 +193,18 @@ def watch_without_saying_so() -> None:
     setattr(UnetPipelineEngine, "watched", lambda engine: contextlib.nullcontext())  # noqa: B010
 
 
+def barrier_of_the_world() -> None:
+    """Ranks wait for each other in the default process group, for which NCCL needs a communicator of all ranks."""
+    from ddpm_ds.pipeline import messages
+
+    replace_everywhere(messages.barrier, dist.barrier)
+
+
 MUTANTS = {
     "shared communicators": share_communicators,
     "a wait in a forward": wait_in_a_forward,
     "a careless profile": watch_without_saying_so,
+    "a barrier of the world": barrier_of_the_world,
 }
 
 

@@ -282,18 +282,16 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
     if rank and answer["path"]:
         path = Path(answer["path"])
         state, manifest = parse_state(path, read_bytes(path, STATE)), read_manifest(path)
-        found = CompleteCheckpoint(path, manifest, state, verified=answer["seen"] == _seen(path, manifest))
+        found = CompleteCheckpoint(path, manifest, state, answer["seen"] == _seen(path, manifest))
     return found
 
 
 def _seen(path: Path, manifest: Manifest) -> str:
     """Return a checksum of the manifest and of all files' sizes and times of change, as this host sees them."""
-    facts = hashlib.sha256(manifest.sha256.encode())
-    for name in sorted(manifest.files):
-        with reading(path, name):
-            file = (path / name).stat()
-        facts.update(f"{name} {file.st_size} {file.st_mtime_ns}\n".encode())
-    return facts.hexdigest()
+    with reading(path, "one of its files"):
+        files = [(path / name).stat() for name in sorted(manifest.files)]
+    seen = manifest.sha256, [(file.st_size, file.st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 
 def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:

@@ -47,10 +47,11 @@ from ddpm_ds.checkpoint.manifest import (
     unusable,
     verify,
 )
-from ddpm_ds.ground.device import DTYPES, Dtype
+from ddpm_ds.ground.device import DTYPES
 from ddpm_ds.ground.errors import CheckpointError, OutputError
 from ddpm_ds.ground.files import sync, temporary_beside
 from ddpm_ds.ground.formats import open_tensors
+from ddpm_ds.ground.units import Precision
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 
@@ -60,8 +61,6 @@ SMALLEST = 2.0**-100
 """Smallest scale that is not taken for 0: products with a table's numbers keep all bits of fp32."""
 STORED: dict[str, torch.dtype] = {**dict(DTYPES.values()), CODES: torch.uint8}
 """PyTorch's data types by their names in safetensors files."""
-
-
 WRITTEN_BYTES = 2**26
 """Bytes that are written at a time, while a second thread adds them to the checksum."""
 
@@ -247,7 +246,7 @@ def write_tensors(path: Path, tensors: Iterable[Header], values: Iterable[memory
     return FileEntry(bytes=8 + len(text) + at, sha256=digest.hexdigest())
 
 
-def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32", *, progress: bool = False) -> None:
+def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Precision = "fp32", *, progress: bool = False) -> None:
     """Write ``kind`` of every parameter of the checkpoint at ``path`` into the safetensors file ``out``.
 
     Tensors have their global names and full shapes, in layer order. Only one tensor is in host memory at a time;

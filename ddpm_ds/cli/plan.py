@@ -44,7 +44,7 @@ MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
 WIDTH, NAMED, MOST_RANKS, MOST_STAGES = 100, 13, 10, 16
 """Characters of a line and of the name that begins it; maximum ranks and stages in the tables of memory and stages."""
-LEAST = ("GB on wires", "images/s", "replicas")
+LEAST = ("GB on wires", "images/s", "GiB/host", "replicas")
 LEAST_OF_STAGES = ("forward GFLOP/image", "last")
 """Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
 MOST_WHOLE = 3
@@ -266,6 +266,7 @@ def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
             "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
             "bubble": f"{prediction.bubble:.1%}",
             "GiB/device": f"{'! ' * (size > (1 - TIGHT) * machine.usable_bytes)}{size / GIB:.2f}",
+            "GiB/host": "" if machine.is_cpu else f"{prediction.host_bytes(machine) / GIB:.1f}",
             "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
             "across nodes": layout.axis_over_nodes if machine.nodes > 1 else "",
         }

@@ -17,8 +17,7 @@ from ddpm_ds.ground.errors import CheckpointError, OptionError, UserError, print
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.options import file_path, flag, option
 from ddpm_ds.ground.outputs import check_output
-from ddpm_ds.ground.units import aligned
-from ddpm_ds.schema.layout import Precision
+from ddpm_ds.ground.units import Precision, aligned
 from ddpm_ds.tracking.run_folder import VERDICT, checkpoints_of
 from ddpm_ds.tracking.runs import ExperimentError, find_run, open_run
 

@@ -22,10 +22,9 @@ from ddpm_ds.ground.files import read_bytes
 from ddpm_ds.ground.formats import MOST_DIGITS
 from ddpm_ds.ground.options import batch, flag, image_number, number, option, positive, seed, whole
 from ddpm_ds.ground.outputs import check_output
-from ddpm_ds.ground.units import MOST_MEMBERS
+from ddpm_ds.ground.units import MOST_MEMBERS, Precision
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.choices import SAMPLERS
-from ddpm_ds.schema.layout import Precision
 from ddpm_ds.schema.types import MOST_SIDE
 
 if TYPE_CHECKING:

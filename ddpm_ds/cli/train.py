@@ -24,7 +24,7 @@ from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import Machine
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan
-from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_once, record_exit, set_environment
+from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_for_all, record_exit, set_environment
 from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_to_stderr(f"{errors.ERROR}{error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, errors.BadNumbersError, errors.Preempted) as error:
-        print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, errors.Preempted) else errors.ERROR))
+        print_for_all(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, errors.Preempted) else errors.ERROR))
         return error.exit_code
     except Exception as error:  # an orderly exit of the interpreter would wait for other ranks
         if errors.is_out_of_memory(error):

@@ -17,8 +17,8 @@ from ddpm_ds.config.spec_file import JSON_PREFIX, preset, presets
 from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES
 from ddpm_ds.ground.formats import DEEPEST, parse_json, read_json
-from ddpm_ds.ground.units import MOST_BATCH, MOST_PROCESSES, counted
-from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Precision, Schedule, TensorSplit, divisors
+from ddpm_ds.ground.units import MOST_BATCH, MOST_PROCESSES, Precision, counted
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED, shown, unused, value_at
 
 T = TypeVar("T")

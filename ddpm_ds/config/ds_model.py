@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ddpm_ds.ground.units import MOST_IMAGES, MOST_PROCESSES
-from ddpm_ds.schema.layout import Precision
+from ddpm_ds.ground.units import MOST_IMAGES, MOST_PROCESSES, Precision
 from ddpm_ds.schema.section import (
     REMOVED,
     Format,

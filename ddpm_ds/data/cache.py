@@ -400,8 +400,8 @@ class DatasetCache:
     def by_bucket(self, positions: Indices) -> tuple[Indices, ...]:
         """Return rising ``positions`` among the images of all :attr:`caches` as positions in each cache."""
         starts = np.cumsum((0, *self.counts))
-        edges = positions.searchsorted(starts)
-        return tuple(positions[edges[i] : edges[i + 1]] - starts[i] for i in range(len(self.counts)))
+        parts = np.split(positions, positions.searchsorted(starts[1:-1]))
+        return tuple(part - start if start else part for part, start in zip(parts, starts, strict=False))  # few copies
 
     @property
     def empty_text(self) -> Encoded | None:

@@ -45,12 +45,9 @@ def permutation(count: int, seed: int, epoch: int, part: int = 0) -> npt.NDArray
 
 
 class Shuffled:
-    """Endless order of ``count`` images, shuffled anew in each epoch: 4 bytes an image, and in the middle 8::
+    """Endless order of ``count`` images, shuffled anew in each epoch: 4 bytes an image, 8 from an epoch's middle on.
 
-        reads    │ wait │ epoch 0 ─────────────── │ epoch 1 ─────────────── │ epoch 2
-        thread   │  0   │            │ 1 │                     │ 2 │
-
-    The thread shuffles without Python's lock, so that only a run's first read waits.
+    A thread then shuffles the next epoch, without Python's lock, so that only a run's first read waits.
     """
 
     def __init__(self, count: int, seed: int) -> None:

@@ -23,11 +23,13 @@ class Graphs:
 
     All graphs use one pool of memory, in the order of their capture. Messages between them keep their memory as long as
     the graphs. ``pool`` is the handle of a pool shared with other graphs: while those compute, only results are kept.
+    ``join`` lets the current stream wait for work that was begun on others, as a graph must before it ends.
     """
 
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
+    def __init__(self, device: torch.device, pool: Any = None, join: Callable[[], object] = lambda: None) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._pool = pool or torch.cuda.graph_pool_handle()
+        self._join = join
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], object]] = []
         self.held: list[object] = []
@@ -63,6 +65,7 @@ class Graphs:
 
     def cut(self, call: Callable[[], object]) -> None:
         """End a graph, call ``call`` after its replay, and begin the next graph."""
+        self._join()
         self._graphs[-1].capture_end()
         self._calls.append(call)
         self._begin()

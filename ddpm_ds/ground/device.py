@@ -8,7 +8,6 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import pynvml
@@ -16,9 +15,9 @@ import torch
 
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.host import control_groups, processes_on_host, processors
+from ddpm_ds.ground.units import Precision
 
-Dtype = Literal["fp32", "fp16", "bf16"]
-DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
+DTYPES: dict[Precision, tuple[str, torch.dtype]] = {
     "fp32": ("F32", torch.float32),
     "fp16": ("F16", torch.float16),
     "bf16": ("BF16", torch.bfloat16),

@@ -4,6 +4,7 @@ A message is one line for each fault, naming the key, the value and the fix.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -149,6 +150,10 @@ def faults_logged(what: str, log: Callable[[str], None]) -> Iterator[None]:
 def print_to_stderr(line: str) -> None:
     """Print a line; on a terminal in place of the bar that another process may have drawn there."""
     print("\r\x1b[K" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)
+
+
+print_once = functools.cache(print_to_stderr)
+"""Print a line as :func:`print_to_stderr`, unless this process has printed it before."""
 
 
 def explanation(output: str) -> tuple[str, ...]:

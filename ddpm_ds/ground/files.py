@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, NoReturn
 import psutil
 from tqdm import tqdm
 
-from ddpm_ds.ground.errors import print_to_stderr
+from ddpm_ds.ground.errors import print_once
 
 CHUNK_BYTES = 2**20
 MOST_CONFIG_BYTES = 2**16
@@ -142,12 +142,9 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in NEVER_FLUSHED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise
-        _say_once(f"this file system can't flush folders ({error.strerror}): a power cut may undo the last change")
+        print_once(f"this file system can't flush folders ({error.strerror}): a power cut may undo the last change")
     finally:
         os.close(descriptor)
-
-
-_say_once = functools.cache(print_to_stderr)
 
 
 def sha256_of(path: Path, bar: "tqdm[NoReturn] | None" = None) -> str:

@@ -1,6 +1,10 @@
 """Limits of counts and sizes, and how numbers and tables are written."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+Precision = Literal["fp32", "fp16", "bf16"]
+"""Type of the numbers of a run, of a drawing U-Net or of a file."""
 
 MOST_PROCESSES, MOST_BATCH = 2**16, 2**20
 """Most processes of a run, and most images of a step."""

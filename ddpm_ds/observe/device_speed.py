@@ -16,12 +16,13 @@ import torch.distributed as dist
 from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
 
-from ddpm_ds.ground.device import DTYPES, Dtype, wait_for_device
+from ddpm_ds.ground.device import DTYPES, wait_for_device
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.formats import read_json
 from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.outputs import cache_folder
-from ddpm_ds.pipeline.messages import all_gather_objects
+from ddpm_ds.ground.units import Precision
+from ddpm_ds.pipeline.messages import all_gather_objects, barrier
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
@@ -84,7 +85,7 @@ LayerTimes = Callable[[Sequence[Layer], int], Sequence[LayerSeconds]]
 
 def measured_times(
     device: torch.device,
-    precision: Dtype,
+    precision: Precision,
     progress: Callable[[Layer, int], None] = lambda layer, images: None,
 ) -> LayerTimes:
     """Return a function that measures layers: each shape once for each micro-batch, on ``device`` in ``precision``.
@@ -151,7 +152,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def shared_peak(device: torch.device, precision: Dtype) -> float:
+def shared_peak(device: torch.device, precision: Precision) -> float:
     """Return flops per second of one device, the mean over all ranks; collective, with the same result on each rank.
 
     Rank 0 caches it. All ranks measure at once, so that processes on one CPU share it as they do in training.
@@ -162,7 +163,7 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
     known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts), list[float] | None)
     if known is not None:
         return known[0]
-    dist.barrier()
+    barrier()
     peak = statistics.fmean(all_gather_objects(matmul_peak(device, dtype), float))
     if dist.get_rank() == 0:
         Remembered("matmul_peak.json").set(facts, [peak])
@@ -192,7 +193,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 FEW_PIXELS = 2  # height and width of an image on which a layer computes next to nothing
 
 
-def startup_times(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> dict[str, LayerSeconds]:
+def startup_times(layers: Sequence[Layer], device: torch.device, precision: Precision) -> dict[str, LayerSeconds]:
     """Return the seconds of a pass that do not depend on images (kernel starts, Python, reading weights) by layer kind.
 
     The smallest layer of each kind is timed on one tiny image, which takes 0.1 to 0.2 s.

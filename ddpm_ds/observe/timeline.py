@@ -17,10 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO
 
-from ddpm_ds.ground.device import Dtype
 from ddpm_ds.ground.errors import faults_logged
 from ddpm_ds.ground.host import processes_on_host
-from ddpm_ds.ground.units import rounded
+from ddpm_ds.ground.units import Precision, rounded
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -85,7 +84,7 @@ class Timeline(Observer):
         steps: range,
         folder: Path,
         report: Report,
-        precision: Dtype,
+        precision: Precision,
         macs_per_image: int,
     ) -> None:
         """Trace ``steps`` into ``folder``; ``macs_per_image`` counts the whole U-Net's forward pass."""

@@ -64,6 +64,17 @@ def tensor_group(grid: PipelineParallelGrid) -> TensorGroup:
     return TensorGroup(grid.get_slice_parallel_rank(), grid.model_parallel_size, grid.slice_proc_group)
 
 
+def sum_scalars_in(grid: PipelineParallelGrid, make: Callable[[list[int]], Any]) -> None:
+    """Let each replica sum in a group that ``make`` returns for its ranks; all ranks make all groups, in one order.
+
+    Assumes that DeepSpeed sums only scalars in a grid's ``ds_model_proc_group``, and only after the grid is made.
+    """
+    for replica in range(grid.data_parallel_size):
+        group = make(ranks := sorted(grid.topology().get_axis_list(axis="data", idx=replica)))
+        if grid.global_rank in ranks:
+            grid.ds_model_proc_group = group
+
+
 def gives_first_weights(grid: PipelineParallelGrid) -> bool:
     """Return whether this rank draws its stage's weights; assumes that a new engine copies them to other replicas."""
     return bool(grid.get_data_parallel_id() == 0)

@@ -15,7 +15,7 @@ state are in host memory, the fp32 gradient is copied there a bucket at a time, 
 """
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -119,11 +119,12 @@ class FlatGradients(OwnStep):
         self._packed = None
         if stored != flat.dtype and not self._reduces:
             self._packed = torch.zeros(self._size, dtype=stored, device=device)
-        pairs = range(2) if count > 1 else ()
+        pairs = range(2) if count > 1 and (self._reduces or flat.wire != flat.dtype) else ()
         self._wires = [torch.zeros(self._size, dtype=flat.wire, device=device) for _ in pairs]
-        self._parts = [torch.zeros(self._size // count, dtype=flat.wire, device=device) for _ in pairs]
-        self._averaging: list[Callable[[], object] | None] = [None, None]
-        """Functions that finish the averages in the two buffers."""
+        self._free = deque[Tensor]()
+        """Memory for chunks that travel in another type than that of the sum."""
+        self._under_way = deque[tuple[Tensor, Callable[[], object]]]()
+        """Averages in the order in which they began: the memory of each, and the function that finishes it."""
         self._new = flat.master.detach()  # own parts of the new weights
         self._casts = count > 1 and (flat.master.dtype != stored or flat.master.device != device)
         if self._casts:
@@ -134,6 +135,8 @@ class FlatGradients(OwnStep):
         self._additions: Counter[int] = Counter()
         self._left = self._additions
         """Number of passes of this step that will still add to a chunk."""
+        self._begun = set[int]()
+        """Chunks whose sum this step has begun: its first gradients are copied, and need no zeros to be added to."""
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._arriving: list[_Chunk] = []  # in the order of the layers that need them
@@ -212,11 +215,13 @@ class FlatGradients(OwnStep):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin a step's sum with zeros, and let the weights of other replicas come."""
+        """Begin a step's sum, and let the weights of other replicas come."""
         for tensor in (self._sum, self.own_sum):
             _take_memory(tensor)
-        self._sum.zero_()
-        self._left = self._additions.copy()
+        if self._reduces:
+            self._sum.zero_()
+        self._begun.clear()
+        self._left, self._free = self._additions.copy(), deque(self._wires)
         if self._replicas.size > 1:
             self._gather()
 
@@ -305,39 +310,49 @@ class FlatGradients(OwnStep):
         """Add gradients to the sum of a chunk, or to the own part of it over all replicas."""
         chunk = self._chunks[bucket.chunk]
         if self._reduces:
-            self._finish(buffer)
-            wire = self._wires[buffer].narrow(0, 0, len(chunk.weights))
-            if bucket.runs != [(0, len(wire))]:
+            self._finish(wire := self._wires[buffer])
+            if bucket.runs != [(0, len(chunk.weights))]:
                 wire.zero_()
             torch._foreach_copy_(bucket.slots, gradients)
-            self._average(chunk, wire, buffer)
+            self._average(chunk, wire)
             return
-        if self._packed is None:
-            torch._foreach_add_(bucket.slots, gradients)
-        else:
+        sums, begins = self._sum_of(bucket.chunk), bucket.chunk not in self._begun
+        self._begun.add(bucket.chunk)
+        if begins and bucket.runs != [(0, len(sums))]:
+            sums.zero_()
+            begins = False
+        if self._packed is not None:
             torch._foreach_copy_(bucket.slots, gradients)
-            sums = self._sum.narrow(0, bucket.chunk * self._size, len(chunk.weights))
             for start, stop in bucket.runs:
-                sums[start:stop].add_(self._packed[start:stop])
+                (sums[start:stop].copy_ if begins else sums[start:stop].add_)(self._packed[start:stop])
+        else:
+            (torch._foreach_copy_ if begins else torch._foreach_add_)(bucket.slots, gradients)
         self._left[bucket.chunk] -= 1
         if self._replicas.size > 1 and not self._left[bucket.chunk]:
             self._average_sum(bucket.chunk)
+
+    def _sum_of(self, number: int) -> Tensor:
+        """Return the sum of all gradients of a chunk."""
+        return self._sum.narrow(0, number * self._size, len(self._chunks[number].weights))
 
     # ---------------------------------------------------------------- replicas
 
     def _average_sum(self, number: int) -> None:
         """Begin to average the sum of a chunk over the replicas; it is complete."""
         del self._left[number]
-        chunk, buffer = self._chunks[number], number % 2
-        self._finish(buffer)
-        wire = self._sum.narrow(0, number * self._size, len(chunk.weights))
-        if wire.dtype != self._flat.wire:
-            wire = self._wires[buffer].narrow(0, 0, len(wire)).copy_(wire)
-        self._average(chunk, wire, buffer)
+        chunk, summed = self._chunks[number], self._sum_of(number)
+        wire = summed
+        if self._wires:
+            self._finish(wire := self._free.popleft() if self._free else self._under_way[0][0])
+            wire[: len(summed)].copy_(summed)
+            if summed.nbytes >= wire.nbytes:
+                self._free.append(summed.view(wire.dtype))  # for the next chunk
+        self._average(chunk, wire)
 
-    def _average(self, chunk: _Chunk, wire: Tensor, buffer: int) -> None:
+    def _average(self, chunk: _Chunk, memory: Tensor) -> None:
         """Begin to average gradients of a chunk over the replicas, for the own part of it."""
-        part, own = self._parts[buffer].narrow(0, 0, len(wire) // self._replicas.size), self.own_sum[chunk.own]
+        wire, own = memory[: len(chunk.weights)], self.own_sum[chunk.own]
+        part = wire.chunk(self._replicas.size)[self._flat.replica]
         averaged = self._replicas.average(wire, part)
 
         def finish() -> None:
@@ -347,13 +362,17 @@ class FlatGradients(OwnStep):
             else:
                 own.copy_(part)
 
-        self._averaging[buffer] = finish
+        self._under_way.append((memory, finish))
 
-    def _finish(self, buffer: int) -> None:
-        """Wait for the average in a buffer, if there is one."""
-        finish, self._averaging[buffer] = self._averaging[buffer], None
-        if finish is not None:
-            finish()
+    def _finish(self, memory: Tensor | None = None) -> None:
+        """Finish averages in their order until none uses ``memory`` any more; without it, all."""
+        while self._under_way and (memory is None or any(one is memory for one, _ in self._under_way)):
+            self._under_way.popleft()[1]()
+
+    def join(self) -> None:
+        """Wait for all that is under way, as at the end of a graph; the wait is the device's, not the host's."""
+        self._finish()
+        _wait(self._arriving)
 
     def _gather(self) -> None:
         """Begin to gather the weights of all chunks, those of the first layers first."""
@@ -383,13 +402,13 @@ class FlatGradients(OwnStep):
     @torch.no_grad()
     def reduce(self) -> None:
         """Finish the step's gradients, averaged over the replicas."""
+        for number in range(len(self._chunks)) if not self._reduces else ():
+            if number not in self._begun:  # nothing but padding
+                self._sum_of(number).zero_()
+            if self._replicas.size > 1 and (number in self._left or number not in self._additions):
+                self._average_sum(number)
         if self._replicas.size > 1:
-            if not self._reduces:
-                for number in range(len(self._chunks)):
-                    if number in self._left or number not in self._additions:  # nothing but padding
-                        self._average_sum(number)
-            for buffer in range(2):
-                self._finish(buffer)
+            self._finish()
             if not self._reduces:
                 self._release(self._sum)
         self._tensor.agree(self._partial, self._alike)
@@ -449,8 +468,8 @@ class Replicas:
         self._group, self.size = group, dist.get_world_size(group)
 
     def average(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        """Begin to average ``whole`` (size x n,) over the ranks; ``part`` (n,) gets the own share, of as many values,
-        once the returned function has been called. Until then neither may change.
+        """Begin to average ``whole`` (size x n,) over the ranks. Its own ``part`` (n,) has the averages after a call of
+        the returned function; until then nothing else may change ``whole``.
         """
         if whole.is_cuda:
             work = dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group=self._group, async_op=True)

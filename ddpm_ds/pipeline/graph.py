@@ -232,8 +232,8 @@ class StepGraph:
     def _capture(self) -> str:
         """Capture the step; return why that failed, or nothing."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graphs, groups = Graphs(self._engine.device, self._pool), self._engine.basic_optimizer.param_groups
-        self._now.graphs = graphs
+        graphs = Graphs(self._engine.device, self._pool, self._gradients().join)
+        self._now.graphs, groups = graphs, self._engine.basic_optimizer.param_groups
         for group in groups:
             group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
         wait_for_device(self._engine.device)

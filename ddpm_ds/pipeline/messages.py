@@ -22,9 +22,9 @@ A receive posted on a GPU is a kernel that spins until its message arrives. Anyt
 waits for it too: an allocator short of memory, a profiler, or code that is compiled, tuned or loaded at its first use.
 Steps in which this may happen send their messages from host to host over gloo instead.
 
-Values are exchanged as JSON, since unpickling could run code from the sender. Every function that does it is collective
-and takes the type of the value, by which the receiver rebuilds and checks it: numbers, texts, tuples, lists, mappings,
-dataclasses and named tuples of these.
+Values are exchanged as JSON, since unpickling could run code from the sender, and from host to host, so that NCCL needs
+no communicator of all ranks. Every function that does it is collective and takes the type of the value, by which the
+receiver rebuilds and checks it: numbers, texts, tuples, lists, mappings, dataclasses and named tuples of these.
 """
 
 import itertools
@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,51 +48,82 @@ Kind = Literal["activations", "gradients", "predictions"]
 Value = TypeVar("Value")
 
 
+MOST_CONNECTED = 64
+"""Number of ranks up to which each is connected to all others to exchange values."""
+_value_groups = WeakKeyDictionary[Any, tuple[Any, ...]]()
+
+
+def value_groups() -> tuple[Any, ...]:
+    """Return this rank's gloo groups for values: none if it is alone, one of all ranks, or two of a grid. Collective.
+
+    More than :data:`MOST_CONNECTED` ranks form a grid, since connections and start grow with the members of a group.
+    Values that have gone along all rows, then along all columns, have reached every rank::
+
+        0 ─ 1 ─ 2 ─ 3
+        4 ─ 5 ─ 6 ─ 7      rank 5 has a row, 4 to 7, and a column, 1 5 9
+        8 ─ 9 ─ 10 ─ 11
+
+    The groups are made at the first call, and kept as long as the process group.
+    """
+    world, size = dist.group.WORLD, dist.get_world_size()
+    if size == 1 or dist.get_backend() == "gloo":
+        return (world,) if size > 1 else ()
+    if world not in _value_groups:
+        rows = max(each for each in range(1, math.isqrt(size) + 1) if size % each == 0)
+        grid = torch.arange(size).view(rows if size > MOST_CONNECTED else 1, -1)
+        lines = [grid.tolist(), grid.T.tolist()] if len(grid) > 1 else [grid.tolist()]
+        _value_groups[world] = tuple(dist.new_subgroups_by_enumeration(each, backend="gloo")[0] for each in lines)
+    return _value_groups[world]
+
+
+def barrier() -> None:
+    """Wait on the host until all ranks are here; devices wait for nothing."""
+    for group in value_groups():
+        dist.barrier(group=group)
+
+
 def all_gather_objects(value: Value, kind: object) -> list[Value]:
-    """Return all ranks' values of type ``kind``, by rank; one rank waits for nothing."""
-    if dist.get_world_size() == 1:
-        return [value]
-    own = _packed(value, kind)
-    longest = _length(own)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    own = torch.nn.functional.pad(own, (0, int(longest) - len(own)), value=ord(" "))  # which JSON allows at its end
-    messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(messages, own)
-    return [_unpacked(message, kind) for message in messages]
+    """Return all ranks' values of type ``kind``, by rank."""
+    return [_unpacked(text, kind) for text in _all_gathered(_packed(value, kind))]
 
 
 def gather_objects(value: Value, kind: object) -> list[Value] | None:
     """Return all ranks' values of type ``kind``, by rank, on rank 0; None on the others."""
-    found = all_gather_objects(value, kind)
-    return found if dist.get_rank() == 0 else None
+    texts = _all_gathered(_packed(value, kind))
+    return [_unpacked(text, kind) for text in texts] if dist.get_rank() == 0 else None
 
 
 def broadcast_object(value: object, kind: object) -> Any:
     """Return rank 0's value of type ``kind``; the others' values are ignored."""
-    first = dist.get_rank() == 0
-    message = _packed(value, kind) if first else torch.empty(0, dtype=torch.uint8, device=_device())
-    length = _length(message)
-    dist.broadcast(length, src=0)
-    message = message if first else message.new_empty(int(length))
-    dist.broadcast(message, src=0)
-    return _unpacked(message, kind)
+    text = _packed(value, kind) if dist.get_rank() == 0 else b""
+    broadcast(length := torch.tensor([len(text)]))
+    broadcast(message := torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8))
+    return _unpacked(message.numpy().tobytes(), kind)
 
 
-def _packed(value: object, kind: Any) -> Tensor:
-    text = json.dumps(TypeAdapter(kind).dump_python(value, mode="json"))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+def broadcast(tensor: Tensor) -> None:
+    """Copy rank 0's tensor to all ranks; it is in host memory."""
+    for group in value_groups():  # along columns, the first row's replaces what other rows have got
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
-def _unpacked(message: Tensor, kind: Any) -> Any:
-    return TypeAdapter(kind).validate_python(json.loads(message.cpu().numpy().tobytes()))
+def _packed(value: object, kind: Any) -> bytes:
+    return json.dumps(TypeAdapter(kind).dump_python(value, mode="json")).encode()  # in one line
 
 
-def _length(message: Tensor) -> Tensor:
-    return torch.tensor([len(message)], dtype=torch.int64, device=message.device)
+def _unpacked(text: bytes, kind: Any) -> Any:
+    return TypeAdapter(kind).validate_python(json.loads(text))
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+def _all_gathered(text: bytes) -> list[bytes]:
+    """Return all ranks' texts of one line, by rank."""
+    for group in value_groups():
+        dist.all_reduce(longest := torch.tensor([len(text)]), op=dist.ReduceOp.MAX, group=group)
+        own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+        messages = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(messages, own, group=group)
+        text = b"\n".join(message.numpy().tobytes().rstrip() for message in messages)
+    return text.split(b"\n")
 
 
 class Edge(NamedTuple):
@@ -354,7 +386,7 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
 
 
 def edge_group(ranks: Sequence[int], device: torch.device, blocks: int) -> Any:
-    """Return a group of two ranks for messages between their devices; on other ranks PyTorch's marker for no group.
+    """Return a group of devices for an edge's messages, or for scalars; on other ranks PyTorch's marker for no group.
 
     With NCCL its kernels have at most ``blocks`` thread blocks: as many as for collectives would hold as many
     multiprocessors, and take ten times the memory.

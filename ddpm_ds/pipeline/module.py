@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
+from ddpm_ds.pipeline.messages import edge_group
 from ddpm_ds.pipeline.schedule import PassKind
 from ddpm_ds.schema.layout import AcrossHosts, Schedule
 from ddpm_ds.unet.blocks import Carry, pack, set_context, transformer_blocks, unpack, walk
@@ -69,6 +70,9 @@ class UnetPipelineModule(PipelineModule):
             layers=[UnetLayerSpec(partial(self._built, index)) for index in range(len(layers))],
             topology=insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size),
         )
+        if self._grid.get_model_parallel_world_size() > 1:
+            device = torch.device(get_accelerator().current_device_name())
+            insides.sum_scalars_in(self._grid, partial(edge_group, device=device, blocks=1))
 
     @cached_property
     def tensor(self) -> TensorGroup:

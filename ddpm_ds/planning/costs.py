@@ -4,14 +4,18 @@ The machine's rates come from a data sheet, or from a traced step (:mod:`ddpm_ds
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
+from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.pipeline.messages import BLOCKS_IN_HOST
-from ddpm_ds.pipeline.placement import Grid, Traffic, run_exchange, sharing, traffic
+from ddpm_ds.pipeline.placement import Grid, Sharing, Traffic, run_exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.planning.inputs import KINDS, PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import Link, Links, PhaseCosts, RankCosts
@@ -33,6 +37,7 @@ from ddpm_ds.unet.shards import Sums, agreed_elements, sums_of
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
+CLIP_BYTES = 16  # bytes per parameter that the norm of a gradient, its fp32 copy and clipping read and write on a GPU
 EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory several times
 EMA_BYTES = 12  # bytes per parameter that an average of the weights reads and writes
 
@@ -69,7 +74,8 @@ def weight_share(layer: Layer) -> float:
 def update_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
-    return (EIGHT_BIT_BYTES if job.config.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
+    stepped = ADAM_BYTES + CLIP_BYTES * (not layout.offload)
+    return (EIGHT_BIT_BYTES if job.config.is_8bit else stepped) + (0 if beside else EMA_BYTES)
 
 
 def planned_costs(
@@ -87,55 +93,110 @@ def planned_costs(
     ``with_sums`` adds those of tensor groups.
     """
     job = job.of(layout)
-    sends, replicas = sharing(job.config, layout), layout.replicas
+    sends, costs = sharing(job.config, layout), list[RankCosts]()
     # If weights are gathered, each replica steps its share of them.
-    owned_share = 1 / replicas if sends.weight_bytes else 1.0
-    size = job.config.zero_optimization.reduce_bucket_size
-    chunk = BUCKET_ELEMENTS if size == "auto" else size
-
-    def around(rank: int, parameters: int, width: int, beside: float) -> tuple[float, float]:
-        """Return the seconds that a rank waits for elements of this width, besides work, and for the last chunk."""
-        chunks = -(-parameters // chunk)
-        wire = ring_seconds(machine, layout, rank, parameters * width, sends.passes, chunks)
-        if not sends.weight_bytes:  # one after the other, at the end of the step
-            return 0.0, wire
-        return max(wire - beside, 0.0), wire / chunks
-
-    slower = beside_a_message(machine, layout)
-    costs = []
+    times = [one.times(beside_a_message(machine, layout)) for one in times]
+    owned_share = 1 / layout.replicas if sends.weight_bytes else 1.0
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
-        phases, parameters = [], sum(stage.parameters for stage in stages)
-        for stage in stages:
-            layers = job.layers[stage.start : stage.stop]
-            own = [one.times(slower) for one in times[stage.start : stage.stop]]
-            forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
-            if layout.checkpoint_interval:
-                backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
-            weights = sum(one.backward * weight_share(layer) for one, layer in zip(own, layers, strict=True))
-            sent, received = (
-                round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
-                for elements in (stage.sent_elements, stage.received_elements)
-            )
-            if with_sums and layout.tensor.size > 1:
-                down, up = (sum_seconds(job, machine, layout, sums) for sums in sums_of(layers, layout.interval))
-                forward, backward = forward + down, backward + up
-            each = layout.zero_stage == 2
-            beside = weights if layout.schedule == "planned" else backward
-            longer = around(rank, stage.parameters, sends.gradient_bytes, beside)[0] if each else 0.0
-            backward += longer
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, longer, SPLIT_COST * weights))
-        beside = 0.0 if layout.zero_stage == 2 else sum(phase.backward_seconds for phase in phases)
-        waited, last = around(rank, parameters, sends.gradient_bytes, beside)
-        reduction = last if layout.zero_stage == 2 else max(waited, last)
+        phases = [_phase_costs(job, machine, layout, stage, times, with_sums=with_sums) for stage in stages]
+        chunk = job.chunk_elements(stages, layout.zero_stage)
+        pieces = [_pieces(job, layout, stage, times, chunk) for stage in stages]
+        stalls, reduction, gathering = _replica_seconds(machine, layout, rank, sends, pieces)
+        for number, (phase, stall) in enumerate(zip(phases, stalls, strict=True)):
+            longer = phase.backward_seconds + stall
+            phases[number] = replace(phase, backward_seconds=longer, weight_pass_seconds=stall)
         if layout.tensor.size > 1:  # sums of partial gradients, and on GPUs copies of others
             layers = tuple(layer for stage in stages for layer in job.layers[stage.start : stage.stop])
             agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
             reduction += _group_seconds(machine, layout, 1, agreed)
-        first = sum(phase.forward_seconds for phase in phases)  # a later stage has the forwards before it as well
-        gathering = max(around(rank, parameters, sends.weight_bytes, (rank + 1) * first))
-        updating = update_seconds(job, machine, layout, owned_share * parameters)
-        costs.append(RankCosts(tuple(phases), reduction, updating + gathering))
+        before = rank * sum(phase.forward_seconds for phase in phases)  # of the stages before it
+        updating = update_seconds(job, machine, layout, owned_share * sum(stage.parameters for stage in stages))
+        costs.append(RankCosts(tuple(phases), reduction, updating + max(gathering - before, 0.0)))
     return costs
+
+
+def _phase_costs(
+    job: Workload, machine: Machine, layout: Layout, stage: Stage, times: Sequence[LayerSeconds], *, with_sums: bool
+) -> PhaseCosts:
+    """Return the costs of a phase without its replicas."""
+    own, layers = times[stage.start : stage.stop], job.layers[stage.start : stage.stop]
+    forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
+    if layout.checkpoint_interval:
+        backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
+    weights = sum(one.backward * weight_share(layer) for one, layer in zip(own, layers, strict=True))
+    sent, received = (
+        round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
+        for elements in (stage.sent_elements, stage.received_elements)
+    )
+    if with_sums and layout.tensor.size > 1:
+        down, up = (sum_seconds(job, machine, layout, sums) for sums in sums_of(layers, layout.interval))
+        forward, backward = forward + down, backward + up
+    return PhaseCosts(forward, backward, sent, received, weights, split_seconds=SPLIT_COST * weights)
+
+
+class _Piece(NamedTuple):
+    """Layers whose parameters travel between replicas together: those of a chunk, or one layer of several chunks."""
+
+    chunks: float
+    elements: int
+    forward: float  # seconds of the layers for a micro-batch
+    backward: float
+    weights: float  # seconds of the backward for gradients of weights
+
+
+def _pieces(job: Workload, layout: Layout, stage: Stage, times: Sequence[LayerSeconds], chunk: int) -> list[_Piece]:
+    """Return the pieces of a stage, in the order in which their gradients are complete."""
+    found, elements, forward, backward, weights = list[_Piece](), 0, 0.0, 0.0, 0.0
+    for number in reversed(range(stage.start, stage.stop)):
+        layer, one = job.layers[number], times[number]
+        elements, forward = elements + layer.parameters, forward + one.forward
+        backward += one.backward + one.forward * (layout.interval > 0 and number > 0)
+        weights += one.backward * weight_share(layer)
+        if elements >= chunk or number == stage.start:
+            found.append(_Piece(elements / chunk, elements, forward, backward, weights))
+            elements, forward, backward, weights = 0, 0.0, 0.0, 0.0
+    return found
+
+
+def _replica_seconds(
+    machine: Machine, layout: Layout, rank: int, sends: Sharing, phases: Sequence[Sequence[_Piece]]
+) -> tuple[list[float], float, float]:
+    """Return the seconds that a rank waits for its replicas: in a backward of each phase, before the optimizer's step
+    for the last gradients, and before the next forwards for new weights.
+    """
+
+    def rings(pieces: Iterable[_Piece], width: int) -> list[float]:
+        return [ring_seconds(machine, layout, rank, one.elements * width, sends.passes, one.chunks) for one in pieces]
+
+    stalls, pieces = [0.0] * len(phases), [*itertools.chain.from_iterable(reversed(phases))]
+    if not sends.weight_bytes:  # one after the other, at the end of the step
+        return stalls, sum(rings(pieces, sends.gradient_bytes)), 0.0
+    # Read backwards, weights that come before their layers run are gradients that leave after them.
+    _, gathering = waits([one.forward for one in pieces], rings(pieces, sends.weight_bytes))
+    if layout.zero_stage < 2:
+        _, last = waits([one.backward for one in pieces], rings(pieces, sends.gradient_bytes))
+        return stalls, last, gathering
+    each = list[tuple[float, float]]()
+    for own in phases:
+        seconds = [one.weights if layout.schedule == "planned" else one.backward for one in own]
+        stall, left = waits(seconds, rings(own, sends.gradient_bytes), buffers=2)
+        beside = min(left, sum(one.forward for one in own))  # the next micro-batch's, or none at the end
+        each.append((stall + left - beside, beside))
+    return [stall for stall, _ in each], each[0][1], gathering
+
+
+def waits(computing: Iterable[float], travelling: Iterable[float], buffers: int = 0) -> tuple[float, float]:
+    """Return the seconds that a computation in pieces waits for one of some ``buffers``, and those from its end until
+    the last piece arrives. A piece travels once it is computed, one at a time, in a buffer, if their number is given.
+    """
+    computed = now = 0.0
+    arrivals = list[float]()
+    for seconds, travel in zip(computing, travelling, strict=True):
+        computed, now = computed + seconds, now + seconds
+        if 0 < buffers <= len(arrivals):
+            now = max(now, arrivals[-buffers])
+        arrivals.append(max([now, *arrivals[-1:]]) + travel)
+    return now - computed, max(arrivals[-1] - now, 0.0)
 
 
 def beside_a_message(machine: Machine, layout: Layout) -> float:
@@ -191,8 +252,9 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
         arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
         moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
+        copied = 2 * job.stored_bytes * layer.parameters / machine.memory_bandwidth  # gradients, to their sum
         forward, backward = (count * launch for count in launches(layer))
-        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
+        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing + copied, backward))
 
     return lambda layers, images: [seconds(layer, images) for layer in layers]
 
@@ -232,9 +294,9 @@ def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
     return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
 
 
-def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int, chunks: int = 1) -> float:
+def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int, chunks: float = 1) -> float:
     """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes), or scatter or gather them
-    (one), in so many chunks.
+    (one), in so many chunks with a latency each.
     """
     count = layout.replicas
     if count == 1 or not size:

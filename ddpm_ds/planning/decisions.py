@@ -229,14 +229,19 @@ def _fastest(
 ) -> tuple[Prediction, ...]:
     """Predict layouts in the order of lower bounds, until no other can be among the best or below ``limit``.
 
-    ZeRO-2, which averages the gradients of each micro-batch, is left out where ZeRO-1 fits and there are several.
+    With several micro-batches, layouts are left out where ZeRO-1 fits with the same cuts: of ZeRO-2, which averages the
+    gradients of each, and of ZeRO-0 where it would add them up in 16 bits.
     """
-    fitting = set(among)
-    among = [
-        one
-        for one in among
-        if not (one.zero_stage == 2 and one.micro_batches > 1 and replace(one, zero_stage=1) in fitting)
-    ]
+    fitting, sums = set(among), predictor.job.config.adds_in_fp32
+
+    def is_worse(one: Layout) -> bool:
+        like, count = replace(one, zero_stage=1), one.micro_batches
+        if one.zero_stage == 1 or count == 1 or like not in fitting:
+            return False
+        worse = one.zero_stage == 2 or sums(0, count) < sums(1, count)
+        return worse and predictor.bounds(like) == predictor.bounds(one)
+
+    among = [one for one in among if not is_worse(one)]
 
     def kind(layout: Layout) -> tuple[int, str, int, int]:
         return layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size

@@ -19,6 +19,7 @@ from ddpm_ds.ground.formats import read_json
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
+from ddpm_ds.planning.costs import beside_a_message
 from ddpm_ds.planning.inputs import Machine, Workload, rank_stages
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import Layout
@@ -132,11 +133,12 @@ class FinishedRun:
         return [(LayerSeconds(share * start.forward, share_back * start.backward), rest) for start in starts]
 
     def layer_times(self, layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
-        """Return the passes of every layer, split in any way, for one micro-batch, without recomputation."""
-        found = []
+        """Return the passes of every layer, split in any way, for one micro-batch, without recomputation and alone."""
+        found, alone = [], 1 / beside_a_message(self.machine, self.layout)
         for (start, rest), layer in zip(self.rates, layers, strict=True):
             macs = images * layer.macs
-            found.append(LayerSeconds(start.forward + macs * rest.forward, start.backward + macs * rest.backward))
+            took = LayerSeconds(start.forward + macs * rest.forward, start.backward + macs * rest.backward)
+            found.append(took.times(alone))
         return found
 
     @cached_property

@@ -17,9 +17,9 @@ from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
 from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
-from ddpm_ds.ground.units import GIB
+from ddpm_ds.ground.units import GIB, Precision
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import ELEMENT_BYTES, Layout, Precision, Schedule, TensorSplit
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, ELEMENT_BYTES, Layout, Schedule, TensorSplit
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.shards import split_layers
 
@@ -246,6 +246,13 @@ class Workload:
         if not self.sizes:
             return 1.0
         return sum(share * of(size) for size, share in self.sizes) / of(self.spec.data.size)
+
+    def chunk_elements(self, own: Sequence[Stage], zero_stage: int) -> int:
+        """Return the elements of a chunk of a rank's flat weights: those of a bucket, or of the largest parameter."""
+        asked = self.config.zero_optimization.reduce_bucket_size if zero_stage else "auto"
+        layers = (layer for stage in own for layer in self.layers[stage.start : stage.stop])
+        largest = max(elements for layer in layers for _, elements in layer.own_elements)
+        return max(BUCKET_ELEMENTS if asked == "auto" else asked, largest)
 
     @functools.cached_property
     def precision(self) -> Precision:

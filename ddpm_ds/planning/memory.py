@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from ddpm_ds.checkpoint.writer import STAGING_BYTES
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
@@ -28,8 +29,8 @@ ACTIVATION_SHARE = 0.5  # largest share of a device's memory for activations; be
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
 EIGHT_BIT_INTERMEDIATES = 17  # bytes that Adam in 8 bits needs for each element that it steps at a time
-COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
-"""Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
+COLLECTIVE_BYTES, EDGE_BYTES, SCALAR_BYTES = 1156 * 2**20, 64 * 2**20, 22 * 2**20
+"""Bytes of a communicator for collectives, for the messages of an edge, and for scalars, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2  # bytes of a stored element of an encoded text
 FILLING = 4  # micro-batches per rank beyond which the peak no longer grows
 _MANY_PARAMETERS = 10**9
@@ -48,7 +49,7 @@ class Memory:
     buffers: int  # bytes of messages in flight, gradients being reduced, and workspace of the running layer
     communicators: int = 0  # bytes of NCCL's own buffers
     encoders: int = 0  # bytes of frozen encoders of text, and of what they compute
-    host: int = 0  # bytes in host memory, of offloaded state and of averages
+    host: int = 0  # bytes in host memory: of offloaded state, averages, and the copy that a checkpoint is written from
 
     @property
     def total(self) -> int:
@@ -68,7 +69,8 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
-        state = _State(job, layout, sum(stage.parameters for stage in own), moments)
+        chunk = job.chunk_elements(own, layout.zero_stage)
+        state = _State(job, layout, sum(stage.parameters for stage in own), moments, chunk)
         first, last = (
             layout.micro_batch_images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1])
         )
@@ -105,19 +107,19 @@ def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> in
 
 
 def communicator_bytes(layout: Layout, rank: int) -> int:
-    """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
+    """Return the bytes of NCCL's communicators on a GPU: of replicas, a tensor group, a whole pipeline, and edges."""
     tensor = layout.tensor.size
-    groups = (layout.world_size, layout.replicas, layout.stages * tensor, tensor)
+    collectives, scalars = (layout.replicas > 1) + (tensor > 1), layout.stages * tensor > 1
     edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
     own = sum(rank in (edge.source, edge.target) for edge in edges)
-    return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
+    return COLLECTIVE_BYTES * collectives + SCALAR_BYTES * scalars + EDGE_BYTES * own
 
 
 def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[float]:
     """Return about the bytes of each layer on a rank in a phase: its weights' state, and the most activations."""
     job = job.of(layout)
     of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
-    state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
+    state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS), BUCKET_ELEMENTS)
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     images = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
 
@@ -130,17 +132,22 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
 
 class _State:
-    """Bytes of a rank's weights, gradients and optimizer; ``moments`` are Adam's for all of the rank's parameters."""
+    """Bytes of a rank's weights, gradients and optimizer.
 
-    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
+    ``moments`` are Adam's for all of its parameters, ``chunk`` the elements that travel between replicas at once.
+    """
+
+    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int, chunk: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
         owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
-        self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
+        self.weights, self.optimizer = parameters * stored, masters * owned + moments
         self.ema = 4 * owned
+        saved = 4 * owned + moments + self.ema
+        self.host = saved + (0 if job.on_cpu or layout.offload else 2 * min(STAGING_BYTES, saved))
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
-            self.ema, self.host = 0, self.ema + 4 * owned
+            self.ema, self.host = 0, self.host + self.ema + 4 * owned
         wide = job.config.adds_in_fp32(zero, layout.micro_batches)
         summed = 4 if wide else stored  # bytes of an element while it is added up
         self.gradients = (owned if zero == 2 else parameters) * summed
@@ -149,8 +156,7 @@ class _State:
             self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
-        size = job.config.zero_optimization.reduce_bucket_size
-        elements = min(size if zero and size != "auto" else BUCKET_ELEMENTS, parameters)
+        elements = min(chunk if partitioned else BUCKET_ELEMENTS, parameters)
         if not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0
@@ -161,9 +167,12 @@ class _State:
         else:
             several = layout.replicas > 1
             packed = elements * stored if summed != stored and (zero < 2 or not several) else 0
-            copies = 2 + 2 / layout.replicas + (2 if job.on_cpu else 0)  # two chunks, their own parts; gloo receives
-            scratch = packed + round(elements * stored * copies) * several
-            self.bucket = elements * stored + scratch
+            # two chunks on their way, if they have memory of their own; gloo receives others beside each
+            scratch = packed + 2 * elements * stored * (several and (zero == 2 or summed != stored))
+            received = 2 * elements * stored * (several and job.on_cpu)
+            self.bucket = elements * stored + scratch + received
+            if zero < 2 and received:  # all that are under way at the end of the passes
+                received = parameters * stored
             own = owned * summed if several and zero < 2 else 0  # average of the own part, beside the sum
             if several and (stored != 4 or layout.offload):
                 self.weights += owned * stored  # that the others gather
@@ -173,10 +182,10 @@ class _State:
             widening = (left if own else 0) + (own or self.gradients) + widened
             stepping = left + (widened or own or self.gradients) + self._intermediates
             if layout.offload:  # the gradient in 16 bits, in fp32 a bucket at a time, and the stepped weights
-                self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
+                self.host += self.optimizer + self.ema + owned * (4 + 2 * stored)
                 self.optimizer = self.ema = 0
                 widening = stepping = (own or self.gradients) + 4 * min(elements, owned)
-            self.update = max(self.gradients + own, widening, stepping) + scratch
+            self.update = max(self.gradients + own + received, widening, stepping) + scratch
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpm_ds.ground.errors import LayoutError
@@ -12,6 +13,7 @@ from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.planning.costs import (
     analytic_times,
     crossing_seconds,
+    grid,
     launch_seconds,
     links,
     planned_costs,
@@ -55,6 +57,13 @@ class Prediction:
     def peak(self) -> Memory:
         """Memory of the fullest rank."""
         return max(self.memory, key=lambda memory: memory.total)
+
+    def host_bytes(self, machine: Machine) -> int:
+        """Return the bytes in the memory of the fullest host."""
+        where, hosts = grid(machine, self.layout), Counter[Hashable]()
+        for rank, host in enumerate(where.hosts):
+            hosts[host] += self.memory[where.coordinates(rank)[0]].host
+        return max(hosts.values())
 
 
 @dataclass

@@ -33,11 +33,20 @@ from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.host import processes_on_host
-from ddpm_ds.ground.units import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, about, gib
+from ddpm_ds.ground.units import (
+    MOST_BANDWIDTH,
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_FLOPS,
+    MOST_PROCESSES,
+    Precision,
+    about,
+    gib,
+)
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
-from ddpm_ds.schema.layout import Layout, Precision, divisors
+from ddpm_ds.schema.layout import Layout, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
@@ -327,7 +336,12 @@ def check_memory(
         return f"warning      {needs}: it may run out of memory"
     more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"
     channels = draft.spec.unet.channels if new else 0
-    for changes, stages in _smaller(draft.ds.layout, channels, on_cpu=machine.is_cpu):
+    smaller = _smaller(draft.ds.layout, channels, on_cpu=machine.is_cpu)
+    if need.where == "machine" and not machine.is_cpu:  # what lies there may lie on the GPUs
+        moved = ["ema.on_host=false"] * draft.spec.ema.on_host
+        moved += ["ds.zero_optimization.offload_optimizer.device=none"] * draft.ds.layout.offload
+        smaller = iter([([one], draft.ds.layout.stages) for one in moved])
+    for changes, stages in smaller:
         try:
             share = memory_need(again(changes, stages), machine, rank).share
         except UserError:  # such as channels that the heads do not divide

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -13,13 +12,12 @@ import torch.distributed as dist
 from ddpm_ds.ground import errors
 from ddpm_ds.ground.errors import KNOWN_TO_ALL_RANKS, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.messages import broadcast_object
+from ddpm_ds.pipeline.messages import barrier, broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import connect, port_taken
+from ddpm_ds.processes.watchdog import PAUSE_SECONDS
 
-PAUSE_SECONDS = 1800.0
-"""Time for which process groups wait for a rank that checkpoints, validates or compiles."""
 JOIN_TIMEOUT = timedelta(minutes=30)
 """Time limit for joining the group, which takes a moment after a rendezvous."""
 LONGEST_SECONDS = 365 * 86400.0
@@ -43,8 +41,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     timeout, rank, world_size = timeout or group_timeout(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master, local = os.environ["MASTER_ADDR"], not on_several_hosts()
     address = use_interface_towards(master, local=local)
-    # The current device is the right one. NCCL is not bound to it, since a bound group is connected eagerly.
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    # NCCL is not bound to the device, since a bound group is connected eagerly.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
     with insides.group_timeout(timeout):
         try:
@@ -74,7 +71,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
-            dist.barrier()
+            barrier()
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()

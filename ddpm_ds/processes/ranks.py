@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import re
+import resource
 import secrets
 import select
 import signal
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_ds.ground.errors import EXIT_PREEMPTED, OptionError, SpecError, print_to_stderr
+from ddpm_ds.ground.errors import EXIT_PREEMPTED, HostError, OptionError, SpecError, print_to_stderr
 from ddpm_ds.ground.options import whole
 from ddpm_ds.ground.units import MOST_PROCESSES
 from ddpm_ds.processes.hosts import find_environment, user_name
@@ -34,6 +35,8 @@ EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
 """Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.rendezvous`."""
+FILES, FILES_PER_RANK = 512, 5
+"""Files that a process has open at most, and more for each rank: connections to rank 0's store, and gloo's."""
 STARTED, TRAINING = "started", "training"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of DeepSpeed's and PyTorch's launchers; without them the parent may be a shell, which may exit."""
@@ -46,7 +49,7 @@ def set_environment() -> None:
     """Set missing variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .deepspeed_env.
 
     The rank is the launcher's, else Slurm's, else 0 of 1. Raises SpecError if variables can't be parsed or contradict
-    each other, or the first host is unknown.
+    each other, or the first host is unknown; HostError if this process may not open the files that so many ranks need.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     if "LOCAL_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -71,6 +74,20 @@ def set_environment() -> None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+    _allow_files(int(os.environ["WORLD_SIZE"]))
+
+
+def _allow_files(ranks: int) -> None:
+    """Raise the soft limit of open files to what a run of so many ranks needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES + FILES_PER_RANK * ranks
+    if resource.RLIM_INFINITY != hard < needed:
+        raise HostError(
+            f"{ranks:,} ranks need up to {needed:,} open files in a process, and the hard limit on host {host_name()} "
+            f"is {hard:,} (ulimit -Hn); raise it: nofile in /etc/security/limits.conf, LimitNOFILE of a systemd service"
+        )
+    if resource.RLIM_INFINITY != soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _check_environment(given: Collection[str]) -> None:
@@ -170,7 +187,7 @@ def for_good() -> Iterator[None]:
         gc.enable()
 
 
-def print_once(line: str) -> None:
+def print_for_all(line: str) -> None:
     """Print a line of all ranks once: by rank 0, since a launcher ends the others when it exits."""
     if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)

@@ -6,7 +6,8 @@
     checkpoint.every_minutes                 rank 0's clock
     a launcher that is gone                  save, leave, since nobody would end this rank or read its output
 
-Requests are combined once a step, and read a step later, so that all ranks do the same at the same step.
+Requests are combined once a step, and read a step later, so that all ranks do the same at the same step. In a grid of
+ranks (:func:`ddpm_ds.pipeline.messages.value_groups`) they take two steps: one along its rows, one along its columns.
 """
 
 import os
@@ -14,11 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.pipeline.messages import value_groups
 from ddpm_ds.processes.ranks import TRAINING, Launcher, record, record_exit
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, SignalThread
 
@@ -51,8 +53,8 @@ class Requests:
             self._looking.start()
         self._signalled_at: float | None = None
         self._signals: SignalThread | None = None
-        self._group: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        self._under_way: tuple[dist.Work, torch.Tensor] | None = None
+        self._groups = value_groups()
+        self._under_way: list[tuple[dist.Work, torch.Tensor]] = []  # what each group combines
 
     def listen(self) -> None:
         """Let signals ask to stop, once there is something to save; before, they end the process."""
@@ -72,18 +74,18 @@ class Requests:
         save = dist.get_rank() == 0 and (late or "save" in self._files)
         stop = self._signalled_at is not None or "save_and_stop" in self._files
         abandoned = 1 + dist.get_rank() if self._launcher.is_gone() else 0
-        mine = torch.tensor([save, stop, abandoned], dtype=torch.int32)
-        if self._group is None:
-            return self._asked(mine)
-        answer = SaveOrStop()
-        if self._under_way is not None:
-            work, wishes = self._under_way
-            work.wait()
-            answer = self._asked(wishes)
-        reduction = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert reduction is not None
-        self._under_way = (reduction, mine)
-        return answer
+        wishes, before = torch.tensor([save, stop, abandoned], dtype=torch.int32), iter(self._under_way)
+        self._under_way = []
+        for group in self._groups:
+            reduction = dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            assert reduction is not None
+            self._under_way.append((reduction, wishes))
+            if (combined := next(before, None)) is None:
+                return SaveOrStop()
+            combined[0].wait()
+            wishes = combined[1]
+        save, stop, abandoned = wishes.tolist()
+        return SaveOrStop(bool(save), bool(stop or abandoned), self._names[abandoned - 1] if abandoned else None)
 
     def saved(self) -> None:
         """Clear the requests to save, after the run has been saved."""
@@ -92,15 +94,14 @@ class Requests:
             for name in self._files:
                 (self._run_dir / name).unlink(missing_ok=True)
             self._found = ()
-        if self._under_way is not None:  # its answer still has the request to save
-            work, wishes = self._under_way
+        for work, wishes in self._under_way:  # which still have the request to save
             work.wait()
             wishes[0] = False
 
     def close(self, *, leaving: bool = False) -> None:
         """Stop listening; with ``leaving`` signals are ignored from now on, since the process is about to end."""
-        if self._under_way is not None:
-            self._under_way[0].wait()
+        for work, _ in self._under_way:
+            work.wait()
         if self._signals is not None:
             self._signals.close(leaving=leaving)
         self._closed.set()
@@ -114,7 +115,3 @@ class Requests:
                 # False where the file system fails for a moment; Path.exists would end the thread
                 self._found = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
             self._closed.wait(LOOK_SECONDS)
-
-    def _asked(self, wishes: torch.Tensor) -> SaveOrStop:
-        save, stop, abandoned = wishes.tolist()
-        return SaveOrStop(bool(save), bool(stop or abandoned), self._names[abandoned - 1] if abandoned else None)

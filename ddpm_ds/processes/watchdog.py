@@ -40,6 +40,8 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 BEAT_SECONDS, JUDGE_SECONDS = 0.5, 0.2
 LAST_WORDS_SECONDS = 3.0
 """Time for which rank 0 keeps the store open at its end, so that the others can read why it leaves."""
+PAUSE_SECONDS = 1800.0
+"""Time for which all wait for a rank that checkpoints, validates or compiles."""
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2
@@ -131,10 +133,12 @@ class Heartbeat(threading.Thread):
             self.join(timeout=LAST_WORDS_SECONDS + BEAT_SECONDS)
 
     def run(self) -> None:
-        steps_before = -1
+        steps_before, stuck_beats = -1, 0
         while not self._leaving.is_set():
             stuck, steps_before = self.steps == steps_before, self.steps
-            state, place = "asking" if self.asks else "paused" if self.pauses else "running", "-"
+            stuck_beats = stuck_beats + 1 if stuck else 0
+            pauses = self.pauses and stuck_beats * BEAT_SECONDS < PAUSE_SECONDS
+            state, place = "asking" if self.asks else "paused" if pauses else "running", "-"
             frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
             if state == "running" and frame is not None:
                 waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
@@ -224,7 +228,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Surround an operation of unknown duration on this rank, during which no rank counts as hanging."""
+        """Surround a long operation on this rank, during which no rank counts as hanging for ``PAUSE_SECONDS``."""
+        self.progress()
         self._heartbeat.pauses += 1
         try:
             yield

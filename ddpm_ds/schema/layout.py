@@ -8,7 +8,6 @@ from typing import Literal
 from ddpm_ds.ground.units import counted
 from ddpm_ds.schema.section import REMOVED
 
-Precision = Literal["fp32", "fp16", "bf16"]
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a weight, a gradient or an element of a message between stages, by precision."""
 BUCKET_ELEMENTS = 2**23

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 Batch = TypeVar("Batch")
@@ -131,10 +131,8 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
     waits = [interval.data_wait_seconds, interval.seconds]
     memory = [peak_memory_bytes(device), peak_reserved_bytes(device)]
     numbers = [engine.stage_id, interval.loss, interval.non_finite_steps, *waits, *memory]
-    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    stages, losses, bad, data_waits, seconds, peaks, reserved = torch.stack(everyone, dim=1).tolist()
+    everyone = all_gather_objects(numbers, list[float])
+    stages, losses, bad, data_waits, seconds, peaks, reserved = zip(*everyone, strict=True)
     by_stage = [[rank for rank, own in enumerate(stages) if own == stage] for stage in range(engine.num_stages)]
     last = by_stage[engine.loss_stage]
     return dataclasses.replace(

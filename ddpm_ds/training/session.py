@@ -36,7 +36,7 @@ from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.deepspeed_insides import named_builds
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
-from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
+from ddpm_ds.pipeline.messages import all_gather_objects, barrier, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.inputs import layers_for
 from ddpm_ds.planning.run_plan import RunPlan, picture_seconds
@@ -398,7 +398,7 @@ def _finish(run: Training) -> None:
         with run.watchdog.pause(), run.recorder.doing("writing the last checkpoint"):
             if run.saver is not None:
                 run.saver.check_saved()
-            dist.barrier()
+            barrier()
     finally:
         run.engine.graph.drop()  # NCCL would wait for it when its groups are destroyed
         run.watchdog.stop()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.checkpoint.manifest import Description
@@ -31,6 +30,7 @@ from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, memory_bytes, sha
 from ddpm_ds.ground.errors import HostError, SpecError, one_line
 from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.pipeline.messages import barrier
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
@@ -171,7 +171,7 @@ def started(
             group.enter_context(process_group(group_timeout(hang, dead)))
             rendezvous.close()
             yield Prepared(device, images, claim, checkpoint, about, changed, initial, prompts), watchdog
-        dist.barrier()
+        barrier()
 
 
 def _prompts(

@@ -23,7 +23,7 @@ from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, S
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.ground.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.messages import broadcast_object
+from ddpm_ds.pipeline.messages import broadcast, broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.planning.run_plan import FIRST_PICTURE_SECONDS
 from ddpm_ds.processes.watchdog import Watchdog
@@ -184,11 +184,11 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
     given = [] if encoded is None else [part for part in encoded.whole if part is not None]
     parts = []
     for number, shape in enumerate(shapes):
-        whole = torch.empty(len(texts) + 1, *shape, dtype=torch.float16, device=device)
+        whole = torch.empty(len(texts) + 1, *shape, dtype=torch.float16)
         if given:
             whole.copy_(given[number])
-        dist.broadcast(whole, src=0)
-        parts.append(whole)
+        broadcast(whole)
+        parts.append(whole.to(device))
     known = EncodedPrompts(texts, Encoded(*parts))
     against = no_text(text, known.empty)
     return Prompts(unet, known.encoded, against, size=pixels_of(spec.data).size, device=device, texts=known.texts)

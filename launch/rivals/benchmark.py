@@ -15,13 +15,12 @@ from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 
 from ddpm_ds.ground import units
 from ddpm_ds.ground.device import described
 from ddpm_ds.ground.outputs import writing
 from ddpm_ds.ground.version import __version__
-from ddpm_ds.pipeline.messages import all_gather_objects
+from ddpm_ds.pipeline.messages import all_gather_objects, barrier
 from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.planning.run_plan import RunDraft
 from ddpm_ds.processes.process_group import process_group
@@ -51,7 +50,7 @@ def build_row(name: str, setting: Setting) -> Row:
         case "stock":
             return StockPipeline(setting, folded=bool(variant))
         case "diffusers":
-            return rows.diffusers_loop(setting, randn=bool(variant))
+            return rows.diffusers_loop(setting, variant)
         case "lucidrains":
             return rows.lucidrains_loop(setting)
         case "plain" | "ours":
@@ -69,7 +68,7 @@ def run(
     setting = Setting.prepare(draft, device, verbose=options.verbose)
     with process_group():
         found = _measured(setting, names, options)
-        dist.barrier()
+        barrier()
     if os.environ["RANK"] != "0":
         return
     facts = about(setting, [PACKAGES[name] for name in names if name in PACKAGES], options, not_run)

@@ -28,7 +28,8 @@ ROWS = {
     "torch-zbv": "the same, ScheduleZBVZeroBubble, two stages on each rank",
     "torch-dualpipev": "the same, ScheduleDualPipeV",
     "diffusers": "diffusers' UNet2DModel in a plain PyTorch loop, autocast, AdamW",
-    "diffusers-randn": "the same, with noise, timesteps and flips from torch.randn and the like, as users have it",
+    "diffusers-compiled": "the same, its U-Net compiled by torch.compile",
+    "diffusers-randn": "as diffusers, with noise, timesteps and flips from torch.randn and the like, as users have it",
     "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
     "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml in a plain PyTorch loop",
 }
@@ -39,7 +40,12 @@ TORCH_SCHEDULES = {
     "torch-dualpipev": "ScheduleDualPipeV",
 }
 """PyTorch's schedules, by row."""
-PACKAGES = {"diffusers": "diffusers", "diffusers-randn": "diffusers", "lucidrains": "denoising_diffusion_pytorch"}
+PACKAGES = {
+    "diffusers": "diffusers",
+    "diffusers-compiled": "diffusers",
+    "diffusers-randn": "diffusers",
+    "lucidrains": "denoising_diffusion_pytorch",
+}
 """Package that a row imports."""
 NAMED = (*PACKAGES, "ours-dim64")
 """Rows of one process that run only if ``--rows`` names them: 16 bits under autocast take minutes on a CPU."""

@@ -11,7 +11,7 @@ from ddpm_ds.ground.errors import BadNumbersError, SpecError, UserError
 from ddpm_ds.ground.outputs import check_outputs
 from ddpm_ds.planning.run_plan import choose as choose_layout
 from ddpm_ds.planning.run_plan import lay_out, read_run
-from ddpm_ds.processes.ranks import print_once, set_environment
+from ddpm_ds.processes.ranks import print_for_all, set_environment
 from rivals.choice import NAMED, ROWS, BenchmarkOptions, choose
 
 DESCRIPTION = """\
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_outputs(overwrite=options.overwrite, json=options.json)
         _benchmark(options)
     except (UserError, BadNumbersError) as error:
-        print_once(f"ddpm_ds: error: {error}")
+        print_for_all(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
 

@@ -38,13 +38,18 @@ class OurPipeline:
         plan = plan if graphs else replace(plan, ds=plan.ds.with_keys({"graphs": False}))
         how = ("1F1B" if schedule == "1f1b" else schedule) + ("" if graphs else ", eager")
         self.name = f"ddpm_ds {how}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
-        self.note, self.comparable = "", True
-        self._replicas = plan.ds.layout.replicas
+        self.comparable = True
+        self._replicas, self._graphs = plan.ds.layout.replicas, graphs and setting.device.type == "cuda"
         with layout_of(None):
             parts, seed = (plan.layers, plan.bounds, plan.ds, setting.objective()), plan.spec.train.seed
             self._engine = build_engine(*parts, seed=seed, programs=plan.programs, verbose=setting.verbose)
         replica = self._engine.grid.get_data_parallel_id()
         self._batches = setting.batches(self._replicas, replica) if self._engine.reads_data else None
+
+    @property
+    def note(self) -> str:
+        """Reason why steps on a GPU are no graphs, or nothing."""
+        return f"eager: {why}" if self._graphs and (why := self._engine.graph.why_eager) else ""
 
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError
+from ddpm_ds.pipeline.messages import barrier
 from rivals.rows import Row
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
@@ -75,12 +76,12 @@ def time_rounds(
         for turn in range(len(steps)):
             which = (number + turn) % len(steps)
             wait_for_device(device)
-            dist.barrier()
+            barrier()
             begin = time.perf_counter()
             for _ in range(steps_per_round):
                 steps[which]()
             wait_for_device(device)
-            dist.barrier()
+            barrier()
             seconds[which].append((time.perf_counter() - begin) / steps_per_round)
     return seconds
 

@@ -40,9 +40,12 @@ class Row(Protocol):
     """Way of training, from the same weights, on the same images in the same order."""
 
     name: str
-    note: str
     comparable: bool
     """Whether its losses should be the first row's; with other random draws or another U-Net they are not."""
+
+    @property
+    def note(self) -> str:
+        """What a reader of the row's numbers should know, or nothing."""
 
     def step(self) -> Tensor:
         """Take one optimizer step on the next batch; every process calls it, and it may return before its device.
@@ -221,8 +224,11 @@ class AutocastLoop(Loop):
             return self._call(*inputs)
 
 
-def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
-    """Return the loop of a ``UNet2DModel`` with our configuration and weights; LayoutError if it can't have them."""
+def diffusers_loop(setting: Setting, variant: str = "") -> Loop:
+    """Return the loop of a ``UNet2DModel`` with our configuration and weights; LayoutError if it can't have them.
+
+    ``variant`` may be "compiled", or "randn" for PyTorch's random draws.
+    """
     from diffusers import UNet2DModel
 
     plan = setting.plan
@@ -235,7 +241,11 @@ def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
     def call(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Any:
         return model(x_t, t, class_labels=labels, return_dict=False)[0]
 
-    return AutocastLoop(setting, model, "diffusers UNet2DModel", call, randn=randn)
+    name = "diffusers UNet2DModel"
+    if variant == "compiled":
+        model.compile()
+        name += ", torch.compile"
+    return AutocastLoop(setting, model, name, call, randn=variant == "randn")
 
 
 def lucidrains_loop(setting: Setting) -> Loop:

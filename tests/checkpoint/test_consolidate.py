@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.ground.device import DTYPES, Dtype
+from ddpm_ds.ground.device import DTYPES
 from ddpm_ds.ground.errors import CheckpointError, OutputError
+from ddpm_ds.ground.units import Precision
 from tests.checkpoint.saving import SHAPES, describe, save, scalars, values_of
 
 
@@ -23,7 +24,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("ema", "fp32"), ("master", "fp16"), ("ema", "bf16")])
-def test_file_holds_the_whole_tensors(checkpoint: Path, tmp_path: Path, kind: str, dtype: Dtype) -> None:
+def test_file_holds_the_whole_tensors(checkpoint: Path, tmp_path: Path, kind: str, dtype: Precision) -> None:
     consolidate(checkpoint, tmp_path / "weights.safetensors", kind, dtype)
     found = load_file(tmp_path / "weights.safetensors")
     assert set(found) == set(SHAPES)

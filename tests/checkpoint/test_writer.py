@@ -231,7 +231,7 @@ def test_a_folder_that_can_not_be_flushed_is_said_once_and_no_checkpoint_is_lost
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuses_folders)
-    files._say_once.cache_clear()
+    files.print_once.cache_clear()
     assert save(tmp_path, 1) == save(tmp_path, 2) == []
     check(tmp_path / "images-000000002", 2)
     words = "this file system can't flush folders (Invalid argument): a power cut may undo the last change\n"

@@ -23,10 +23,9 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.sources.base import print_once
 from ddpm_ds.data.spec import DataSpec, TagsSpec, TextSpec
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text, chunks
-from ddpm_ds.ground.errors import DataError, SpecError
+from ddpm_ds.ground.errors import DataError, SpecError, print_once
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.training.objective import encoded
 from ddpm_ds.unet.spec import CrossAttentionSpec

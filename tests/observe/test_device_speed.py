@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.ground.device import Dtype
+from ddpm_ds.ground.units import Precision
 from ddpm_ds.observe import device_speed
 from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak, startup_times
 from ddpm_ds.unet import operations
@@ -37,7 +37,7 @@ def test_layers_of_a_unet_with_text_are_timed() -> None:
     assert min(layer.forward for layer in startup_times(layers, CPU, "fp16").values()) > 0
 
 
-def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:
+def times_with(images: int, precision: Precision = "fp32") -> tuple[list[float], list[str]]:
     """Forward seconds of all layers, and the names of those that were timed for them."""
     timed: list[str] = []
     times = measured_times(CPU, precision, lambda layer, count: timed.append(layer.name))

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import deepspeed
 import psutil
@@ -32,6 +33,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as deepspeed_groups
 from filelock import FileLock
 from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
@@ -118,6 +120,16 @@ def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) 
     assert topology.get_axis_comm_lists("model") == [[first, first + 1] for first in range(0, 24, 2)]
 
 
+def test_a_new_engine_copies_the_first_replicas_weights_to_the_others() -> None:
+    """In their order the groups of replicas begin with replica 0, by the test above."""
+    assert "_broadcast_model" in names_in(DeepSpeedEngine._configure_distributed_model)
+    copied = {"named_parameters", "broadcast", "_get_broadcast_src_rank", "seq_data_parallel_group"}
+    assert copied <= names_in(DeepSpeedEngine._broadcast_model)
+    first = names_in(deepspeed_groups._get_broadcast_src_rank)
+    assert {"get_global_rank", "_get_sequence_data_parallel_group"} <= first
+    assert "get_data_parallel_id" in vars(PipelineParallelGrid)
+
+
 def test_groups_that_are_made_without_a_timeout_have_the_one_that_is_set() -> None:
     """DeepSpeed's among them; without it they have their backend's, whatever the default group has."""
 
@@ -148,6 +160,16 @@ def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:
     with insides.pipeline_engine(UnetPipelineEngine):
         assert deepspeed.PipelineEngine is deepspeed.DualPipeVEngine is UnetPipelineEngine
     assert (deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum) == before
+
+
+def test_each_replica_sums_scalars_in_a_group_of_its_own() -> None:
+    topology, make = insides.topology("stages", 2, 2, 2), Mock(side_effect=list)
+    grid: Any = Mock(global_rank=5, data_parallel_size=2, topology=lambda: topology)
+    insides.sum_scalars_in(grid, make)
+    assert make.call_args_list == [call([0, 1, 4, 5]), call([2, 3, 6, 7])]
+    assert grid.ds_model_proc_group == [0, 1, 4, 5]
+    assert "ds_model_proc_group" in names_in(PipelineParallelGrid.get_model_parallel_group)
+    assert source(PipelineEngine.__init__).count("get_model_parallel_group") == 1  # for a count of parameters
 
 
 WORDS: list[tuple[object, tuple[str, ...]]] = [

@@ -1,8 +1,9 @@
-"""Values travel between ranks as JSON that is checked, never as a pickle."""
+"""Values travel between ranks as JSON that is checked, never as a pickle, and never in a communicator of all ranks."""
 
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from ddpm_ds.observe.observer import Barrier, RankTrace, TracedStep
 from ddpm_ds.pipeline import messages
 from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object, gather_objects
 from ddpm_ds.pipeline.schedule import Event, Program, program
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, run_ranks
+from tests.pipeline.values_worker import FOUND, POLLS, SAVED, SIGNALLED
+from tests.strict import LOCKED
 
 TRACE = RankTrace(
     *(1, 0, 0, (0,), ((4, 8),), (Barrier(0.5, 1.5),)),
@@ -52,6 +55,39 @@ def test_a_value_arrives_as_it_was_sent_and_one_of_another_type_is_refused(what:
     assert broadcast_object(value, kind) == value
     with pytest.raises(ValidationError):
         messages._unpacked(messages._packed("import os", str), int)
+
+
+STRICT, WORKER = REPOSITORY / "tests" / "strict.py", REPOSITORY / "tests" / "pipeline" / "values_worker.py"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("most_connected", "groups"),
+    [
+        pytest.param(6, [[*range(6)]], id="each rank connected to all"),
+        pytest.param(5, [[3, 4, 5], [1, 4]], id="a grid of two rows and three columns"),
+    ],
+)
+def test_values_and_requests_reach_all_ranks(most_connected: int, groups: list[list[int]], tmp_path: Path) -> None:
+    """Six ranks, whose transport ends a rank that uses the default process group as only NCCL's communicator allows."""
+    ran = run_ranks(6, STRICT, str(WORKER), str(most_connected), str(tmp_path))
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(6)]
+    assert found[4]["groups"] == groups
+    texts = ["ab\n " * rank for rank in range(6)]
+    assert [one["gathered"] for one in found] == [texts, *[None] * 5]
+    for one in found:
+        assert one["all"] == [[rank, math.inf] for rank in range(6)] and one["first"] == 0
+        assert one["asked"] == found[0]["asked"]
+    asked, steps = found[0]["asked"], len(groups)  # a step for the rows, and one for the columns
+    assert [poll for poll, (_, stop, _) in enumerate(asked) if stop] == [*range(SIGNALLED + steps, POLLS)]
+    assert [poll for poll, (save, _, _) in enumerate(asked) if save] == [*range(FOUND + steps, SAVED + 1)]
+
+
+@pytest.mark.launch
+def test_a_barrier_of_the_default_group_ends_a_strict_rank(tmp_path: Path) -> None:
+    ran = run_ranks(2, STRICT, str(WORKER), "2", str(tmp_path), STRICT_MUTANT="a barrier of the world")
+    assert ran.returncode == LOCKED and "barrier of rank 0 in the default process group" in ran.stderr + ran.stdout
 
 
 def test_no_rank_makes_objects_of_what_another_has_pickled() -> None:

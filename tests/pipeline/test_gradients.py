@@ -17,7 +17,7 @@ from deepspeed.runtime import bf16_optimizer
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import engine as engine_module
-from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
+from ddpm_ds.pipeline.gradients import SUMMED, FlatGradients, _match, norm_of
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases, spec_of
@@ -88,7 +88,52 @@ def test_the_first_step_of_each_order_of_image_sizes_sends_its_messages_by_the_h
     assert first == second == [True, True, True, False, False, False, True]
 
 
+@pytest.mark.launch
+def test_a_backward_waits_for_no_average_where_the_sum_has_memory_for_all(tmp_path: Path) -> None:
+    """ZeRO-1's sum has, also for chunks in 16 bits; ZeRO-2 has two buffers. No two chunks under way share memory."""
+    for own in found(tmp_path, "most_under_way", processes=2):
+        for name, (chunks, most, shares) in own.items():
+            assert chunks > 4 and not shares, (name, own)
+            assert most == (2 if name == "ZeRO-2" else chunks), (name, own)
+
+
 # -------------------------------------------------------------------------------- the ranks
+
+
+def most_under_way() -> dict[str, tuple[int, int, bool]]:
+    """Chunks, the most of them under way in a step, and whether two of these ever shared memory."""
+    cases = {
+        "ZeRO-1": Case(1, 2, 1, "fp32", 0, micro_batches=1),
+        "ZeRO-1, 16 bits": Case(1, 2, 1, "fp16", 0, micro_batches=2, fp32_accumulation=True),
+        "ZeRO-2": Case(1, 2, 2, "fp32", 0, micro_batches=1),
+    }
+    return {name: counted_under_way(case) for name, case in cases.items()}
+
+
+def counted_under_way(case: Case) -> tuple[int, int, bool]:
+    engine = case.engine(SPEC, zero_optimization={"stage": case.zero, "reduce_bucket_size": 1})
+    gradients = engine.gradients
+    assert isinstance(gradients, FlatGradients)
+    average, under_way, counts, shares = gradients._replicas.average, list[tuple[int, int]](), [0], False
+
+    def counted(whole: torch.Tensor, part: torch.Tensor) -> Any:
+        nonlocal shares
+        own, averaged = (whole.data_ptr(), whole.data_ptr() + whole.nbytes), average(whole, part)
+        shares |= any(start < own[1] and own[0] < stop for start, stop in under_way)
+        under_way.append(own)
+        counts.append(len(under_way))
+
+        def finish() -> None:
+            averaged()
+            under_way.remove(own)
+
+        return finish
+
+    with unittest.mock.patch.object(gradients._replicas, "average", counted):
+        engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
+    assert not under_way
+    engine.destroy()
+    return len(gradients._chunks), max(counts), shares
 
 
 def ways_of_messages() -> list[bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,19 +20,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.ground import cuda_graphs, keyed
+from ddpm_ds.pipeline import build
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.training.ema import averages_of
+from ddpm_ds.unet import model
 from tests.launching import on_a_shared_gpu, tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases, spec_of
@@ -74,28 +82,39 @@ class Recording(TorchDispatchMode):
     made: ClassVar[set[int]] = set()
     """Storages that the parts of a step have made so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Callable[[], None]) -> None:
         super().__init__()
-        self.replays = 0
+        self.replays, self.compiled, self._ends = 0, 0, ends
         self.read: dict[int, StorageWeakRef] = {}
         """Storages that were read and that the step did not make; a CUDA graph keeps only their addresses."""
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled layers run compiled; :class:`CompiledCode` notes them."""
+        return True
 
     def capture_begin(self, **_: Any) -> None:
         self.__enter__()
 
     def capture_end(self) -> None:
+        self._ends()
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in ("send", "recv_"), "a message is part of a graph"
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in tensors([*args, *(kwargs or {}).values()]):
+        return self.note(func, args, kwargs or {})
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and keep it."""
+        outputs = func(*args, **kwargs)
+        self.compiled += isinstance(func, CompiledCode)
+        for tensor in tensors([*args, *kwargs.values()]):
             if (storage := tensor.untyped_storage())._cdata not in self.made:
                 self.read.setdefault(storage._cdata, StorageWeakRef(storage))
         self.made.update(tensor.untyped_storage()._cdata for tensor in tensors(outputs))
         if not func.is_view:
-            self._calls.append((func, args, kwargs or {}, tensors(outputs)))
+            self._calls.append((func, args, kwargs, tensors(outputs)))
         return outputs
 
     @torch.no_grad()
@@ -123,6 +142,37 @@ def tensors(values: Any) -> list[Tensor]:
     return [values] if isinstance(values, Tensor) else []
 
 
+class CompiledCode:
+    """Code of a layer's forward or backward as one operation of a step, which a :class:`Recording` notes."""
+
+    _boxed_call, is_view, namespace = True, False, "compiled"
+
+    def __init__(self, code: Any) -> None:
+        self._code = code
+
+    def __call__(self, *inputs: Any) -> Any:
+        modes = _get_current_dispatch_mode_stack()
+        if len(inputs) == 1 and isinstance(inputs[0], list):  # from the compiler's own code, which gives them up
+            (given,) = inputs
+            inputs = tuple(given)
+            given.clear()
+        if modes and isinstance(modes[-1], Recording):
+            with _disable_current_modes():
+                return modes[-1].note(self, inputs, {})
+        return self._code(list(inputs))
+
+
+def compile_noted(layers: Sequence[nn.Module], cache: Path) -> None:
+    """Compile two of the layers, which take long enough, to code that a recording can replay."""
+
+    def noted(graph: Any, inputs: Any, **more: Any) -> Any:
+        return CompiledCode(compile_fx_inner(graph, inputs, **more))
+
+    backend = functools.partial(compile_fx, inner_compile=noted)
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        model.compile_layers(layers[2:4], cache)
+
+
 class RecordedGraph(StepGraph):
     """The graphs of an engine on a CPU."""
 
@@ -134,7 +184,8 @@ class RecordedGraph(StepGraph):
         self.recordings: list[list[Recording]] = []
 
     def _capture(self) -> str:
-        on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
+        recording = functools.partial(Recording, self._check_joined)
+        on_cpu: Any = {"CUDAGraph": recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
         no_draws = patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
         with self._engine.step_withheld(), patch.multiple(torch.cuda, **on_cpu), no_draws:
             Recording.made = set()
@@ -143,6 +194,11 @@ class RecordedGraph(StepGraph):
         self.recordings.append(self._now.graphs._graphs)  # type: ignore[arg-type]
         return why_not
 
+    def _check_joined(self) -> None:
+        """CUDA refuses to end a graph with work under way on other streams that was begun in it."""
+        gradients = self._gradients()
+        assert not gradients._under_way and not any(chunk.gathered for chunk in gradients._arriving)
+
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
     """Results of some steps, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph.
@@ -150,6 +206,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     On a CPU draws read the same tables as on CUDA."""
     on_cuda = device().type == "cuda"
     if not on_cuda:
+        build.compile_layers = compile_noted  # type: ignore[assignment]
         keyed._fused = lambda device: write  # type: ignore[assignment]
     spec = spec_of(compiled=False, process=case.process)
     spec = spec if on_cuda else SMALL.get(case.process, spec)
@@ -180,6 +237,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
         "weights": [[float(tensor.sum()), float(tensor.norm())] for tensor in kept],
         "replays": [sorted({part.replays for part in parts}) for parts in recordings_of(engine)],
         "parts": [len(parts) for parts in recordings_of(engine)],
+        "compiled": sum(part.compiled for parts in recordings_of(engine) for part in parts),
         "lines": lines,
         "reason": engine.graph.reason if isinstance(engine.graph, RecordedGraph) else "",
         "lasting nodes": lasting_nodes(engine),
@@ -208,7 +266,7 @@ def read_and_freed(engine: UnetPipelineEngine) -> list[int]:
         part._calls.clear()
     gc.unfreeze()  # what was there when this process was forked
     for one in gc.get_objects():
-        if isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("ddpm_ds"):
+        if type(one) is functools._lru_cache_wrapper and one.__module__.startswith("ddpm_ds"):
             one.cache_clear()
     gc.collect()
     read = [storage for part in parts for storage in part.read.values()] if recordings_of(engine) else []
@@ -266,8 +324,11 @@ MORE = [
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(4, 8, 14)),
     Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
     Case(1, 1, 2, "fp16", 0, fused=True, micro_batches=2, process="text", tensor=2),
+    Case(2, 2, 1, "fp32", 0, fused=True, micro_batches=2),
 ]
 """Other combinations."""
+COMPILED = [one(1, "fp32", compile=True, random_programs=8)]
+"""Compiled layers, some of whose weight gradients have passes of their own."""
 
 
 def ranks_of(case: Case) -> int:
@@ -286,13 +347,17 @@ def courses(folder: Path, cases: list[Case], **environment: str) -> list[list[li
     params=[
         pytest.param((CASES, 1), id="1 process"),
         pytest.param((CASES, 2), id="2"),
+        pytest.param((COMPILED, 1), id="compiled", marks=pytest.mark.needs_programs("g++|clang++")),
         pytest.param((MORE, 1), id="1 process, more", marks=pytest.mark.long),
         pytest.param((MORE, 2), id="2, more", marks=pytest.mark.long),
+        pytest.param((MORE, 4), id="4, more", marks=pytest.mark.long),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Any]]:
     cases = [case for case in request.param[0] if ranks_of(case) == request.param[1]]
-    both = courses(tmp_path_factory.mktemp("graphs"), cases)
+    folder = tmp_path_factory.mktemp("graphs")
+    compiling = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    both = courses(folder, cases, **compiling)
     return [*zip(cases, both, strict=True)]
 
 
@@ -306,6 +371,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_repl
             assert replayed["steps"] == eager["steps"], case
             assert replayed["weights"] == eager["weights"], case
             assert eager["lasting nodes"] == 0, case
+            assert (replayed["compiled"] > 0) == case.compile, case
             assert replayed["read and freed"][0] > 20 and replayed["read and freed"][1] == 0, case
             later = len(eager["steps"]) - BAD_STEP
             assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * later, case
@@ -328,7 +394,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_repl
 )
 def test_on_gpus_replayed_steps_train_as_eager_ones(ranks: int, shared: bool, tmp_path: Path) -> None:
     """Losses and norms of replayed steps are those of eager ones, within what two eager courses may differ by."""
-    cases = [case for case in CASES + MORE if ranks_of(case) == ranks]
+    cases = [case for case in CASES + MORE + COMPILED if ranks_of(case) == ranks]
     environment = on_a_shared_gpu() if shared else {"DS_ACCELERATOR": "cuda"}
     found = courses(tmp_path, cases, **environment)
     for case, reports in zip(cases, found, strict=True):

@@ -11,10 +11,18 @@ from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
-from ddpm_ds.planning.costs import links, planned_costs, ring_bandwidth, ring_seconds, step_traffic, update_seconds
+from ddpm_ds.planning.costs import (
+    links,
+    planned_costs,
+    ring_bandwidth,
+    ring_seconds,
+    step_traffic,
+    update_seconds,
+    waits,
+)
 from ddpm_ds.planning.decisions import ds_config
 from ddpm_ds.planning.inputs import machine, rank_stages
-from ddpm_ds.planning.simulate import RankCosts, typical_programs
+from ddpm_ds.planning.simulate import typical_programs
 from ddpm_ds.schema.layout import Layout, Schedule
 from tests.ds_json import laid_out
 from tests.planning.small import small_job, small_machine
@@ -101,27 +109,58 @@ def test_a_waiting_message_holds_two_of_a_gpus_multiprocessors_and_is_as_fast_as
     assert inside == [4e10] * 3 and across == [4e10, pytest.approx(0.7 * 50e9), 4e10]
 
 
+@pytest.mark.parametrize(
+    ("computing", "travelling", "buffers", "expected"),
+    [
+        ((2, 2, 2), (1, 1, 1), 0, (0, 1)),  # only the last one is waited for
+        ((1, 1, 4), (3, 3, 0), 0, (0, 1)),  # 1-4 and 4-7 travel, 0-6 is computed
+        ((1, 1, 4), (3, 3, 1), 0, (0, 2)),
+        ((1, 1, 4), (3, 3, 1), 2, (0, 2)),
+        ((1, 1, 4), (3, 3, 1), 1, (2, 1)),  # the second is ready at 2, and takes the buffer at 4: 4-7, 8-9
+        ((0, 0, 0, 0), (2, 2, 2, 2), 2, (4, 4)),
+    ],
+)
+def test_pieces_travel_one_at_a_time_beside_what_is_computed_next(
+    computing: tuple[int, ...], travelling: tuple[int, ...], buffers: int, expected: tuple[int, int]
+) -> None:
+    assert waits(computing, travelling, buffers) == expected
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_replicas_wait_for_the_last_chunk_and_what_their_passes_do_not_hide(chunks: int) -> None:
-    """ZeRO-2 averages in each pass, ZeRO-1 in the last; the weights come beside the next forward."""
+def test_replicas_wait_for_what_the_layers_after_it_do_not_hide(chunks: int) -> None:
+    """A backward hides gradients of the layers behind it, and a forward weights of those that follow."""
     machine = small_machine(8, **RATES)
-    elements = sum(layer.parameters for layer in small_job().layers)
+    sizes = [layer.parameters for layer in small_job().layers]
+    elements, count = sum(sizes), len(sizes)
+    chunk = max(-(-elements // chunks), *(own for layer in small_job().layers for _, own in layer.own_elements))
     job = small_job(zero_optimization={"stage": 1, "reduce_bucket_size": -(-elements // chunks)})
-    bounds, layout = (0, len(job.layers)), Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
-    wire = ring_seconds(machine, layout, 0, elements * 4, 1, chunks)
+    bounds, layout = (0, count), Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
 
-    def costs(zero: int, forward: float, backward: float) -> RankCosts:
-        times = [LayerSeconds(forward / len(job.layers), backward / len(job.layers))] * len(job.layers)
-        return planned_costs(job, machine, replace(layout, zero_stage=zero), bounds, times)[0]
+    def ring(*numbers: int) -> float:
+        return sum(ring_seconds(machine, layout, 0, one * 4, 1, one / chunk) for one in numbers)
 
-    alone = replace(layout, replicas=1)
-    step = update_seconds(job, machine, alone, elements / 8)
-    for beside in (0.0, 0.75 * wire, 10 * wire):
-        once, each = costs(1, beside, beside), costs(2, beside, beside)
-        last, waited = wire / chunks, max(wire - beside, 0.0)
-        assert once.reduce_seconds == pytest.approx(max(waited, last)) and once.weight_pass_seconds == 0
-        assert each.reduce_seconds == pytest.approx(last) and each.weight_pass_seconds == pytest.approx(waited)
-        assert once.optimizer_seconds == each.optimizer_seconds == pytest.approx(step + max(waited, last))
+    pieces = [0]  # in the order of arrival
+    for size in reversed(sizes):
+        pieces = [*pieces, size] if pieces[-1] >= chunk or not pieces[-1] else [*pieces[:-1], pieces[-1] + size]
+    pieces = pieces[1:]
+    assert sum(pieces) == elements and len(pieces) == pytest.approx(chunks, abs=1)
+    wire, last = ring(*pieces), ring(pieces[-1])
+    step = update_seconds(job, machine, layout, elements / 8)
+
+    def waited(zero: int, *seconds: float) -> tuple[float, float, float]:
+        """The seconds for gradients in each pass and at the end, and for weights, if a pass of the layers takes so."""
+        times = [LayerSeconds(one, one) for one in seconds]
+        found = planned_costs(job, machine, replace(layout, zero_stage=zero), bounds, times)[0]
+        return found.weight_pass_seconds, found.reduce_seconds, found.optimizer_seconds - step
+
+    nothing, first, behind = [0.0] * count, [10 * wire, *[0.0] * (count - 1)], [*[0.0] * (count - 1), 10 * wire]
+    assert waited(1, *nothing) == pytest.approx((0, wire, wire))
+    assert waited(2, *nothing) == pytest.approx((wire, 0, wire))
+    # the first layer's weights and gradients can't travel beside it, nor those of its chunk
+    assert waited(1, *first) == pytest.approx((0, last, last))
+    assert waited(1, *behind) == pytest.approx((0, wire, wire))
+    # ZeRO-2 has two buffers, which the two pieces before the last take
+    assert waited(2, *first) == pytest.approx((ring(*pieces[:-3]), last, last))
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])

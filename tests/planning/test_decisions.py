@@ -15,9 +15,11 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.ground.errors import DsConfigError, LayoutError
 from ddpm_ds.ground.units import gib
+from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import neighbouring
 from ddpm_ds.planning import memory
 from ddpm_ds.planning import predictor as predict
+from ddpm_ds.planning.costs import ADAM_BYTES, CLIP_BYTES, EMA_BYTES, analytic_times
 from ddpm_ds.planning.decisions import Choice, candidates, choose_layout, ds_config, fitted, layouts, search
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload, machine, machine_like
 from ddpm_ds.planning.memory import activation_bytes, pipeline_memory
@@ -55,7 +57,17 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
     layouts, memories, reason = report(found).split("\n\n")
     assert [line.split()[0] for line in layouts.splitlines()] == ["stages", "1", "2", "3", "4"]
-    parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "NCCL", "total"]  # no encoders
+    parts = [
+        "weights",
+        "gradients",
+        "optimizer",
+        "ema",
+        "activations",
+        "buffers",
+        "NCCL",
+        "total",
+        "(host)",
+    ]  # no encoders
     assert memories.splitlines()[1].split() == ["rank", *parts]
     assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
 
@@ -104,6 +116,17 @@ def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monk
         exact, tolerance = predictor.simulate(layout), 0.02 if layout.schedule == "1f1b" else 0.05
         assert predictor.predict(layout).step_seconds == pytest.approx(exact.step_seconds, rel=tolerance)
         assert predictor.predict(layout).bubble == pytest.approx(exact.bubble, abs=tolerance)
+
+
+def test_the_memory_of_the_fullest_host_is_that_of_all_its_ranks() -> None:
+    predictor = small_predictor(4, nodes=2)
+    (first,) = search(predictor, 1, [Layout(2, 2, "1f1b", 2, 4, 0, 1, False, across_hosts="stages")]).best
+    hosts = [2 * rank.host for rank in first.memory]  # two replicas of a stage
+    assert first.host_bytes(predictor.machine) == max(hosts) > min(hosts)
+    assert "(host)" in report(search(predictor, 1, [first.layout]))
+    assert "GiB/host" in report(search(small_predictor(4), 1)) and "GiB/host" not in report(
+        search(small_predictor(4, kind="cpu"), 1)
+    )
 
 
 def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predictor: Predictor) -> None:
@@ -249,3 +272,35 @@ def test_sdxl_on_two_cards_of_24_gb_says_what_it_lacks_without_offload() -> None
     assert [one.layout.offload for one in found.best] == [True]
     over = memory.peak_bytes(predictor.job, held, predictor.tightest(held)) - predictor.machine.usable_bytes
     assert f"Without offload nothing fits: the nearest, {held.words()}, is {gib(over)} over on rank " in why(found)
+
+
+@pytest.mark.parametrize(("micro_batches", "zero_stage"), [(1, 0), (4, 1)])
+def test_gradients_of_several_micro_batches_are_added_up_in_fp32_where_that_fits(
+    micro_batches: int, zero_stage: int
+) -> None:
+    """ZeRO-0 would add them up in bf16, with less memory, and ZeRO-2 would average each."""
+    job = small_job(tiny_spec(train={"accumulation": micro_batches}), bf16={"enabled": True})
+    predictor = small_predictor(2, job)
+    among = [Layout(1, 2, "1f1b", 8 // micro_batches, micro_batches, 0, zero, False) for zero in (0, 1, 2)]
+    (best,) = search(predictor, 1, among).best
+    assert best.layout.zero_stage == zero_stage
+
+
+def test_eight_replicas_of_sdxl_reach_nine_tenths_of_their_passes_alone() -> None:
+    """Two images on each H100, whose passes take 130 ms: the arithmetic of docs/planner.md."""
+    job, gpus, passes = sdxl(8).job, machine("h100", half=True, devices=8, nodes=1), 0.130
+    parameters = sum(layer.parameters for layer in job.layers)
+    computed = analytic_times(job, gpus, 0.0)(job.layers, 2)
+    faster = passes / sum(one.forward + one.backward for one in computed)
+    copied = [4 * layer.parameters / gpus.memory_bandwidth for layer in job.layers]  # gradients, into their sum
+    both = zip(computed, copied, strict=True)
+    times = [LayerSeconds(faster * one.forward, faster * one.backward + copying) for one, copying in both]
+    layout = Layout(1, 8, "1f1b", 2, 1, 0, 1, False)
+    step = Predictor(job, gpus, lambda layers, images: times).predict(layout).step_seconds
+
+    stepping = (CLIP_BYTES + ADAM_BYTES + EMA_BYTES) * parameters / 8 / gpus.memory_bandwidth + sum(copied)
+    wire = 7 / 8 * 2 * parameters / gpus.link_bandwidth
+    first, last = (chunk * 7 / 8 * 2 / gpus.link_bandwidth + 3 * gpus.latency_seconds for chunk in (0, 9_562_880))
+    assert (stepping, wire) == pytest.approx((11.3e-3, 14.3e-3), rel=0.01)
+    assert first < step - passes - stepping < 4 * last, "all but a few chunks are hidden"
+    assert passes / step == pytest.approx(0.917, abs=0.002)

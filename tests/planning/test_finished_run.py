@@ -13,6 +13,7 @@ import torch
 from ddpm_ds.ground.errors import OutputError
 from ddpm_ds.observe.device_speed import startup_times
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
+from ddpm_ds.planning.costs import planned_costs
 from ddpm_ds.planning.finished_run import Overflows, facts_of
 from ddpm_ds.planning.verdict import conclude, shares
 from tests.planning.planted_facts import Bench, write_run
@@ -73,6 +74,16 @@ def test_a_run_whose_steps_are_graphs_has_their_seconds_and_no_start_up(tmp_path
     assert found.data_wait_seconds == traced.data_wait_seconds
     assert shares(facts)["low utilisation"] == 0 < shares(eager)["low utilisation"]
     assert shares(facts)["data wait"] > 2 * shares(eager)["data wait"]
+
+
+def test_a_message_beside_the_passes_of_a_gpu_is_counted_once() -> None:
+    """A trace has it in its times, and the planner adds it to those of layers."""
+    facts = Bench().traced()
+    facts = replace(facts, machine=replace(facts.machine, kind="h100", startup={}))
+    times = facts.layer_times(facts.own_layers, facts.layout.micro_batch_images)
+    ranks = planned_costs(facts.job, facts.machine, facts.layout, facts.bounds, times)
+    for planned, traced in zip(ranks, facts.ranks, strict=True):
+        assert planned.pass_seconds == pytest.approx(sum(phase.pass_seconds for phase in traced.phases))
 
 
 def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:

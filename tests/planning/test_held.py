@@ -132,8 +132,7 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     """Bytes in the fullest moment of the second step on this rank, when the optimizer's state is there."""
     ds = laid_out(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
     layers = split_layers(unet_layers(spec.unet, spec.data.interface), ds.layout.tensor)
-    assert ds.partition != "measured"
-    bounds = partition(layers, ds.layout.stages, ds.partition, ds.layout.schedule)
+    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     others = living_bytes()
     text, empty = spec.unet.text, None
     if text is not None:

@@ -16,6 +16,7 @@ from ddpm_ds.planning.memory import (
     COLLECTIVE_BYTES,
     EDGE_BYTES,
     EIGHT_BIT_INTERMEDIATES,
+    SCALAR_BYTES,
     Memory,
     activation_bytes,
     communicator_bytes,
@@ -64,25 +65,28 @@ def test_bytes_of_a_parameter(precision: str, zero: int, sizes: tuple[float, ...
 
 
 @pytest.mark.parametrize(
-    ("precision", "zero", "replicas", "optimizer", "expected"),
+    ("precision", "zero", "replicas", "optimizer", "expected", "travelling"),
     [
-        ("fp32", 1, 1, ADAMW, 4 + 8),  # Adam steps on the sum
-        ("fp32", 1, 2, ADAMW, 4 + 4 / 2),  # the own half is copied, the sum released, and Adam needs as much again
-        ("fp16", 2, 1, ADAMW, 4 + 8),  # widened, and the sum released
-        ("fp16", 2, 2, ADAMW, (4 + 8) / 2),
-        ("bf16", 0, 1, ADAMW, 2 + 4 + 8),  # the sum is DeepSpeed's and stays
-        ("bf16", 2, 1, EIGHT_BIT, 4 + EIGHT_BIT_INTERMEDIATES),  # widens no gradient
-        ("bf16", 1, 2, FUSED, 4 + 4 / 2),  # the sum is DeepSpeed's and stays, and the own half needs no more
+        ("fp32", 1, 1, ADAMW, 4 + 8, 0),  # Adam steps on the sum
+        ("fp32", 1, 2, ADAMW, 4 + 4 / 2, 0),  # the own half is copied, the sum released, and Adam needs as much again
+        ("fp16", 2, 1, ADAMW, 4 + 8, 2),  # widened, and the sum released
+        ("fp16", 2, 2, ADAMW, (4 + 8) / 2, 2 * 2),
+        ("bf16", 0, 1, ADAMW, 2 + 4 + 8, 0),  # the sum is DeepSpeed's and stays
+        ("bf16", 2, 1, EIGHT_BIT, 4 + EIGHT_BIT_INTERMEDIATES, 2),  # widens no gradient
+        ("bf16", 1, 2, FUSED, 4 + 4 / 2, 2 + 2 * 2),  # the sum is DeepSpeed's and stays, and the own half needs no more
     ],
 )
 def test_bytes_of_a_step_on_flat_gradients(
-    precision: str, zero: int, replicas: int, optimizer: dict[str, Any], expected: float
+    precision: str, zero: int, replicas: int, optimizer: dict[str, Any], expected: float, travelling: int
 ) -> None:
+    """For a parameter, and for an element of a chunk: packed, and in ZeRO-2's or in two first buffers for 16 bits."""
     blocks = {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
     layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=zero, replicas=replicas)
-    found = memory(job_in(precision, optimizer=optimizer, **blocks), layout)
+    job = job_in(precision, optimizer=optimizer, **blocks)
+    largest = max(map(math.prod, parameter_shapes(job.layers).values()))
+    found = memory(job, layout)
     update = found.gradients + found.activations + found.buffers
-    assert update == pytest.approx(whole(small_job())[0] * expected, abs=50)
+    assert update == pytest.approx(whole(job)[0] * expected + largest * travelling, abs=50)
 
 
 @pytest.mark.parametrize(
@@ -100,18 +104,19 @@ def test_moments_of_8_bits(precision: str, zero: int, replicas: int) -> None:
 
 
 def test_communicators_of_a_gpu() -> None:
-    """The job's, a stage's replicas', a pipeline's, and one for each kind of message to and from each neighbour."""
+    """A stage's replicas', a pipeline's for scalars, and one for each kind of message to and from each neighbour."""
     layout, cuts = Layout(3, 2, "1f1b", 1, 6, 0, 2, False), (0, 4, 8, len(small_job().layers))
     sizes = [rank.communicators for rank in pipeline_memory(small_job(), layout, cuts)]
-    assert sizes == [3 * COLLECTIVE_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
+    assert sizes == [COLLECTIVE_BYTES + SCALAR_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
     assert {rank.communicators for rank in pipeline_memory(small_job(on_cpu=True), layout, cuts)} == {0}
-    assert communicator_bytes(Layout(1, 1, "1f1b", 1, 6, 0, 2, False, tensor=TensorSplit(2)), 0) == 3 * COLLECTIVE_BYTES
+    split = Layout(1, 1, "1f1b", 1, 6, 0, 2, False, tensor=TensorSplit(2))
+    assert communicator_bytes(split, 0) == COLLECTIVE_BYTES + SCALAR_BYTES
 
 
 def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weights_there() -> None:
     layout, on_host = replace(ONE, zero_stage=2), small_job(tiny_spec(ema={"on_host": True}))
     usual, found = memory(small_job(), layout), memory(on_host, layout)
-    assert (found.ema, found.total, found.host) == (0, usual.total - usual.ema, 2 * usual.ema)
+    assert (found.ema, found.total, found.host - usual.host) == (0, usual.total - usual.ema, 2 * usual.ema)
     offloaded = replace(layout, offload=True)
     assert memory(on_host, offloaded) == memory(small_job(), offloaded), "there they are in any case"
 
@@ -120,8 +125,22 @@ def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:
     job = small_job(fp16={"enabled": True})
     found = memory(job, replace(ONE, zero_stage=2, offload=True))
     assert (found.optimizer, found.ema) == (0, 0) and found.gradients == pytest.approx(whole(job)[0], abs=4)
-    # 12 for weights and moments, 4 for the average, 4 + 2 + 2 for gradients and the weights on their way
-    assert found.host == pytest.approx(whole(job)[0] / 4 * 24, abs=24)
+    # 12 for weights and moments, 4 for the average, 4 + 2 + 2 for gradients and the weights on their way, 16 to save
+    assert found.host == pytest.approx(whole(job)[0] / 4 * 40, abs=40)
+
+
+@pytest.mark.parametrize(("optimizer", "bytes_saved"), [(ADAMW, 16), (EIGHT_BIT, 8 + 2 * (1 + 4 / 256))])
+def test_a_checkpoint_is_copied_to_the_host_through_two_locked_buffers(
+    optimizer: dict[str, Any], bytes_saved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 masters, moments and averages of the own quarter of the parameters; small ones keep fp32 moments."""
+    layout = replace(ONE, zero_stage=1)
+    job, on_cpu = (small_job(optimizer=optimizer, on_cpu=there) for there in (False, True))
+    saved = memory(on_cpu, layout).host
+    assert saved == pytest.approx(whole(job)[0] / 4 * bytes_saved, rel=0.1 if optimizer is EIGHT_BIT else 1e-3)
+    assert memory(job, layout).host == 3 * saved
+    monkeypatch.setattr(memory_model, "STAGING_BYTES", 2**10)
+    assert memory(job, layout).host == saved + 2 * 2**10
 
 
 def test_auto_recomputes_where_activations_take_more_than_half_of_the_memory() -> None:

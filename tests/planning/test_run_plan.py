@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,19 @@ import pytest
 import torch
 
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
-from ddpm_ds.ground.errors import DsConfigError
+from ddpm_ds.ground.errors import DsConfigError, LayoutError
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import machine_like
-from ddpm_ds.planning.run_plan import RunPlan, forecast, make_plan, with_decisions
+from ddpm_ds.planning.run_plan import (
+    RunDraft,
+    RunPlan,
+    check_memory,
+    forecast,
+    make_plan,
+    memory_need,
+    with_decisions,
+)
 from ddpm_ds.unet.layers import AttentionLayer, Layer
 from tests.launching import CUTS, REPOSITORY, drafted
 
@@ -131,3 +140,33 @@ def test_auto_cuts_by_the_times_of_the_layers_where_they_differ_from_flops(
     (again, _), (listed, as_above) = planned("auto"), planned(str(list(timed.bounds[1:-1])))
     assert again.bounds == timed.bounds == listed.bounds
     assert decided_since(timed, again) == "\ncut by the layers' times on this device, as above" and not as_above
+
+
+@pytest.mark.parametrize(
+    ("change", "back"),
+    [
+        ("ema.on_host=true", "ema.on_host=false"),
+        ("ds.zero_optimization.offload_optimizer.device=cpu", "ds.zero_optimization.offload_optimizer.device=none"),
+    ],
+)
+def test_a_host_too_small_for_its_share_is_refused_with_what_may_lie_on_the_gpus(
+    change: str, back: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks of one host copy 16 bytes of each parameter for a checkpoint, besides what the files put there."""
+    monkeypatch.setattr("ddpm_ds.planning.memory.STAGING_BYTES", 2**10)
+    gpus = machine_like("NVIDIA H100", 80 * 2**30, half=True, devices=8)
+
+    def again(changes: Sequence[str], stages: int) -> RunDraft:
+        return drafted(DIGITS, [change, *changes], ZERO_2, world_size=8, stages=stages, hosts="aaaaaaaa")
+
+    monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: 2)
+    draft = again([], 1)
+    need = memory_need(draft, gpus, 0)
+    assert need.where == "machine" and need.size > 16 * draft.parameters
+    monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: int(need.size / 1.2))
+    with pytest.raises(
+        LayoutError, match=rf"^training digits needs .*, and this machine has .*; use --set {back}, or a"
+    ):
+        check_memory(draft, gpus, 0, again, new=True)
+    monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: int(need.size / 1.05))
+    assert (check_memory(draft, gpus, 0, again, new=True) or "").startswith("warning")

@@ -109,7 +109,7 @@ def test_a_run_that_leaves_groups_open_has_them_where_they_are_fastest_and_its_d
 def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_among_the_slowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decisions, "MOST_GROUPED", 4)
+    monkeypatch.setattr(decisions, "MOST_GROUPED", 6)
     job, grouped = job_of(images=1024), all_grouped(job_of(images=1024), 2)
     alone = Layout(1, 2, "1f1b", 8, 64, 4, 2, True)
     needs = [peak_bytes(job, layout, (0, len(job.layers))) for layout in (alone, *grouped)]

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.ground.errors import HostError, SpecError
 from ddpm_ds.ground.outputs import cache_folder
 from ddpm_ds.processes.hosts import find_environment
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, Launcher, for_good, set_environment
@@ -79,11 +80,28 @@ def test_every_launcher_makes_the_same_world(launcher: str, monkeypatch: pytest.
     assert [os.environ[name] for name in NAMES[:4]] == expected.split()
 
 
+@pytest.mark.parametrize(("ranks", "soft"), [(1, 1024), (100, 1024), (102, 1024), (103, 1027), (4096, 20_992)])
+def test_many_ranks_may_open_many_files(ranks: int, soft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [1024, 20_992]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, given: limits.__setitem__(slice(None), given))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
+    set_environment()
+    assert limits == [soft, 20_992]
+    monkeypatch.setenv("WORLD_SIZE", "4097")
+    with pytest.raises(HostError, match=r"4,097 ranks need up to 20,997 open files .* is 20,992 .*limits.conf"):
+        set_environment()
+    limits[:] = [resource.RLIM_INFINITY] * 2
+    set_environment()
+    assert limits == [resource.RLIM_INFINITY] * 2
+
+
 def test_the_file_gives_what_the_environment_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".deepspeed_env").write_text("UCX_TLS\n")
     with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not NAME=VALUE"):
         set_environment()
-    assert os.environ["RANK"] == "0"  # print_once asks for it
+    assert os.environ["RANK"] == "0"  # print_for_all asks for it
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("UCX_TLS", "")
     monkeypatch.delenv("UCX_TLS")

@@ -218,6 +218,17 @@ def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch:
     assert any("no step for 3 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
 
 
+def test_a_pause_without_end_is_a_hang_with_its_place(
+    watch: Watched, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "PAUSE_SECONDS", 1.0)
+    first, _ = watch(0, 2, hang_seconds=2.0), watch(1, 2, hang_seconds=2.0)
+    with first.pause():  # as of a file system that does not answer
+        said = {word for _, word in take(events, 4)}
+    assert EXIT_PEER_LOST in said
+    assert any("no step for 2 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
+
+
 @pytest.mark.parametrize("asks", [0, 1])
 def test_a_collective_that_raised_is_explained_to_all_by_the_missing_rank(
     asks: int, watch: Watched, events: Events, monkeypatch: pytest.MonkeyPatch

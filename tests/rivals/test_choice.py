@@ -31,15 +31,14 @@ def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: 
     return drafted(spec, changes, config, world_size=processes, stages=stages)
 
 
-PLAIN = {
-    name: "runs in one process, and" for name in ("plain", "diffusers", "diffusers-randn", "lucidrains", "ours-dim64")
-}
+DIFFUSERS = ("diffusers", "diffusers-compiled", "diffusers-randn")
+PLAIN = dict.fromkeys(("plain", *DIFFUSERS, "lucidrains", "ours-dim64"), "runs in one process, and")
 REPLICATED = {
     **dict.fromkeys(("folded", "stock-dualpipev", "torch-dualpipev"), "needs 4 micro-batches, and the batch has 3"),
     **dict.fromkeys(("torch", "torch-zbv"), "has no replicas"),
 }
 DROPPED = {
-    **dict.fromkeys(("diffusers", "diffusers-randn"), "draws other masks; use --set unet.dropout=0"),
+    **dict.fromkeys(DIFFUSERS, "draws other masks; use --set unet.dropout=0"),
     "lucidrains": "denoising_diffusion_pytorch is not installed; pip install 'ddpm_ds[bench]'",
     "ours-dim64": "use --spec launch/specs/cifar10.yaml",
 }

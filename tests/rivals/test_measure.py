@@ -23,7 +23,7 @@ def test_rounds_take_rows_in_turn_and_time_is_taken_when_the_device_has_caught_u
     taken: list[float] = []
     monkeypatch.setattr("time.perf_counter", lambda: sum(taken))
     monkeypatch.setattr(measure, "wait_for_device", lambda device: taken.append(0.5))
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(measure, "barrier", lambda: None)
     steps = [functools.partial(taken.append, seconds) for seconds in (2.0, 3.0)]
     found = measure.time_rounds(steps, 2, 4, torch.device("cpu"))
     assert [seconds for seconds in taken if seconds > 0.5] == [2.0] * 4 + [3.0] * 8 + [2.0] * 4

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from rivals.deepspeed_rows import OurPipeline
 from rivals.rows import Loop, Setting, diffusers_loop, our_loop
 
 from ddpm_ds.data.prepare import prepare
@@ -38,12 +42,37 @@ def losses(row: Loop, steps: int) -> list[float]:
 
 def test_diffusers_trains_as_ours_and_random_draws_are_not_compared(store_root: Path) -> None:
     own = setting(store_root, "zero1_fp32.json", "train.accumulation=2")
-    theirs = losses(diffusers_loop(own, randn=False), 6)
+    theirs = losses(diffusers_loop(own), 6)
     assert theirs[-1] != theirs[3]  # weights move
     for settings in (own, setting(store_root, "zero1_fp32.json", "train.accumulation=1")):
         assert losses(our_loop(settings), 6) == pytest.approx(theirs, rel=1e-5)
-    random = diffusers_loop(own, randn=True)
+    random = diffusers_loop(own, "randn")
     assert not random.comparable and losses(random, 2) != theirs[:2]
+
+
+def test_a_compiled_unet_of_diffusers_trains_as_an_eager_one(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, compiled = setting(store_root, "zero1_fp32.json"), []
+
+    def compile_without_code(function: Callable[..., Any], **options: Any) -> Any:
+        compiled.append(function)
+        return compile_function(function, backend="aot_eager")  # building code takes a minute
+
+    compile_function = torch.compile
+    monkeypatch.setattr("torch.compile", compile_without_code)
+    eager = losses(diffusers_loop(own), 3)
+    assert not compiled
+    loop = diffusers_loop(own, "compiled")
+    assert loop.comparable and "torch.compile" in loop.name
+    assert losses(loop, 3) == pytest.approx(eager, rel=1e-5) and len(compiled) == 1
+
+
+def test_a_row_says_why_its_steps_on_a_gpu_are_no_graphs() -> None:
+    row = OurPipeline.__new__(OurPipeline)
+    row._engine = cast(Any, SimpleNamespace(graph=SimpleNamespace(why_eager="a layer can't be captured")))
+    row._graphs = True
+    assert row.note == "eager: a layer can't be captured"
+    row._graphs = False
+    assert row.note == ""
 
 
 def test_a_loss_scale_changes_nothing_but_rounding(store_root: Path) -> None:

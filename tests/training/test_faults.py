@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,18 @@ import pytest
 from ddpm_ds.ground.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
-from tests.training.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
+from tests.training.ranks import (
+    BATCH,
+    QUIET,
+    TRAIN,
+    Ranks,
+    arguments,
+    checkpoints,
+    end_of,
+    mlflow_run,
+    points,
+    the_same,
+)
 
 pytestmark = pytest.mark.launch
 
@@ -31,6 +44,7 @@ CHANGES = (
     "samples.every_images=160",
     "evaluation.every_images=160",
 )
+ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu(2))]
 START_SECONDS = 8.0
 """A kill at the start comes within this time of the start of the processes."""
 
@@ -172,3 +186,21 @@ def test_signals_from_the_last_save_on_do_not_change_that_the_run_is_done(tmp_pa
         assert {moment for moment in moments if f"signals at {moment}\n" in ranks.said} == reached
         assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED"
     assert exits.read() == ExitRecord(finished=True, training=True)
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_replica_that_stops_or_dies_ends_the_other_on_several_gpus(
+    number: signal.Signals, device: str, tmp_path: Path
+) -> None:
+    """On GPUs steps are graphs, whose sums over NCCL have no time limit of their own."""
+    run_dir, graphs = tmp_path / "run", ["ds.graphs=true"] if device == "cuda" else []
+    changes = ("train.images=8000000", "samples.every_images=null", "evaluation.every_images=null", *graphs)
+    options = ["-p", "1", "--dead-seconds", "6", "--device", device]
+    with Ranks(run_dir, *changes, options=options, DS_ACCELERATOR=device) as ranks:
+        ranks.until_images(40 * BATCH)
+        assert ("each step is one CUDA graph" in ranks.said) == (device == "cuda")
+        ranks.signal(1, number)
+        assert ranks.processes[0].wait(PATIENCE_SECONDS) == EXIT_PEER_LOST, ranks.said[-4000:]
+        words = r"rank 1 \(stage 0\) has not answered for [\d.]+ s: ending rank 0 \(stage 0\); the run can be resumed"
+        assert re.search(words, ranks.said), ranks.said[-4000:]

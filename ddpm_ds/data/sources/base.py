@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import struct
-import sys
 import threading
 import warnings
 import zipfile
@@ -237,12 +236,6 @@ def formats() -> tuple[str, ...]:
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is lower
     Image.init()
     return tuple(kind for kind in Image.OPEN if kind not in NOT_PICTURES)
-
-
-@functools.cache
-def print_once(line: str) -> None:
-    """Print a line once, however often a source is opened."""
-    print(line, file=sys.stderr)
 
 
 def is_image(name: str) -> bool:

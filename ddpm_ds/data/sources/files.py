@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.errors import DataError, print_once
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
 
@@ -103,7 +103,7 @@ def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
     files = [name for name in every if MASK.search(name) is None]
     if progress and (masks := len(every) - len(files)):
         first = base.printable(next(filter(MASK.search, every)))
-        base.print_once(f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        print_once(f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
@@ -130,7 +130,7 @@ def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
             repeats = {name: 0 if found is None else int(found[1]) for name, found in named.items()}
             parts[:, 1] = [repeats[name] for name in above]
         if progress and (found := next(filter(None, named.values()), None)) is not None:
-            base.print_once(
+            print_once(
                 f"{place}: {base.printable(found[0])} is read as {found[1]} repeats, and as the caption "
                 f"{base.printable(found[2])} of images without one, unless the spec has others"
             )
@@ -166,9 +166,7 @@ def _captions(
             others.update(unread | found)
             return None if usual is None else [usual]
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
-            base.print_once(
-                f"data.text: images have several files of captions; of {', '.join(beside)} the first is read"
-            )
+            print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
         return found
 
     try:

@@ -29,7 +29,7 @@ from ddpm_ds.evaluate.diffusers.folder import (
     FieldsFile,
 )
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
-from ddpm_ds.evaluate.diffusers.text_pipeline import Precision, copied, copy_parts
+from ddpm_ds.evaluate.diffusers.text_pipeline import FilePrecision, copied, copy_parts
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.evaluate.diffusers.unet_config import class_of, diffusers_config
 from ddpm_ds.evaluate.trained import Trained
@@ -57,7 +57,7 @@ def without_labels(trained: Trained, row: int) -> Trained:
 
 
 @torch.no_grad()
-def rounded(trained: Trained, precision: Precision) -> Trained:
+def rounded(trained: Trained, precision: FilePrecision) -> Trained:
     """Round the fp32 weights in place to the values that a file in ``precision`` stores, and return the same U-Net.
 
     Raises CheckpointError: a weight is beyond the range of ``precision``.
@@ -69,7 +69,7 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
     return trained
 
 
-def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> str:
+def write_pipeline(trained: Trained, folder: Path, precision: FilePrecision) -> str:
     """Write the configurations and weights of a pipeline into ``folder``: ``DDPMPipeline``, or ``LDMPipeline`` for
     latents. A U-Net with text gets a ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline`` if its other parts
     are at hand.

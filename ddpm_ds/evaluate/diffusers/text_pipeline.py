@@ -26,7 +26,7 @@ from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.ground.files import expanded
 from ddpm_ds.unet.layers import unet_layers
 
-Precision = Literal["fp32", "fp16"]
+FilePrecision = Literal["fp32", "fp16"]
 ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
 NOTHING = [None, None]
 AT_ONCE = 77
@@ -84,7 +84,7 @@ def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, ob
     return pipeline, parts
 
 
-def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
+def copied(tensors: Mapping[str, Tensor], precision: FilePrecision) -> dict[str, Tensor]:
     """Return copies of tensors for a file, with floats in ``precision``.
 
     A file takes no views: q, k and v are views of one tensor, and convolutions' weights have permuted dimensions.
@@ -96,7 +96,7 @@ def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Ten
     return found
 
 
-def write_single_file(trained: Trained, path: Path, precision: Precision) -> str:
+def write_single_file(trained: Trained, path: Path, precision: FilePrecision) -> str:
     """Write a file with the U-Net, the autoencoder and the text encoders under their original names. Return a line that
     names these parts. Raises CheckpointError: there is no text, or readers would build another U-Net.
     """
