@@ -178,7 +178,7 @@ def tags_of(**keys: Any) -> dict[str, Any]:
     """Return the keys of ``data.text`` for tags that change, if any do."""
     given = {key: value for key, value in keys.items() if value}
     changes = given.keys() & {"shuffle", "drop", "prefix"}
-    return {"text.tags": given if changes else None, "text.stored": "text" if changes else "float16"}
+    return {"text.tags": given, "text.stored": "text"} if changes else {"text.tags": None}
 
 
 def from_sd_scripts(content: Mapping[str, Any], found: Found) -> None:
@@ -194,6 +194,11 @@ def from_sd_scripts(content: Mapping[str, Any], found: Found) -> None:
             folder, mark = found.folder(get("image_dir"), f"{place}.image_dir"), get("caption_separator", ",")
             if get("metadata_file"):
                 found.captions[folder] = metadata_of(Path(str(get("metadata_file"))), folder, mark)
+                if others := {*images_in(folder).values()} - found.captions[folder].keys():
+                    found.notes.append(
+                        f"{place}.metadata_file lacks {len(others):,} images of {folder}, such as {min(others)}; they "
+                        "are read too, so move them away"
+                    )
             else:
                 extension = get("caption_extension", ".caption")
                 found.read_lines(folder, extension, first=not get("enable_wildcard"))

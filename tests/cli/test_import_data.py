@@ -123,6 +123,7 @@ def test_a_toml_with_subsets_repeats_and_tags_trains_without_editing(
         "datasets.0.batch_size = 2 is not carried over: images on a device",
         'datasets.0.subsets.1.caption_suffix = "end" is not carried over: text after each caption',
         "datasets.0.subsets.1 asks for data.text.tags = ",
+        "datasets.0.subsets.2.metadata_file lacks 2 images of",
         "reg has is_reg: such images come as often as all others",
     ):
         assert note in out and note in " ".join(text.replace("\n#", "").split())

@@ -187,7 +187,7 @@ def test_changed_missing_and_overlapping_folders_are_refused_in_a_line(spec_of: 
     (tmp_path / "dogs" / "9.png").write_bytes((tmp_path / "dogs" / "0.png").read_bytes())
     with pytest.raises(DataError, match=r"data\.sources = 2 folders has other images or captions than"):
         prepare(spec_of())
-    with pytest.raises(DataError, match=r"data\.sources\.1\.path = \S+/none does not exist; give a folder of images"):
+    with pytest.raises(DataError, match=r"data\.sources\.1\.path = \S+/none does not exist; give a folder of images$"):
         prepare(spec_of(dogs={"path": tmp_path / "none"}))
     with pytest.raises(
         DataError, match=r"data\.sources\.1\.path = \S+3_odd and data\.sources\.0\.path = \S+cats overlap, so images"

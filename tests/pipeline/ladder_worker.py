@@ -384,7 +384,8 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "edm": {"diffusion": {"schedule": "edm", "objective": "v"}},
     "flow": {"diffusion": {"schedule": "flow", "objective": "velocity"}},
     "weighted": {
-        "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
+        "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1},
+        "data": {"source": "folder", "path": None, "sources": [{"path": "a"}, {"path": "b", "loss_weight": 0.25}]},
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
     "buckets": {"data": {"buckets": {"step": 8}}, "unet": {"dropout": 0.0}},
@@ -396,7 +397,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
     sections = SECTIONS.get(process, {})
     if process in ("text", "caption", "buckets"):
-        return tiny_text_spec(levels=2 if process == "text" else 1, **sections)
+        tokens = 227 if process == "caption" else 5
+        return tiny_text_spec(levels=2 if process == "text" else 1, tokens=tokens, **sections)
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
     few: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}

@@ -72,7 +72,8 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
         try:
             opened.append(_open_one(spec, number, progress))
         except DataError as error:
-            raise DataError(str(error).replace("data.path", f"data.sources.{number}.path")) from error
+            line = str(error).replace(" with --set data.path=FOLDER", "")
+            raise DataError(line.replace("data.path", f"data.sources.{number}.path")) from error
     root = os.path.commonpath(places)
     files = [
         os.path.join(os.path.relpath(place, root), name)
