@@ -44,6 +44,7 @@ from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.gradients import FlatGradients
+from ddpm_ds.pipeline.messages import all_gather_objects, barrier, value_groups
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, gradient_passes, most_kept, weight_passes
 from ddpm_ds.pipeline.staged import ForwardPipeline
@@ -236,7 +237,8 @@ def expected_steps(precision: Precision, compiled: bool, process: Process) -> li
         spec = spec_of(compiled, process)
         reference = Reference(spec, layers_of(spec), precision)
         found = [[reference.step(global_batch(spec, step)) for step in range(STEPS)]]
-    torch.distributed.broadcast_object_list(found)
+    for group in value_groups():
+        torch.distributed.broadcast_object_list(found, group=group, group_src=0)
     here: list[Expected] = tree_map(lambda value: value.to(device()) if isinstance(value, Tensor) else value, found[0])
     return here
 
@@ -464,7 +466,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
         loss_here = loss_here / (case.replicas * case.tensor)
-        torch.distributed.all_reduce(loss_here)
+        everywhere = all_gather_objects(loss_here.item(), float)
         moment_errors = dict[str, float]()
         for piece in engine.gradients.owned():
             whole = expected.moments[piece.name]
@@ -475,7 +477,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
             {
-                "loss": loss_here.item(),
+                "loss": sum(everywhere),
                 "expected_loss": expected.loss,
                 "gradient_norm": engine.gradients.norm(),
                 "expected_gradient_norm": norm,
@@ -509,9 +511,10 @@ def groups_of_its_own() -> Iterator[None]:
     """Engines that are built inside have process groups that end with it: DeepSpeed makes a dozen for each engine, and
     gloo's thread of each wakes a hundred times a second."""
     deepspeed.utils.groups._clone_world_group()
+    value_groups()
     lasting = set(distributed_c10d._world.pg_map)
     yield
-    torch.distributed.barrier()
+    barrier()
     for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
         with contextlib.suppress(RuntimeError):  # one that is written in Python has no name by which to end it
             torch.distributed.destroy_process_group(group)
@@ -530,7 +533,7 @@ def report_cases(run: Callable[[Any], Any]) -> None:
             with groups_of_its_own():
                 report.append(run(case))
         Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
-        torch.distributed.barrier()
+        barrier()
 
 
 def run_cases(processes: int, script: Path, cases: list[Any], folder: Path, **environment: str) -> list[list[Any]]:
