@@ -31,7 +31,7 @@ DATA = re.compile(r"^data:.*\n(?:(?: .*)?\n|#.*\n(?=(?:#.*\n|\n)* ))*", re.MULTI
 """Section ``data`` in the text of a spec."""
 
 Meanings = Mapping[str, str]
-"""What keys mean that are not carried over, by key; "" is a key that is read, or that changes nothing here."""
+"""Meanings of keys that are not carried over; "" is a key that is read, or that changes nothing here."""
 
 
 def meanings(read: str, about: Mapping[str, str]) -> Meanings:
@@ -336,7 +336,7 @@ def read(file: Path) -> Found:
 
 
 def spec_with(found: Found, base: str, origin: Path) -> str:
-    """Return the text of a spec with the data sets in the place of its own, and notes on what is not carried over."""
+    """Return the text of a ``base`` spec, which is named ``origin``, with the data sets found and their notes."""
     values = parse_yaml(base, str(origin))
     data = {key: value for key, value in values.get("data", {}).items() if key != "path"}
     per_unit = 1 if data.get("autoencoder") is None else LATENT

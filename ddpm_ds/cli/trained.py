@@ -238,9 +238,7 @@ def export(options: ExportOptions) -> None:
             (written / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
-    print(f"{out}: {what}, {size / 1e6:,.1f} MB\n{held}")
-    if (note := tokens_note(trained.text)) is not None:
-        print(note)
+    print(f"{out}: {what}, {size / 1e6:,.1f} MB", *filter(None, (held, tokens_note(trained.text))), sep="\n")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights}
     files = [out] if is_file else sorted(out.iterdir())
     record_child(trained, "export", params, artifacts=dict.fromkeys(files, "export"))

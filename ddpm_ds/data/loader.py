@@ -30,7 +30,7 @@ ROUNDS = 2**32
 """Number of the stream of permutations that orders groups; images have stream 0, parts of buckets the streams after."""
 MOST_TURNS = 4096
 """Maximum images in a round of a bucket's parts."""
-APART = 2**16
+SPACING = 2**16
 """Distance of the seeds of a bucket's parts; there are fewer buckets."""
 READ_BYTES, READ_IMAGES = 2**22, 512
 """Maximum bytes and images that are read together: a read has an overhead of a tenth of a millisecond."""
@@ -145,7 +145,7 @@ class Order:
     def __post_init__(self) -> None:
         parts = self.parts or tuple(((count, Fraction(1)),) for count in self.counts)
         self._images = [
-            [Shuffled(count, self.seed + bucket + number * APART) for number, (count, _) in enumerate(each)]
+            [Shuffled(count, self.seed + bucket + number * SPACING) for number, (count, _) in enumerate(each)]
             for bucket, each in enumerate(parts)
         ]
         self._starts = [np.cumsum([0, *(count for count, _ in each)]) for each in parts]
