@@ -25,6 +25,8 @@ from ddpm_ds.ground.options import option
 from ddpm_ds.schema.section import shown
 
 METADATA = "metadata.jsonl"
+NUMBERS = {"num_repeats", "repeats", "balancing", "resolution", "caption_dropout_rate", "tag_dropout_probability"}
+MOST = 10**6
 LATENT = 8
 """Pixels, each way, in a latent of SD's and SDXL's autoencoders."""
 DATA = re.compile(r"^data:.*\n(?:(?: .*)?\n|#.*\n(?=(?:#.*\n|\n)* ))*", re.MULTILINE)
@@ -120,7 +122,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
     def check(self, entry: Any, keys: Meanings, place: str) -> dict[str, Any]:
-        """Return an entry, and note its keys that are not carried over; raises SpecError for an unknown key."""
+        """Return an entry, and note its keys that are not carried over; raises SpecError for unknown or wrong ones."""
         if not isinstance(entry, dict):
             raise SpecError(f"{self.file}: {place} = {shown(entry)} should be a block of keys; write it again")
         for key, value in entry.items():
@@ -128,6 +130,9 @@ class Found:
                 near = difflib.get_close_matches(key, keys, n=1)
                 fix = f"did you mean {near[0]}?" if near else "remove it"
                 raise SpecError(f"{self.file}: {place}.{key} is unknown; {fix}")
+            several = value if key == "resolution" and isinstance(value, list) and len(value) == 2 else [value]
+            if key in NUMBERS and not all(isinstance(each, int | float) and 0 <= each <= MOST for each in several):
+                raise SpecError(f"{self.file}: {place}.{key} = {shown(value)} should be a number from 0 to {MOST:,}")
             if keys[key] and value not in (None, False, 0, "", [], {}):
                 self.notes.append(f"{place}.{key} = {shown(value)} is not carried over: {keys[key]}")
         return entry

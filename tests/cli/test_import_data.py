@@ -214,10 +214,18 @@ def test_backends_of_simple_tuner_are_sources(pictures: Path, base: Path, capsys
         (TOML.replace("keep_tokens = 2", "is_reg = true"), "datasets.0.is_reg is unknown"),
         (TOML.replace('image_dir = "cats"', 'image_dir = "none"'), 'image_dir = "none" is no folder here'),
         (TOML.replace("birds.json", "none.json"), "none.json can't be read (No such file or directory); mend it"),
+        (
+            TOML.replace("resolution = 16", "resolution = [16]"),
+            "datasets.0.resolution = [16] should be a number from 0",
+        ),
+        (TOML.replace("keep_tokens = 2", 'keep_tokens = "x"'), 'data.text.tags.keep = "x" should be a whole number'),
         ("[general]\n", "it has no data set to train on"),
         ("x = [", "it is no configuration of data sets ("),
         ("[[datasets]]\nsubsets = [3]", "datasets.0.subsets.0 = 3 should be a block of keys"),
-        (TOML.replace("num_repeats = 3", "num_repeats = -3"), "data.sources.0.repeats = -3 should be a number"),
+        (
+            TOML.replace("num_repeats = 3", "num_repeats = -3"),
+            "subsets.0.num_repeats = -3 should be a number from 0 to",
+        ),
     ],
 )
 def test_what_nobody_knows_is_refused_in_a_line(
