@@ -87,8 +87,8 @@ class TagsSpec(Section):
     keep: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of first tags that are neither shuffled nor dropped."""
     keep_separator: Annotated[str, Field(min_length=1, max_length=20)] | None = None
-    """Text, such as "|||", that ends the tags to keep; a second one in a caption begins last tags that are kept too.
-    Other captions keep the first `keep`."""
+    """Text, such as three bars, that ends the tags to keep; a second one in a caption begins last tags that are kept
+    too. Other captions keep the first `keep`."""
     shuffle: bool = False
     """Shuffle the tags that are not kept."""
     drop: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
