@@ -178,10 +178,10 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate({"name": "tiny", **values})
 
 
-def tiny_text_spec(levels: int = 2, **sections: dict[str, Any]) -> RunSpec:
+def tiny_text_spec(levels: int = 2, tokens: int = 5, **sections: dict[str, Any]) -> RunSpec:
     """The tiny U-Net, of two levels or one, with a caption of five tokens, pooled text and sizes; a third of the
     captions are dropped."""
-    text = {"context_channels": 6, "tokens": 5, "blocks": [1, 2][:levels], "middle_blocks": levels}
+    text = {"context_channels": 6, "tokens": tokens, "blocks": [1, 2][:levels], "middle_blocks": levels}
     text |= {"heads": [2, 4][:levels], "pooled_channels": 4, "size_channels": 4}
     values: dict[str, dict[str, Any]] = {
         "unet": {"multipliers": [1, 2][:levels], "attention_resolutions": [], "text": text},

@@ -29,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     from ddpm_ds.cli.doctor import doctor
     from ddpm_ds.cli.fit import fit
+    from ddpm_ds.cli.import_data import import_data
     from ddpm_ds.cli.init import add_init, prepare, schema
     from ddpm_ds.cli.launch import run, train
     from ddpm_ds.cli.options import OneLineParser
@@ -49,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     for each in (train, run, doctor, plan, fit, sweep, compare, note, diagnose, send, prepare, schema):
         each.add(verbs)
     add_checkpoint(verbs)
-    for each in (sample, evaluate, export, import_):
+    for each in (sample, evaluate, export, import_, import_data):
         each.add(verbs)
     return parser
 

@@ -52,7 +52,7 @@ class Verb:
 
     def add(self, verbs: Verbs) -> OneLineParser:
         """Add the verb and return its parser."""
-        name, description = self.run.__name__.strip("_"), inspect.getdoc(self.run) or ""
+        name, description = self.run.__name__.strip("_").replace("_", "-"), inspect.getdoc(self.run) or ""
         about = description.partition(".\n")[0].removesuffix(".")
         parser = verbs.add_parser(name, help=f"{about[:1].lower()}{about[1:]}", description=description)
         add_options(parser, self.options)

@@ -211,7 +211,7 @@ def export(options: ExportOptions) -> None:
 
     from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
     from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
-    from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
+    from ddpm_ds.evaluate.diffusers.text_pipeline import tokens_note, write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_output, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
@@ -248,7 +248,7 @@ def export(options: ExportOptions) -> None:
             (written / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
-    print(f"{out}: {what}, {size / 1e6:,.1f} MB\n{held}")
+    print(f"{out}: {what}, {size / 1e6:,.1f} MB", *filter(None, (held, tokens_note(trained.text))), sep="\n")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights}
     files = [out] if is_file else sorted(out.iterdir())
     record_child(trained, "export", params, artifacts=dict.fromkeys(files, "export"))

@@ -178,7 +178,7 @@ def load_spec(
     for item in unasked:
         _override(values, item)
     data = values.get("data")
-    if not reads_data and isinstance(data, dict) and not (data.get("path") or data.get("name")):
+    if not reads_data and isinstance(data, dict) and not any(data.get(key) for key in ("path", "name", "sources")):
         data["path"] = getattr(SOURCES.get(str(data.get("source"))), "path", None)
     try:
         spec = SPEC.read(values)

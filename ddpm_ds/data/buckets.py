@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ddpm_ds.data.cache import Indices
 from ddpm_ds.data.decoding import Size, upright_size
-from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of
+from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of, parts_of
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import read_bytes, replace_file
@@ -42,8 +42,14 @@ Shapes = npt.NDArray[np.int32]
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
     """Return buckets (height, width) with about the pixels of ``size``, each also turned, from tall to wide."""
     pixels, step = math.prod(size), buckets.step
-    found = set[Size]()
-    for height in range(step, int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step, step):
+    least, most, found = buckets.minimum or step, buckets.maximum or 2**16, set[Size]()
+    if buckets.sizes == "sd_scripts":
+        square = int(math.sqrt(pixels)) // step * step
+        least, most = buckets.minimum or square // 4, buckets.maximum or 2 * square
+        sides = range(-(-least // step) * step, most + 1, step)
+        found = {(square, square), *((side, min(most, pixels // side) // step * step) for side in sides)}
+    tallest = 0 if found else int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step
+    for height in range(step, tallest, step):
         if buckets.sizes == "sdxl":
             widths = range(-int(-SDXL_AREA * pixels // (height * step)) * step, pixels // height + 1, step)
         else:
@@ -51,6 +57,7 @@ def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
             widths = range(nearest, nearest + (abs(height * nearest - pixels) <= AREAS * pixels))
         found |= {(height, width) for width in widths if max(height, width) <= buckets.widest * min(height, width)}
     found |= {(width, height) for height, width in found}
+    found = {sides for sides in found if least <= min(sides) and max(sides) <= most}
     return tuple(sorted(found, key=lambda sides: (-sides[0] / sides[1], sides)))
 
 
@@ -61,11 +68,32 @@ def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
     return 1.0 - np.minimum(ratios, 1.0 / ratios)
 
 
+def reduced(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
+    """Return the share of the largest size that images lack in each size, (N, sizes); above 1 if they are enlarged."""
+    lost, sides, pixels = cropped(shapes, sizes), np.array(sizes, np.int64), np.prod(sizes, axis=1)
+    enlarged = (sides > shapes[:, None]).any(axis=2)  # (N, sizes)
+    return np.where(enlarged, 1.0 + lost, 1.0 - (1.0 - lost) * pixels / pixels.max())
+
+
+def own_sizes(shapes: Shapes, size: Size, buckets: BucketsSpec, group: int) -> list[Size]:
+    """Return the sizes of at least ``group`` images with fewer pixels than ``size``, in multiples of the step."""
+    sides = shapes[shapes.prod(axis=1, dtype=np.int64) < math.prod(size)] // buckets.step * buckets.step
+    found, counts = np.unique(sides[(sides >= (buckets.minimum or 1)).all(axis=1)], axis=0, return_counts=True)
+    return [(height, width) for height, width in found[counts >= group].tolist()]
+
+
 class Bucket(NamedTuple):
     """Bucket: its number among the heights and widths in pixels of all. An image is in the one that crops it least."""
 
     number: int
     sizes: tuple[Size, ...]
+    no_upscale: bool = False
+    """Whether an image is in the one that keeps most of its pixels, and does not enlarge it."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that decides which images are in it, beside its own size."""
+        return (*self.sizes, "no_upscale") if self.no_upscale else self.sizes
 
     @property
     def pixels(self) -> Size:
@@ -74,7 +102,7 @@ class Bucket(NamedTuple):
 
     def members_of(self, shapes: Shapes) -> Indices:
         """Return the positions, int64 and rising, of this bucket's images, given the shapes of all."""
-        return np.flatnonzero(numbers_of(shapes, self.sizes) == self.number)
+        return np.flatnonzero(numbers_of(shapes, self.sizes, self.no_upscale) == self.number)
 
 
 def sizes_of(data: DataSpec, factor: int) -> tuple[Size, ...]:
@@ -91,6 +119,11 @@ def sizes_of(data: DataSpec, factor: int) -> tuple[Size, ...]:
             f"{written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
         )
     sizes = bucket_sizes(size, data.buckets)
+    if size not in sizes:
+        raise DataError(
+            f"data.buckets has no {written(size)} pixels, as data.image_size asks for, with step = {step}, minimum = "
+            f"{data.buckets.minimum}, maximum = {data.buckets.maximum}; change these"
+        )
     if len(sizes) > MOST_SIZES:
         raise DataError(
             f"data.buckets.step = {step} makes {len(sizes):,} buckets, above {MOST_SIZES}; use a larger one"
@@ -98,7 +131,9 @@ def sizes_of(data: DataSpec, factor: int) -> tuple[Size, ...]:
     return (size, *(each for each in sizes if each != size))
 
 
-def kept_sizes(sizes: Sequence[Size], shapes: Shapes, group: int, held_out: int) -> tuple[Size, ...]:
+def kept_sizes(
+    sizes: Sequence[Size], shapes: Shapes, group: int, held_out: int, no_upscale: bool = False
+) -> tuple[Size, ...]:
     """Return ``sizes`` without the buckets of fewer than ``group`` training images, whose images the others take.
 
     Training images are all but ``held_out``. The smallest bucket goes first. Raises DataError if all images are fewer.
@@ -111,7 +146,7 @@ def kept_sizes(sizes: Sequence[Size], shapes: Shapes, group: int, held_out: int)
             f"smaller data.buckets.images{f', at most {left:,}' if left > 0 else ''}, or more images"
         )
     while True:
-        counts = np.bincount(numbers_of(shapes, kept), minlength=len(kept)).tolist()
+        counts = np.bincount(numbers_of(shapes, kept, no_upscale), minlength=len(kept)).tolist()
         trained = [count - share for count, share in zip(counts, shares_of(counts, held_out), strict=True)]
         small = [number for number, count in enumerate(counts) if count and trained[number] < group]
         if not small:
@@ -125,18 +160,20 @@ def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
     return np.diff(held_out * ends // max(1, ends[-1])).tolist()
 
 
-def filled_buckets(sizes: tuple[Size, ...], kept: Sequence[Size], shapes: Shapes) -> list[Bucket]:
+def filled_buckets(
+    sizes: tuple[Size, ...], kept: Sequence[Size], shapes: Shapes, no_upscale: bool = False
+) -> list[Bucket]:
     """Return the buckets of ``kept`` sizes that have images, first the nearest to the first of all ``sizes``.
 
     A bucket that has the same images among all sizes is named after all, so that runs share its cache.
     """
-    numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
+    numbers, kept_numbers = (numbers_of(shapes, each, no_upscale) for each in (sizes, kept))
     found: list[Bucket] = []
     for number, size in enumerate(kept):
-        members, among_all = kept_numbers == number, Bucket(sizes.index(size), sizes)
+        members, among_all = kept_numbers == number, Bucket(sizes.index(size), sizes, no_upscale)
         if members.any():
             same = np.array_equal(members, numbers == among_all.number)
-            found.append(among_all if same else Bucket(number, tuple(kept)))
+            found.append(among_all if same else Bucket(number, tuple(kept), no_upscale))
     nearest = cropped(np.array(sizes[:1], np.int32), [bucket.pixels for bucket in found]).argmin()
     first = found.pop(int(nearest))
     return [first, *found]
@@ -145,7 +182,8 @@ def filled_buckets(sizes: tuple[Size, ...], kept: Sequence[Size], shapes: Shapes
 def moved(sizes: Sequence[Size], shapes: Shapes, buckets: Sequence[Bucket], group: int) -> str | None:
     """Return a line about the images of small buckets, which other ``buckets`` took; None without any."""
     kept = {bucket.pixels for bucket in buckets}
-    counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
+    numbers = numbers_of(shapes, sizes, buckets[0].no_upscale)
+    counts = np.bincount(numbers, minlength=len(sizes)).tolist()
     small = {written(size): count for size, count in zip(sizes, counts, strict=True) if count and size not in kept}
     if not small:
         return None
@@ -156,12 +194,12 @@ def moved(sizes: Sequence[Size], shapes: Shapes, buckets: Sequence[Bucket], grou
     )
 
 
-def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
+def numbers_of(shapes: Shapes, sizes: Sequence[Size], no_upscale: bool = False) -> Indices:
     """Return the number of each image's bucket, int64 (N,); unreadable images are in the fullest."""
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)
     readable = distinct.all(axis=1)
     numbers = np.full(len(distinct), -1)
-    numbers[readable] = cropped(distinct[readable], sizes).argmin(axis=1)
+    numbers[readable] = (reduced if no_upscale else cropped)(distinct[readable], sizes).argmin(axis=1)
     numbers = numbers[which.reshape(-1)]
     numbers[numbers < 0] = np.bincount(numbers[numbers >= 0], minlength=1).argmax()
     return numbers
@@ -205,6 +243,7 @@ class Members:
     def __post_init__(self) -> None:
         self.classes: tuple[str, ...] = self.source.classes
         self.labels: Labels = self.source.labels[self.positions]
+        self.parts = None if (parts := parts_of(self.source)) is None else parts[self.positions]
         self.captions: Captions | None = None
         if (captions := captions_of(self.source)) is not None:  # all texts, so that buckets share the encoded ones
             self.captions = copy.copy(captions)

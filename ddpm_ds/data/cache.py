@@ -11,6 +11,7 @@
         labels.npy    int64 (N,)
         sizes.npy, captions.npy   with captions: float32 (N, 6), and lines of captions.jsonl, int32 (N, most captions)
         captions.jsonl   distinct captions, each a JSON text; the first is empty
+        source.npy    with several sources: number among data.sources, repeats in the folder's name, int32 (N, 2)
         meta.json     CacheMeta
         skipped.txt   images that were left out, with the reasons, if there were any
     <store_root>/text-<captions>-<encoders>[-int8|-ids]/
@@ -27,7 +28,7 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -53,6 +54,8 @@ CONSTANTS = "constants.npy"
 IMAGES: Final = "images"
 """Name of the field that every cache has."""
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
+SOURCE = "source"
+"""Field of an image's number among ``data.sources``, and of the repeats in its folder's name or 0."""
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
 """Fields of encoded captions; a text cache has the tokens as :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
@@ -72,6 +75,8 @@ _LATER = re.compile(r"(.+)\.([1-9]\d*)\.npy")  # name of a field's second file, 
 Look = tuple[int, int]
 """Size in bytes, 0 for a folder, and time of the last change in ns. Of a folder of arrays all files count."""
 Indices = npt.NDArray[np.int64]
+Draw = Callable[[int, int], Indices]
+"""Function of a stream and a number of words that returns so many draws for each image, (n, words) in [0, 2^32)."""
 Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
 
@@ -205,7 +210,7 @@ class CacheMeta(Kept):
     @property
     def facts(self) -> FieldFacts | None:
         """Facts that a run on these fields keeps; None for pictures and latents."""
-        if not self.fields or CAPTIONS in self.fields:
+        if not self.fields or self.fields.keys() & {CAPTIONS, SOURCE}:
             return None
         of_place = tuple(each for each in self.coordinates if each.along != "image")
         return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=of_place)
@@ -245,10 +250,11 @@ class ByPosition(ABC):
         return found if positions.ndim else found[0]
 
     @abstractmethod
-    def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
+    def read(self, positions: Indices, out: Images | None = None, draw: Draw | None = None) -> Images:
         """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given; raises DataError.
 
-        ``draws`` has whole numbers (n,) that choose among several captions of an image; without it the first is taken.
+        ``draw`` chooses among several captions of an image, and changes tags; without it the first is taken, with all
+        its tags.
         """
 
 
@@ -276,7 +282,7 @@ class StoredImages(ByPosition):
         # A file that leaves this cache is closed by its last user: another thread may still read it.
         self._mapped = lru_cache(MOST_OPEN)(lambda number: map_array(path / self._files[number]))
 
-    def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
+    def read(self, positions: Indices, out: Images | None = None, draw: Draw | None = None) -> Images:
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         stored = np.empty(out.shape, self._field.dtype) if self._field.offset else out
         try:
@@ -318,13 +324,22 @@ class CaptionText(ByPosition):
         self.shape = (len(captions), *texts.shape[-2 if len(texts.shape) == 4 else 1 :])
         self.dtype, self.image_bytes = texts.dtype, texts.image_bytes
 
-    def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
-        captions = self._captions.read(positions)  # (n, most captions)
-        which = np.zeros_like(positions) if draws is None else draws % np.maximum(1, (captions >= 0).sum(axis=1))
-        rows = captions[np.arange(len(positions)), which].astype(np.int64)
+    def read(self, positions: Indices, out: Images | None = None, draw: Draw | None = None) -> Images:
+        rows = chosen(self._captions, positions, draw)
         if out is not None:
             out = out.reshape(len(positions), *self._texts.shape[1:])
         return self._texts.read(rows, out).reshape(len(positions), *self.shape[1:])
+
+
+def chosen(captions: StoredImages, positions: Indices, draw: Draw | None) -> Indices:
+    """Return the number of one caption of each image, int64 (n,): a drawn one, or the first."""
+    from ddpm_ds.ground.keyed import Stream  # imports torch
+
+    found = captions.read(positions)  # (n, most captions)
+    which = np.zeros_like(positions)
+    if draw is not None:
+        which = draw(Stream.CAPTION, 1)[:, 0] % np.maximum(1, (found >= 0).sum(axis=1))
+    return found[np.arange(len(positions)), which].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -342,7 +357,9 @@ class DatasetCache:
     constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     """Fields that all images share, (C, H, W)."""
     text: DatasetCache | None = field(default=None, repr=False)
-    """Encoded distinct captions; None without text."""
+    """Encoded distinct captions, or their tokens; None without text, and if captions are tokenized while training."""
+    tokens: ByPosition | None = field(default=None, repr=False)
+    """Tokens of the images' captions, (N, encoders, tokens), if captions are tokenized while training."""
     buckets: tuple[DatasetCache, ...] = field(default=(), repr=False)
     """Other buckets of aspect, if this cache is the first bucket."""
 
@@ -354,7 +371,7 @@ class DatasetCache:
             texts = {TEXT: self.text.images, **self.text.others}
             captions = self.others[CAPTIONS]
             found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != MEASURED}
-        return found
+        return found if self.tokens is None else found | {TEXT: self.tokens}
 
     def with_others(self, text: DatasetCache | None, buckets: Sequence[DatasetCache] = ()) -> DatasetCache:
         """Return this cache with its encoded captions and the other buckets of aspect, and with their checksums."""

@@ -6,6 +6,7 @@ Each distinct caption is encoded once and stored in 16 or 8 bits, or is stored a
                ──────────▶ int8 (77, C) x scale (77,) of each token     ─▶ images.npy, text_scale.npy
                ──tokenize▶ numbers (encoders, 77) int32                 ─▶ images.npy, encoded while training
 
+With ``data.text.stored: text`` there is no text cache: training tokenizes the images' captions, whose tags may change.
 A text cache is named after the captions and the encoders, so pixels and latents, and images of all sizes, share it.
 """
 
@@ -13,17 +14,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
 from ddpm_ds.data import cache
 from ddpm_ds.data.sources.base import Captions, Source, captions_of
-from ddpm_ds.data.spec import DataSpec, TextSpec
+from ddpm_ds.data.spec import DataSpec, TagsSpec, TextSpec
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.ground.errors import DataError, shortened
@@ -61,11 +64,88 @@ def written(texts: Iterable[str]) -> bytes:
 
 def texts_of(images: cache.DatasetCache) -> list[str]:
     """Return the distinct captions of a cache of images; raises DataError."""
+    with _captions_file(images) as lines:
+        return [json.loads(line) for line in lines]
+
+
+@contextmanager
+def _captions_file(images: cache.DatasetCache) -> Iterator[BinaryIO]:
+    """Open the file of distinct captions for the body; raises DataError for faults of the file."""
     try:
         with open_regular(images.path / cache.CAPTIONS_FILE) as lines:
-            return [json.loads(line) for line in lines]
+            yield lines
     except (OSError, ValueError) as error:
         raise cache.damaged(images.path, f"{cache.CAPTIONS_FILE} can't be read ({error})") from error
+
+
+class Tags(NamedTuple):
+    """Tags of a caption, in the caption's order."""
+
+    first: list[str]
+    others: list[str]
+    """Tags that are shuffled and dropped."""
+    last: list[str]
+
+    @classmethod
+    def of(cls, text: str, spec: TagsSpec) -> Self:
+        """Split a caption after its prefix, whose first tag has the prefix, as in sd-scripts."""
+        text = f"{spec.prefix} {text}"
+        parts = text.split(spec.keep_separator, 2) if spec.keep_separator else [text]
+        first, *rest = ([tag for each in part.split(spec.separator) if (tag := each.strip())] for part in parts)
+        if not rest:
+            return cls(first[: spec.keep], first[spec.keep :], [])
+        return cls(first, rest[0], rest[1] if rest[1:] else [])
+
+    def joined(self, spec: TagsSpec, draws: Sequence[int] = ()) -> str:
+        """Return the caption; ``draws`` in [0, 2^32), two of each other tag, change it: its place, and if it stays."""
+        others = self.others
+        if len(draws):
+            places = [draws[2 * number] if spec.shuffle else 0 for number in range(len(others))]
+            order = sorted(range(len(others)), key=places.__getitem__)
+            others = [others[number] for number in order if draws[2 * number + 1] >= spec.drop * 2**32]
+        return f"{spec.separator} ".join([*self.first, *others, *self.last])
+
+
+class CaptionTokens(cache.ByPosition):
+    """Tokens of the images' captions, (N, encoders, tokens) int32, which are made when they are read."""
+
+    def __init__(self, images: cache.DatasetCache, encoders: TextEncoders) -> None:
+        self._images, self._encoders = images, encoders
+        self.shape, self.dtype = (len(images), encoders.count, encoders.tokens), np.dtype(np.int32)
+        self.image_bytes = self.dtype.itemsize * encoders.count * encoders.tokens
+        with _captions_file(images) as lines:
+            self._starts = np.cumsum([0, *map(len, lines)])  # (texts + 1,)
+
+    def read(
+        self, positions: cache.Indices, out: cache.Images | None = None, draw: cache.Draw | None = None
+    ) -> cache.Images:
+        rows, spec = cache.chosen(self._images.others[cache.CAPTIONS], positions, draw), self._encoders.spec.tags
+        with _captions_file(self._images) as lines:
+            texts = [json.loads(os.pread(lines.fileno(), *self._place(row))) for row in rows.tolist()]
+        if spec is not None:
+            from ddpm_ds.ground.keyed import Stream  # imports torch
+
+            tags = [Tags.of(text, spec) for text in texts]
+            most = max(len(each.others) for each in tags)
+            draws = [()] * len(tags) if draw is None or not most else draw(Stream.TAGS, 2 * most).tolist()
+            texts = [each.joined(spec, own) for each, own in zip(tags, draws, strict=True)]
+        found = self._encoders.ids(texts).numpy()
+        if out is None:
+            return found
+        out[:] = found
+        return out
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Return the length of a text in the file, and where it begins."""
+        start, end = self._starts[row : row + 2].tolist()
+        return end - start, start
+
+
+def with_tokens(images: cache.DatasetCache, encoders: TextEncoders) -> cache.DatasetCache:
+    """Return a cache of images whose captions are tokenized while training, with the checksum of the encoders."""
+    sums = {**images.meta.sha256, f"{cache.TEXTS}{ENCODERS}": encoders.digest}
+    meta = images.meta.model_copy(update={"sha256": sums})
+    return replace(images, meta=meta, tokens=CaptionTokens(images, encoders))
 
 
 def text_sources(images: cache.DatasetCache, encoders: TextEncoders) -> dict[str, str]:
@@ -149,10 +229,13 @@ def _read_field(images: cache.DatasetCache, positions: cache.Indices, name: str)
     return np.concatenate([bucket.fields[name].read(at) for bucket, at in of_buckets])
 
 
-def first_captions(images: cache.DatasetCache, positions: cache.Indices) -> tuple[str, ...]:
-    """Return the first captions of the images at ``positions`` of a cache; raises DataError."""
+def first_captions(
+    images: cache.DatasetCache, positions: cache.Indices, tags: TagsSpec | None = None
+) -> tuple[str, ...]:
+    """Return the first captions of the images at ``positions`` of a cache, with all tags; raises DataError."""
     texts = texts_of(images)
-    return tuple(texts[row] for row in _read_field(images, positions, cache.CAPTIONS)[:, 0])
+    found = (texts[row] for row in _read_field(images, positions, cache.CAPTIONS)[:, 0])
+    return tuple(text if tags is None else Tags.of(text, tags).joined(tags) for text in found)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import io
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -139,10 +140,14 @@ class Decoding:
     """Decoding of a source's images to pixels of a shape (C, H, W), in several threads."""
 
     def __init__(
-        self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None, threads: int
+        self,
+        source: Source,
+        shape: tuple[int, int, int],
+        threads: int,
+        others: Mapping[str, npt.NDArray[np.int32]] = MappingProxyType({}),
     ) -> None:
         self.source, self.shape, self.threads = source, shape, threads
-        self.captions = captions  # numbers of each image's captions, (N, most captions)
+        self.others = others  # rows that are stored of each image, (N, numbers), by field
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
@@ -161,7 +166,7 @@ class Decoding:
 
     def _chunk(self, numbers: range, stopped: threading.Event) -> Chunk:
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
-        others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
+        others: dict[str, list[bytes]] = {name: [] for name in (*self.others, *[SIZES] * (CAPTIONS in self.others))}
         channels, *size = self.shape
         for i in numbers:
             if stopped.is_set():
@@ -177,7 +182,8 @@ class Decoding:
                 continue
             images.append(pixels.transpose(2, 0, 1).tobytes())
             labels.append(int(self.source.labels[i]))
-            if self.captions is not None:
+            for name, rows in self.others.items():
+                others[name].append(rows[i].tobytes())
+            if SIZES in others:
                 others[SIZES].append(sizes.tobytes())
-                others[CAPTIONS].append(self.captions[i].tobytes())
         return Chunk(images, labels, skipped, others)

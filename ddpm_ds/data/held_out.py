@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from ddpm_ds.data.buckets import shares_of
-from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField, Subset, by_field
+from ddpm_ds.data.cache import (
+    CAPTIONS,
+    CONSTANTS,
+    IMAGES,
+    SOURCE,
+    DatasetCache,
+    Indices,
+    StoredField,
+    Subset,
+    by_field,
+)
 from ddpm_ds.data.prepare import How, Recipe, Recipes, prepared
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
@@ -45,22 +55,22 @@ def prepare_all(
     other = _prepare_other(data, recipes, how, held_out or None)
     cache = prepared(recipes, how, trained_on)
     given = f"data.held_out_path = {data.held_out_path}"
-    for name in {IMAGES, *cache.meta.fields} - {CAPTIONS}:  # images may have different numbers of captions
+    for name in {IMAGES, *cache.meta.fields} - {CAPTIONS, SOURCE}:  # images may have different numbers of captions
         if name == IMAGES and data.buckets is not None:
             continue  # the first bucket may be of another size
         ours, theirs = cache.meta.stored[name], other.meta.stored[name]
         if ours.model_copy(update={"offset": theirs.offset}) != theirs:
             raise DataError(
-                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} in data.path = {data.path}; "
+                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} in {data.origin}; "
                 "give both the same"
             )
     if cache.meta.sha256.get(CONSTANTS) != other.meta.sha256.get(CONSTANTS):
         raise DataError(
-            f"{given} has other data.condition.constants than data.path = {data.path}, and all images share them; "
+            f"{given} has other data.condition.constants than {data.origin}, and all images share them; "
             "give both the same"
         )
     if cache.key == other.key:
-        raise DataError(f"{given} has the training images of data.path = {data.path}; name others")
+        raise DataError(f"{given} has the training images of {data.origin}; name others")
     return cache, other.with_statistics(cache.meta.statistics)
 
 
@@ -80,15 +90,17 @@ def _prepare_other(
     data: DataSpec, trained: Sequence[Recipe], how: How, learned: Mapping[str, str] | None
 ) -> DatasetCache:
     """Return the cache of the held-out source, in the buckets of the ``trained`` images."""
-    assert data.held_out_path is not None and data.path is not None, "the spec refuses it"
+    assert data.held_out_path is not None, "the caller asks for one"
     sizes = [recipe.bucket.pixels for recipe in trained if recipe.bucket is not None]
-    here, there = (Path(os.path.realpath(path)) for path in (data.path, data.held_out_path))
-    if here == there or here in there.parents or there in here.parents:
+    here, *places = (
+        Path(os.path.realpath(path)) for path in (data.held_out_path, *(each.path for each in data.folders))
+    )
+    if any(here == there or here in there.parents or there in here.parents for there in places):
         raise DataError(
-            f"data.held_out_path = {data.held_out_path} and data.path = {data.path} overlap, so held-out images would "
-            "be trained on; use two separate paths"
+            f"data.held_out_path = {data.held_out_path} and {data.origin} overlap, so held-out images would be trained "
+            "on; use two separate paths"
         )
-    changes: dict[str, Any] = {"path": data.held_out_path, "held_out_path": None, "normalise": None}
+    changes: dict[str, Any] = {"path": data.held_out_path, "held_out_path": None, "normalise": None, "sources": ()}
     if (asked := data.condition) is not None:
         own = {"path": asked.held_out_path or asked.path, "held_out_path": None, "normalise": None}
         changes["condition"] = asked.model_copy(update=own)

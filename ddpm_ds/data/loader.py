@@ -9,9 +9,10 @@ import itertools
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -21,11 +22,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_ds.data.cache import IMAGES, DatasetCache, Images, Indices, Subset
-from ddpm_ds.ground.keyed import Draws, Stream
+from ddpm_ds.data.cache import IMAGES, SOURCE, DatasetCache, Images, Indices, Subset
+from ddpm_ds.data.spec import SourceSpec
+from ddpm_ds.ground.keyed import Draws
 
 ROUNDS = 2**32
-"""Number of the stream of permutations that orders groups; images have stream 0."""
+"""Number of the stream of permutations that orders groups; images have stream 0, parts of buckets the streams after."""
+MOST_TURNS = 4096
+"""Maximum images in a round of a bucket's parts."""
+SPACING = 2**16
+"""Distance of the seeds of a bucket's parts; there are fewer buckets."""
 READ_BYTES, READ_IMAGES = 2**22, 512
 """Maximum bytes and images that are read together: a read has an overhead of a tenth of a millisecond."""
 
@@ -70,12 +76,62 @@ class Shuffled:
             return self._epochs[epoch]
 
 
+class Turns:
+    """Members that take turns in rounds: a member has floor(R weight) turns in R rounds, which are shuffled."""
+
+    def __init__(self, weights: Sequence[Fraction], seed: int, part: int) -> None:
+        self._denominator = math.lcm(*(weight.denominator for weight in weights))
+        self._weights = [int(weight * self._denominator) for weight in weights]
+        self._seed, self._part = seed, part
+        self._round = lru_cache(maxsize=2)(self._shuffled)
+
+    def __getitem__(self, places: Indices) -> tuple[Indices, Indices]:
+        """Return the member of each place, and the number of its earlier turns, int64; places rise."""
+        members, earlier = np.empty_like(places), np.empty_like(places)
+        number = int(places[0]) * self._denominator // sum(self._weights)
+        while sum(self._before(number + 1)) <= places[0]:
+            number += 1
+        while sum(before := self._before(number)) > places[0]:
+            number -= 1
+        while True:
+            start, after = sum(before), self._before(number + 1)
+            now = (places >= start) & (places < sum(after))
+            turns, counts = self._round(number)
+            members[now] = turns[places[now] - start]
+            earlier[now] = np.array(before)[members[now]] + counts[places[now] - start]
+            if places[-1] < sum(after):
+                return members, earlier
+            number, before = number + 1, after
+
+    def _before(self, number: int) -> list[int]:
+        """Return each member's turns before a round."""
+        return [number * weight // self._denominator for weight in self._weights]
+
+    def _shuffled(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return each turn's member in a round, and the number of the round's earlier turns of this member."""
+        counts = np.subtract(self._before(number + 1), self._before(number))
+        turns = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        turns = turns[permutation(len(turns), self._seed, number, self._part)]
+        earlier = np.zeros_like(turns)
+        for member in range(len(counts)):
+            own = turns == member
+            earlier[own] = np.arange(own.sum())
+        return turns, earlier
+
+
+Part = tuple[int, Fraction]
+"""Number of images that come equally often, and times that each comes while another comes once."""
+
+
 @dataclass
 class Order:
     """Order in which training sees images, a function of ``seed``: each image once per epoch, shuffled anew.
 
     Each bucket of aspect has an endless order of its own. Buckets take turns in rounds of about as many images as the
     data set: in R rounds a bucket of n images has floor(R n / group) groups. A round's groups are shuffled.
+
+    Images that repeat are a part of their bucket. Each part has an endless order of its own, and parts take turns in
+    proportion to images times repeats, in rounds of at most :data:`MOST_TURNS`.
     """
 
     counts: tuple[int, ...]
@@ -83,50 +139,73 @@ class Order:
     seed: int
     group: int = 0
     """Consecutive images of training that share a bucket; 0 without buckets."""
+    parts: tuple[tuple[Part, ...], ...] = ()
+    """Parts of each bucket, in the order of its images; () if all images come equally often."""
 
     def __post_init__(self) -> None:
-        self._buckets = [Shuffled(count, self.seed + bucket) for bucket, count in enumerate(self.counts)]
+        parts = self.parts or tuple(((count, Fraction(1)),) for count in self.counts)
+        self._images = [
+            [Shuffled(count, self.seed + bucket + number * SPACING) for number, (count, _) in enumerate(each)]
+            for bucket, each in enumerate(parts)
+        ]
+        self._starts = [np.cumsum([0, *(count for count, _ in each)]) for each in parts]
+        weights = [[count * repeats for count, repeats in each] for each in parts]
+        totals = [sum(each, Fraction()) for each in weights]
+        self._turns = [
+            Turns([weight / max(Fraction(1), total / MOST_TURNS) for weight in each], self.seed, ROUNDS + 1 + bucket)
+            for bucket, (each, total) in enumerate(zip(weights, totals, strict=True))
+        ]
+        self._buckets = Turns([total / self.group for total in totals], self.seed, ROUNDS) if self.group else None
 
     def bucket_at(self, index: int) -> int:
         """Return the bucket of an image index."""
-        return self._turn(index // self.group)[0]
+        return self._bucket_of(index)[0]
+
+    def _bucket_of(self, index: int) -> tuple[int, int]:
+        """Return the bucket of an image index, and the number of its earlier groups."""
+        assert self._buckets is not None, "there are buckets"
+        (bucket,), (before,) = (found.tolist() for found in self._buckets[np.array([index // self.group])])
+        return bucket, before
 
     def images_at(self, index: Indices) -> tuple[int, Indices]:
         """Return the bucket of the images ``index`` of one group, int64 (n,), and their positions in the bucket."""
         bucket, places = 0, index
-        if self.group:
-            bucket, before = self._turn(int(index[0]) // self.group)
+        if self._buckets is not None:
+            bucket, before = self._bucket_of(int(index[0]))
             places = before * self.group + index % self.group
-        return bucket, self._buckets[bucket][places]
-
-    def _turn(self, group: int) -> tuple[int, int]:
-        """Return the bucket of a group, and the number of earlier groups of this bucket."""
-        number = group * self.group // sum(self.counts)
-        while self._before(number + 1) <= group:
-            number += 1
-        while self._before(number) > group:
-            number -= 1
-        turns, earlier = _round(self.counts, self.seed, self.group, number)
-        place = group - self._before(number)
-        bucket = int(turns[place])
-        return bucket, number * self.counts[bucket] // self.group + int(earlier[place])
-
-    def _before(self, number: int) -> int:
-        """Return the number of groups before a round."""
-        return sum(number * count // self.group for count in self.counts)
+        images, starts = self._images[bucket], self._starts[bucket]
+        if len(images) == 1:
+            return bucket, images[0][places]
+        members, earlier = self._turns[bucket][places]
+        found = np.empty_like(places)
+        for number in np.unique(members).tolist():
+            own = members == number
+            found[own] = starts[number] + images[number][earlier[own]]
+        return bucket, found
 
 
-@lru_cache(maxsize=2)
-def _round(counts: tuple[int, ...], seed: int, group: int, number: int) -> tuple[npt.NDArray[np.int32], ...]:
-    """Return each group's bucket in a round, and the number of the round's earlier groups of this bucket."""
-    groups = [(number + 1) * count // group - number * count // group for count in counts]
-    turns = np.repeat(np.arange(len(groups), dtype=np.int32), groups)
-    turns = turns[permutation(len(turns), seed, number, ROUNDS)]
-    earlier = np.zeros_like(turns)
-    for bucket in range(len(counts)):
-        own = turns == bucket
-        earlier[own] = np.arange(own.sum())
-    return turns, earlier
+def repeats_of(cache: DatasetCache, sources: Sequence[SourceSpec]) -> npt.NDArray[np.float64]:
+    """Return the repeats of each image of a cache, (N,): the source's or, where it has none, the folder's name's."""
+    numbers, named = cache.others[SOURCE][:].T
+    asked = np.array([each.repeats or 0.0 for each in sources])[numbers]
+    return np.where(asked > 0, asked, np.maximum(named, 1))
+
+
+def ordered(
+    images: Subset, sources: Sequence[SourceSpec], seed: int, group: int = 0
+) -> tuple[Order, tuple[Indices, ...]]:
+    """Return the order of training images, and the positions of each bucket's images in the bucket's cache."""
+    among, parts = list[Indices](), list[tuple[Part, ...]]()
+    for bucket, positions in zip(images.cache.caches, images.cache.by_bucket(images.positions), strict=True):
+        if SOURCE not in bucket.others:
+            among.append(positions)
+            parts.append(((len(positions), Fraction(1)),))
+            continue
+        repeats = repeats_of(bucket, sources)[positions]
+        values, which, counts = np.unique(repeats, return_inverse=True, return_counts=True)
+        among.append(positions[np.argsort(which, kind="stable")])
+        parts.append(tuple(zip(counts.tolist(), map(Fraction, values.tolist()), strict=True)))
+    return Order(tuple(map(len, among)), seed, group, tuple(parts)), tuple(among)
 
 
 class MicroBatch(NamedTuple):
@@ -143,6 +222,7 @@ class MicroBatch(NamedTuple):
     pooled: Tensor | None = None  # (n, channels) float16, the pooled text
     sizes: Tensor | None = None  # (n, 6) float32, sizes of the original image and of its crop
     pairs: Tensor | None = None  # (n,) int64, whose noise each image takes
+    weight: Tensor | None = None  # (n,) float32, factor of the loss of the image's source; None if all are 1
 
     def each(self, work: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a micro-batch with ``work`` applied to each tensor."""
@@ -176,6 +256,7 @@ def micro_batches(
     share: Share,
     *,
     fields: Set[str] = frozenset({IMAGES}),
+    sources: Sequence[SourceSpec] = (),
     seed: int,
     group: int | None = None,
     start_images: int = 0,
@@ -185,16 +266,17 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the endless micro-batches of a replica, starting at image ``start_images`` of the run.
 
-    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). With buckets of aspect ``group``
-    consecutive images share a bucket; it and ``start_images`` are multiples of the share's turn. ``workers`` threads
-    read ahead, and ``finish`` micro-batches; their errors are raised here. ``pin_memory`` puts the images into pinned
-    memory. Raises KeyError for a field that the cache does not have.
+    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). ``sources`` are the spec's
+    folders. With buckets of aspect ``group`` consecutive images share a bucket; it and ``start_images`` are multiples
+    of the share's turn. ``workers`` threads read ahead, and ``finish`` micro-batches; their errors are raised here.
+    ``pin_memory`` puts the images into pinned memory. Raises KeyError for a field that the cache does not have.
     """
-    cache, among = images.cache, images.cache.by_bucket(images.positions)
-    order = Order(tuple(map(len, among)), seed, group or 0)
+    cache, (order, among) = images.cache, ordered(images, sources, seed, group or 0)
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
-    reads = _Reads(cache, among, order, share, start_images, pin_memory, fields, finish)
+    weights = np.array([each.loss_weight for each in sources], np.float32)
+    weighted = weights if (weights != 1).any() else None
+    reads = _Reads(cache, among, order, share, start_images, pin_memory, fields, weighted, finish)
     return _ahead(reads, workers)
 
 
@@ -232,6 +314,8 @@ class _Reads:
     start_images: int = 0
     pin_memory: bool = False
     fields: Set[str] = frozenset({IMAGES})
+    weights: npt.NDArray[np.float32] | None = None
+    """Factor of the loss of each source, (sources,); None if all are 1."""
     finish: Callable[[MicroBatch], MicroBatch] | None = None
     pool: ArrayPool = field(default_factory=ArrayPool)
 
@@ -249,11 +333,14 @@ class _Reads:
         index = (turns[:, None] + self.share.replica * size + np.arange(size)).ravel()  # (count x size,)
         bucket, places = self.order.images_at(index)
         cache, stored = self.cache.caches[bucket], self.among[bucket][places]
-        draws = None
-        if cache.text is not None:
-            drawn = Draws(self.order.seed, torch.from_numpy(index), {Stream.CAPTION: 1})
-            draws = drawn.bits(Stream.CAPTION)[:, 0].numpy()
+
+        @lru_cache
+        def draw(stream: int, words: int) -> Indices:
+            return Draws(self.order.seed, torch.from_numpy(index), {stream: words}).bits(stream).numpy()
+
         numbers = {"labels": torch.from_numpy(cache.labels[stored]), "index": torch.from_numpy(index)}
+        if self.weights is not None:
+            numbers["weight"] = torch.from_numpy(self.weights[cache.others[SOURCE].read(stored)[:, 0]])
         if self.pin_memory:
             numbers = {name: tensor.pin_memory() for name, tensor in numbers.items()}
         tensors = {IMAGES: torch.empty(len(index), 0), **numbers}
@@ -266,7 +353,7 @@ class _Reads:
                 tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
             else:
                 tensors[name] = torch.from_numpy(self.pool.array(shape, values.dtype))
-            values.read(stored, tensors[name].numpy(), draws)
+            values.read(stored, tensors[name].numpy(), draw)
         rows = zip(*(tensor.split(size) for tensor in tensors.values()), strict=True)
         batches = [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in rows]
         return batches if self.finish is None else [*map(self.finish, batches)]

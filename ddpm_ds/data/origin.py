@@ -15,10 +15,9 @@ import numpy as np
 from ddpm_ds.data.buckets import Bucket, Members, Shapes, read_shapes, shapes_of, write_shapes
 from ddpm_ds.data.cache import Look, Origin
 from ddpm_ds.data.captions import written
-from ddpm_ds.data.decoding import Size
 from ddpm_ds.data.fields import SAMPLED, FieldSource, open_fields
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.sources.base import Source, captions_of, files_below, printable
+from ddpm_ds.data.sources.base import Source, captions_of, files_below, parts_of, printable
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.writing import lock_of
 from ddpm_ds.ground.errors import DataError
@@ -36,12 +35,16 @@ class LazySource:
     def __init__(self, data: DataSpec, progress: bool) -> None:
         self.data, self._progress = data, progress
         condition_path = None if data.condition is None else data.condition.path
-        self.paths = [path for path in (data.path, condition_path) if path is not None]
+        self.paths = [*(each.path for each in data.folders), *([] if condition_path is None else [condition_path])]
 
     @cached_property
     def looks(self) -> list[dict[str, Look]]:
-        """Sizes and times under each path, taken before it is read."""
-        return [looks_of(path, self.data.reads_arrays) for path in self.paths]
+        """Sizes and times under each path, taken before it is read; several sources count as one, by absolute names."""
+        found = [looks_of(path, self.data.reads_arrays) for path in self.paths]
+        if not self.data.sources:
+            return found
+        pairs = zip(map(os.path.realpath, self.paths), found, strict=True)
+        return [{os.path.join(path, name): look for path, looks in pairs for name, look in looks.items()}]
 
     @cached_property
     def fields(self) -> FieldSource:
@@ -79,18 +82,22 @@ class LazySource:
     def _shapes_file(self) -> Path:
         return self.data.store_root / f"{self.data.source}-shapes{self.key()}.npz"
 
-    def key(self, sizes: tuple[Size, ...] | None = None) -> str:
+    def key(self, buckets: tuple[object, ...] | None = None) -> str:
         """Return the end of a cache's name: a hash of the source's keys and path, empty if its pixels never change.
 
-        ``sizes`` has the heights and widths of all buckets of aspect.
+        ``buckets`` is the key of a bucket of aspect.
         """
         data = self.data
         keys = {key: getattr(data, key) for key in ("name", "split", "image_column", "label_column")}
-        keys |= data.named_arrays | {"captions": None if data.text is None else data.text.captions}
+        if data.text is not None:
+            keys |= {"captions": data.text.captions, "missing": "empty" if data.text.missing == "empty" else None}
+        keys |= data.named_arrays
         if (condition_path := keys.pop("data.condition.path", None)) is not None:
             keys["data.condition.path"] = os.path.realpath(condition_path)
-        named = {key: value for key, value in {**keys, "data.buckets": sizes}.items() if value is not None}
+        named = {key: value for key, value in {**keys, "data.buckets": buckets}.items() if value is not None}
         path = b"" if data.path is None else os.fsencode(os.path.realpath(data.path))  # resolve() fails on link loops
+        places = [[os.path.realpath(each.path), each.captions, each.caption] for each in data.sources]
+        named |= {"data.sources": places} if places else {}
         if not (path or named):  # the source has pixels, and no files to decode
             return ""
         return f"-{sha256(path + (json.dumps(named).encode() if named else b'')).hexdigest()[:8]}"
@@ -98,12 +105,12 @@ class LazySource:
     def origin(self, content: str) -> Origin | None:
         """Return the source's state, which a cache keeps with the hash ``content``; None without a path."""
         known = dict(zip(("looks", "condition_looks"), self.looks, strict=False))
-        return None if self.data.path is None else Origin(content=content, **known)
+        return Origin(content=content, **known) if self.paths else None
 
     def check_unchanged(self, origin: Origin | None, bucket: Bucket | None, cache: Path) -> None:
         """Refuse a cache if the source has changed since its ``origin``; a source that is gone is no change."""
         data, note = self.data, ""
-        if data.path is None or origin is None:
+        if not self.paths or origin is None:
             return
         looks = [
             (before, _look(path / name, data.reads_arrays))
@@ -116,21 +123,21 @@ class LazySource:
             content = origin.content
             if content.startswith(SAMPLED):
                 note = (
-                    f"data.path = {data.path} was written after {cache} was made of it; some of its images were "
+                    f"{data.origin} was written after {cache} was made of it; some of its images were "
                     f"compared: if others have changed delete {cache}"
                 )
             try:
                 whole = data.reads_arrays
                 content = self.fields.content(*self.paths) if whole else sampled(self.pictures(bucket))[0]
             except (DataError, OSError) as error:
-                note = f"{error}; the images in {cache} are used" if os.path.lexists(data.path) else ""
+                note = f"{error}; the images in {cache} are used" if os.path.lexists(self.paths[0]) else ""
             if content == origin.content:
                 if note and self._progress:
                     print(note, file=sys.stderr)
                 return
         what = "images" if data.text is None else "images or captions"
         raise DataError(
-            f"data.path = {data.path} has other {what} than {cache} was prepared from; bring the old ones back, or "
+            f"{data.origin} has other {what} than {cache} was prepared from; bring the old ones back, or "
             f"delete {cache} to prepare the new ones"
         )
 
@@ -142,6 +149,8 @@ def sampled(source: Source) -> tuple[str, bool]:
         digest.update(os.fsencode(source.name(i)) + b"\0")
     if (known := captions_of(source)) is not None:
         digest.update(written(known.texts) + known.table.tobytes())
+    if (parts := parts_of(source)) is not None:
+        digest.update(parts.tobytes())
     count, sizes, encoded = len(source.labels), list[int](), True
     some = np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int)
     for part in (some, np.setdiff1d(np.arange(count), some)):

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.data import cache, captions
-from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, sizes_of
+from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, own_sizes, sizes_of
 from ddpm_ds.data.decoding import Decoding, Size
 from ddpm_ds.data.fields import REGRESSION, Regression, check_fields, fields_of, made_of, residuals
 from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, encoded, pixels_behind, sources_of
 from ddpm_ds.data.origin import LazySource, sampled
+from ddpm_ds.data.sources.base import parts_of
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import Chunk, Content, lock_of, write_cache
@@ -99,7 +100,11 @@ class Recipes:
                 shapes = source.shapes
             found = self._of_buckets(shapes, group, sizes)
         chosen = [recipe.bucket for recipe in found if recipe.bucket is not None]
-        if self._progress and sizes is None and (line := moved(self._sizes, shapes, chosen, group)) is not None:
+        if (
+            self._progress
+            and sizes is None
+            and (line := moved(self._sizes_for(shapes, group), shapes, chosen, group)) is not None
+        ):
             print(line, file=sys.stderr)
         return found
 
@@ -128,7 +133,7 @@ class Recipes:
             data = data.model_copy(update={"image_size": self._counted(bucket.pixels)})
         whole = fields_of(data) if autoencoder is None else pixels_behind(data, self._factor)
         name = f"{data.source}-{'x'.join(map(str, dict.fromkeys(whole.stored_size)))}px-{whole.channels}ch"
-        path = data.store_root / (name + source.key(None if bucket is None else bucket.sizes))
+        path = data.store_root / (name + source.key(None if bucket is None else bucket.key))
         base = Recipe(path, whole, source, bucket)
         if autoencoder is not None:
             path = path.with_name(f"{path.name}-latents-{autoencoder.digest[:8]}")
@@ -150,9 +155,19 @@ class Recipes:
 
     def _of_buckets(self, shapes: Shapes, group: int, kept: Sequence[Size] | None = None) -> list[Recipe]:
         """Return the recipe of each bucket that has images of these ``shapes``."""
-        held_out = self._data.held_out_images if self._data.held_out_path is None else 0
-        kept = kept_sizes(self._sizes, shapes, group, held_out) if kept is None else kept
-        return [self.of(bucket) for bucket in filled_buckets(self._sizes, kept, shapes)]
+        data, sizes = self._data, self._sizes_for(shapes, group)
+        own, held_out = data.buckets is not None and data.buckets.no_upscale, data.held_out_images
+        if kept is None:
+            kept = kept_sizes(sizes, shapes, group, held_out if data.held_out_path is None else 0, own)
+        sizes = tuple(dict.fromkeys((*sizes, *kept)))  # a held-out source has those of the training images
+        return [self.of(bucket) for bucket in filled_buckets(sizes, kept, shapes, own)]
+
+    def _sizes_for(self, shapes: Shapes, group: int) -> tuple[Size, ...]:
+        """Return heights and widths of all buckets for images of these ``shapes``, small images' own included."""
+        buckets, sizes = self._data.buckets, self._sizes
+        if buckets is None or not buckets.no_upscale:
+            return sizes
+        return (*sizes, *(each for each in own_sizes(shapes, sizes[0], buckets, group) if each not in sizes))
 
 
 def class_names(data: DataSpec, group: int | None, classes: int | None) -> Sequence[str]:
@@ -185,7 +200,7 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
     if text is not None:
         encoders = TextEncoders.open(text, how.encode_on)
         if how.encode_on is not None:
-            _ = encoders.tokenizers, encoders.models if text.stored != "ids" else ()  # before hours of preparation
+            _ = encoders.tokenizers, () if text.encoded_in_training else encoders.models  # before hours of preparation
     texts: dict[Path, cache.DatasetCache] = {}  # all buckets share one
     caches = []
     for recipe in recipes:
@@ -195,7 +210,9 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
             own = {name.removeprefix(prefix): value for name, value in learned.items() if name.startswith(prefix)}
             known = {name: value for name, value in own.items() if not name.startswith((cache.BUCKETS, cache.TEXTS))}
         images = images_of(recipe, how, known)
-        if encoders is not None:
+        if encoders is not None and encoders.spec.stored == "text":
+            images = captions.with_tokens(images, encoders)
+        elif encoders is not None:
             name = f"text-{images.meta.sha256[cache.CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
             kind = encoders.spec.stored
             path = images.path.with_name(name if kind == "float16" else f"{name}-{kind}")
@@ -208,7 +225,7 @@ def prepared(recipes: Sequence[Recipe], how: How, learned: Mapping[str, str] | N
     if how.progress and (unlabelled := sum(int((each.labels == classes).sum()) for each in caches)):
         line = f"{unlabelled:,} images are in no folder, {count - unlabelled:,} in {classes:,} class folders"
         fate = f"with unet.classes the {unlabelled:,} are learned without a class"
-        print(f"{recipes[0].data.path}: {line}; {fate}", file=sys.stderr)
+        print(f"{recipes[0].data.origin}: {line}; {fate}", file=sys.stderr)
     return first.with_others(None, others) if others else first
 
 
@@ -348,9 +365,10 @@ def residuals_content(fields: cache.DatasetCache, regression: Regression) -> Con
 def source_content(recipe: Recipe) -> Content:
     """Open the source and return the content of its cache, before anything is decoded; raises DataError."""
     data, source = recipe.data, recipe.source
-    known: dict[str, Any] = {"source": data.source, "folder": data.name if data.path is None else str(data.path)}
+    folder = ", ".join(str(each.path) for each in data.folders) or data.name
+    known: dict[str, Any] = {"source": data.source, "folder": folder}
     # The time of a file counts while the cache is made; times in a folder may differ between hosts.
-    of_files = [str(look) for path, look in zip(source.paths, source.looks, strict=True) if path.is_file()]
+    of_files = [str(look) for path, look in zip(source.paths, source.looks, strict=False) if path.is_file()]
     most = data.max_bad_fraction
     if data.reads_arrays:
         fields = source.fields.centred()
@@ -363,11 +381,13 @@ def source_content(recipe: Recipe) -> Content:
     texts, count = captions.known_captions(pictures, data), len(pictures.labels)
     content, are_files = sampled(pictures)
     stored = {cache.IMAGES: cache.field_of("pixels", data.stored_shape)}
+    rows = {cache.CAPTIONS: None if texts is None else texts.table, cache.SOURCE: parts_of(pictures)}
+    others = {name: numbers for name, numbers in rows.items() if numbers is not None}
+    stored |= {name: cache.StoredField(shape=(each.shape[1],), values="int32") for name, each in others.items()}
     if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
-        stored[cache.CAPTIONS] = cache.StoredField(shape=(texts.table.shape[1],), values="int32")
     threads = max(1, processors() // processes_on_host()) if are_files else 1
-    decoding = Decoding(pictures, data.stored_shape, None if texts is None else texts.table, threads)
+    decoding = Decoding(pictures, data.stored_shape, threads, others)
     meta = _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known)
     kept = None if texts is None else captions.written(texts.texts)
     return Content(meta, decoding.chunks, " ".join([content, *of_files]), captions=kept, max_bad_fraction=most)

@@ -76,8 +76,29 @@ class ConditionSpec(Section):
         return self.vector_size + (self.drop > 0.0)
 
 
+class TagsSpec(Section):
+    """Captions as lists of tags, some of which are shuffled and dropped each time an image is seen.
+
+    The held-out loss and pictures have all tags, in the order of the caption.
+    """
+
+    separator: Annotated[str, Field(min_length=1, max_length=20)] = ","
+    """Text between two tags."""
+    keep: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number of first tags that are neither shuffled nor dropped."""
+    keep_separator: Annotated[str, Field(min_length=1, max_length=20)] | None = None
+    """Text, such as three bars, that ends the tags to keep; a second one in a caption begins last tags that are kept
+    too. Other captions keep the first `keep`."""
+    shuffle: bool = False
+    """Shuffle the tags that are not kept."""
+    drop: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Probability with which each tag that is not kept is left out."""
+    prefix: Annotated[str, Field(max_length=1000)] = ""
+    """Text before each caption, which becomes part of its first tag."""
+
+
 class TextSpec(Section):
-    """Captions of the images, encoded by frozen encoders while the data are prepared."""
+    """Captions of the images, encoded by frozen encoders while the data are prepared or while training."""
 
     encoders: Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(lambda name: str(expanded(name)))]
     """Folder of a pipeline of diffusers, or its name on the Hugging Face hub, with `tokenizer` and `text_encoder`, and
@@ -85,17 +106,31 @@ class TextSpec(Section):
     layer: Literal["last", "penultimate"] = "last"
     """Hidden states that the U-Net reads: the last, normalised (SD 1.5 and 2), or those before the last layer
     (SDXL)."""
+    tokens: Literal[77, 152, 227] | None = None
+    """Tokens of a caption, start, end and padding included. More than the encoders read at once, 77, are encoded in
+    chunks of 75, as in sd-scripts, and the pooled text is the first chunk's. Null means as many as they read at
+    once."""
     captions: Annotated[str, Field(min_length=1, max_length=200)] = "text"
     """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column. A caption is a
     text, or a list of texts, of which one is drawn each time an image is seen. Other images have their caption in a
     .txt or .caption file of their name."""
+    missing: Literal["refuse", "empty"] = "refuse"
+    """Response to images without a caption: refuse them, or learn them with the empty text."""
     drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """Replacement of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
-    stored: Literal["float16", "int8", "ids"] = "float16"
-    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; or as
-    the tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains."""
+    stored: Literal["float16", "int8", "ids", "text"] = "float16"
+    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; as the
+    tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains; or as text, which
+    such a rank tokenizes too."""
+    tags: Annotated[TagsSpec | None, needs("*", "stored=text")] = None
+    """How captions that are lists of tags change each time an image is seen; null leaves captions as they are."""
+
+    @property
+    def encoded_in_training(self) -> bool:
+        """Whether ranks that read text encode it while they train."""
+        return self.stored in ("ids", "text")
 
 
 class BucketsSpec(Section):
@@ -103,15 +138,39 @@ class BucketsSpec(Section):
 
     step: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Heights and widths are multiples of this many pixels."""
-    sizes: Literal["nearest", "sdxl"] = "nearest"
+    sizes: Literal["nearest", "sdxl", "sd_scripts"] = "nearest"
     """Sizes of the buckets. nearest: for each height the width that comes nearest to the pixels of `image_size`, and
     for each width the height, if within 6 %. sdxl: all sizes with 90 to 100 % of these pixels; at 1024 pixels they are
-    SDXL's own (41 with `widest` 4)."""
-    widest: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
+    SDXL's own (41 with `widest` 4). sd_scripts: for each side from `minimum` to `maximum` the largest other side with
+    at most these pixels, as in kohya's scripts."""
+    widest: Annotated[float, Field(ge=1.0, le=16.0), only_with("sizes=nearest|sdxl")] = 2.0
     """Largest ratio of the longer side to the shorter."""
+    minimum: Annotated[int, Field(ge=8, le=2**16)] | None = None
+    """Smallest side in pixels. Null means a quarter of a square's side for sd_scripts, else `step`."""
+    maximum: Annotated[int, Field(ge=8, le=2**16)] | None = None
+    """Largest side in pixels. Null means two sides of a square for sd_scripts, else no limit."""
+    no_upscale: bool = False
+    """Give images with fewer pixels than `image_size` buckets of their own size, with sides cut to multiples of `step`,
+    where there are enough of a size; others go to the bucket that keeps most of their pixels."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
     replicas; null means `train.batch_images`. A bucket with fewer images gives them to the next-best ones."""
+
+
+class SourceSpec(Section):
+    """One of several folders of images."""
+
+    path: types.FilePath
+    """Folder of images; its subfolders are searched too."""
+    repeats: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
+    """Times that an image comes while the images of a source with 1 come once. Null means the number in the name of a
+    folder such as `10_cat`, for captioned images, or else 1."""
+    loss_weight: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    """Factor of the loss of these images."""
+    captions: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Name of the captions in this folder; null means `data.text.captions`."""
+    caption: Annotated[str, Field(max_length=10_000)] | None = None
+    """Caption of images without one. Null means the name in a folder such as `10_cat`, or else none."""
 
 
 class DataSpec(Section):
@@ -136,6 +195,9 @@ class DataSpec(Section):
     label_column: Annotated[types.Variable | None, only_with(types.read_by_source("label_column"))] = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
+    sources: Annotated[tuple[SourceSpec, ...], Field(max_length=1000), only_with("source=folder", "path=null")] = ()
+    """Several folders of images, instead of `path`. Each comes to training in proportion to its number of images times
+    its repeats."""
     image_size: types.Size
     """Size in pixels of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents: a
     number for squares, or [height, width]. Fields have this size already."""
@@ -209,6 +271,16 @@ class DataSpec(Section):
     """Threads that read ahead, of each rank that loads data."""
 
     @property
+    def folders(self) -> tuple[SourceSpec, ...]:
+        """Sources of a kind that reads folders of images; the only one has the defaults."""
+        return self.sources or (() if self.path is None else (SourceSpec(path=self.path),))
+
+    @property
+    def origin(self) -> str:
+        """Key and value of the images' path, for messages."""
+        return f"data.sources = {len(self.sources)} folders" if self.sources else f"data.path = {self.path}"
+
+    @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels of the images that are learned."""
         return types.height_and_width(self.image_size)
@@ -276,7 +348,7 @@ def check_source(data: DataSpec) -> None:
     refuse(
         {
             f"{' or '.join(takes)} is missing; source {data.source} needs it: {ways}": takes
-            and not (data.path or data.name)
+            and not (data.path or data.name or data.sources)
         }
         | {
             f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null": data.reads_arrays

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,13 +113,20 @@ class TextEncoders:
         self.spec, self.device, self._parts, self.count = spec, device, parts, len(parts)
         configs = [part.config for part in parts]
         self.channels = sum(each.hidden_size for each in configs)  # width of the encoded tokens
-        self.tokens = configs[0].max_position_embeddings  # tokens of a text, padding included
+        self._chunk = configs[0].max_position_embeddings  # tokens that the encoders read at once
+        self.tokens = spec.tokens or self._chunk  # tokens of a text, padding included
+        if (self.tokens - 2) % (self._chunk - 2):
+            raise DataError(
+                f"data.text.tokens = {self.tokens} should be 2 more than a multiple of {self._chunk - 2}, since the "
+                f"encoders at {spec.encoders} read {self._chunk} at once; use null"
+            )
         self.pooled_channels = next((each.projection_dim for each in configs if each.projects), None)
         """Width of the pooled text; None if no encoder makes one."""
         self.parameters = sum(each.parameters for each in configs)
         states = (each.max_position_embeddings * (each.num_hidden_layers + 1) * each.hidden_size for each in configs)
         self.elements = self.parameters + TEXTS_AT_ONCE * sum(states)
         """Elements that a device holds while it encodes: parameters, and the states of all layers."""
+        self._tokenizing = threading.Lock()  # a tokenizer keeps the padding of a call as a setting
 
     @classmethod
     def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
@@ -137,8 +145,10 @@ class TextEncoders:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the layer's name and of all files that decide how a text is encoded."""
+        """SHA-256 of the layer's name, the number of tokens and all files that decide how a text is encoded."""
         digest = hashlib.sha256(self.spec.layer.encode())
+        if self.tokens != self._chunk:
+            digest.update(b"%d" % self.tokens)
         for part in self._parts:
             words = sorted(path for path in part.tokenizer.iterdir() if path.suffix in (".json", ".txt"))
             for path in (*words, part.encoder / CONFIG, *_weights(part.encoder, part.variant)):
@@ -151,8 +161,8 @@ class TextEncoders:
 
         def loaded(transformers: Any, part: FilesOfEncoder) -> Any:
             tokenizer = transformers.CLIPTokenizer.from_pretrained(part.tokenizer, local_files_only=True)
-            if tokenizer.model_max_length != self.tokens:
-                raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self.tokens}")
+            if tokenizer.model_max_length != self._chunk:
+                raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self._chunk}")
             return tokenizer
 
         return [self._loaded(part.tokenizer, part, loaded) for part in self._parts]
@@ -190,7 +200,8 @@ class TextEncoders:
         import torch
 
         padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
-        found = [tokenizer(list(texts), **padded, return_tensors="pt").input_ids for tokenizer in self.tokenizers]
+        with self._tokenizing:
+            found = [tokenizer(list(texts), **padded, return_tensors="pt").input_ids for tokenizer in self.tokenizers]
         return torch.stack(found, dim=1).int()
 
     def encode(self, texts: Sequence[str]) -> Encoded:
@@ -205,20 +216,52 @@ class TextEncoders:
         projected: list[Tensor] = []
         with torch.no_grad():
             for piece in ids.to(self.device).long().split(TEXTS_AT_ONCE):
-                count, states, pooled = len(piece), [], None
+                count = len(piece)
                 padded = torch.cat((piece, piece[-1:].expand(TEXTS_AT_ONCE - count, -1, -1)))
-                for encoder, own in zip(self.models, padded.unbind(dim=1), strict=True):
-                    found = encoder(own, output_hidden_states=True)
-                    states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
-                    pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
-                tokens.append(torch.cat(states, dim=-1)[:count])
-                projected += [] if pooled is None else [pooled[:count]]
+                each = [self._states(number, own) for number, own in enumerate(padded.unbind(dim=1))]
+                tokens.append(torch.cat([states for states, _ in each], dim=-1)[:count])
+                projected += [pooled[:count] for _, pooled in each if pooled is not None][:1]
         return Encoded(torch.cat(tokens), torch.cat(projected) if projected else None)
+
+    def _states(self, number: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the states (N, tokens, channels) of one encoder, and the projected text of the first chunk, if any."""
+        import torch
+
+        tokenizer, pooled = self.tokenizers[number], None
+        states: list[Tensor] = []
+        for chunk in chunks(ids, self._chunk, tokenizer.eos_token_id, tokenizer.pad_token_id):
+            found = self.models[number](chunk, output_hidden_states=True)
+            pooled = pooled if states else getattr(found, "text_embeds", None)
+            states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
+        inner = [each[:, 1:-1] for each in states]
+        return torch.cat((states[0][:, :1], *inner, states[-1][:, -1:]), dim=1), pooled
 
     def excess(self, texts: Sequence[str]) -> list[int]:
         """Return how many tokens each text loses."""
         counts = [[len(ids) for ids in tokenizer(list(texts)).input_ids] for tokenizer in self.tokenizers]
         return [max(0, max(each) - self.tokens) for each in zip(*counts, strict=True)]
+
+
+def chunks(ids: Tensor, size: int, end: int, pad: int) -> list[Tensor]:
+    """Return texts' tokens (N, tokens) in chunks (N, ``size``): each has a start first, and ``end`` or ``pad`` last.
+
+    A tokenizer that doesn't pad with its end gets one in each chunk: after a chunk's words, or first in an empty one::
+
+        w1 ... w76 END 0 ...     START w1 ... w75 END   START w76 END 0 ... 0   START END 0 ... 0
+
+    Source: sd-scripts' ``library/strategy_base.py``, ``TokenizeStrategy._get_input_ids``.
+    """
+    import torch
+
+    found = []
+    for first in range(1, ids.shape[1] - 1, size - 2):
+        inner, last = ids[:, first : first + size - 2], ids[:, -1:]
+        if pad != end:
+            words = (inner[:, -1:] != end) & (inner[:, -1:] != pad)
+            last = last.masked_fill(words, end)
+            inner = torch.cat((inner[:, :1].masked_fill(inner[:, :1] == pad, end), inner[:, 1:]), dim=1)
+        found.append(torch.cat((ids[:, :1], inner, last), dim=1))
+    return found
 
 
 def check_text(text: TextSpec | None, cross: CrossAttentionSpec | None) -> None:

@@ -103,18 +103,21 @@ class Diffusion:
         eps: Tensor,
         t: Tensor,
         mask: Tensor | None = None,
+        weight: Tensor | None = None,
         band: Band | None = None,
     ) -> Tensor:
         """Return the loss, a float32 scalar: the mean over images of weight times mean error of weighted channels.
 
-        If the prediction has a ``band`` of the rows, it is that band's part, times the number of bands.
+        `weight` (N,) multiplies the weights of the noise levels. If the prediction has a ``band`` of the rows, the loss
+        is that band's part, times the number of bands.
         """
         if band is not None:
             x0, eps = band.cut(x0), band.cut(eps)
         errors = self.errors(prediction, x0, eps, t)
         if self._channel_weights is not None:
             errors = errors * self._channel_weights
-        return (self.levels.weights(t) * mean_error(errors, mask, band=band)).mean()
+        weights = self.levels.weights(t) if weight is None else self.levels.weights(t) * weight
+        return (weights * mean_error(errors, mask, band=band)).mean()
 
     def errors(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the error of each element of the predictions, of any float dtype, (N, H, W, C) float32.

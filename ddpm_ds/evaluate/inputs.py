@@ -216,7 +216,8 @@ def held_out_images(
 
 def held_out_captions(trained: Trained) -> list[str]:
     """Return the first caption of each held-out image of a run with text; raises as :func:`held_out_images`."""
-    return [*first_captions(*held_out_images(trained, f"--prompts {HELD_OUT}"))]
+    tags = None if trained.text is None else trained.text.tags
+    return [*first_captions(*held_out_images(trained, f"--prompts {HELD_OUT}"), tags)]
 
 
 class TrainedRegression:

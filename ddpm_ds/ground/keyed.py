@@ -37,6 +37,7 @@ class Stream(IntEnum):
     LABEL_DROP = 3
     CROP = 4
     PERTURBATION = 5
+    TAGS = 9
     CUT = 10
     CONDITION_DROP = 11
     CONDITION_LEVEL = 12

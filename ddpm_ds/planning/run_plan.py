@@ -431,12 +431,12 @@ def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) ->
         DataError: the autoencoder or the encoders can't be used, or there are too few images.
     """
     text = spec.data.text
-    if spec.data.buckets is None and (text is None or text.stored != "ids"):
+    if spec.data.buckets is None and (text is None or not text.encoded_in_training):
         return Workload(spec, config, on_cpu)
     from ddpm_ds.data.prepare import Recipes
     from ddpm_ds.data.text import TextEncoders
 
-    elements = TextEncoders.open(text, None).elements if text is not None and text.stored == "ids" else 0
+    elements = 0 if text is None or not text.encoded_in_training else TextEncoders.open(text, None).elements
     group = spec.bucket_group
     shares = () if group is None else Recipes(spec.data).shares(group, counted=counted)
     return Workload(spec, config, on_cpu, shares, elements)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -174,7 +174,10 @@ class Format(Generic[S]):
         for problem in sorted(error.errors(), key=lambda problem: problem["type"] in last):
             names = tuple(map(str, problem["loc"]))  # with list items and union members after the field's name
             depths = range(1, len(names))
-            location = next((names[:depth] for depth in depths if not self.at(names[:depth])), names)
+            within = (
+                names[:depth] for depth in depths if not (self.at(names[:depth]) or self.at((*names[:depth], "0")))
+            )
+            location = next(within, names)
             key = self.dotted(location)
             match problem["type"]:
                 case "value_error":
@@ -197,6 +200,9 @@ class Format(Generic[S]):
         def place(fault: tuple[tuple[str, ...], str]) -> list[float]:  # in the file; missing keys are last
             order, inside = list[float](), values
             for name in fault[0]:
+                if isinstance(inside, list):
+                    order, inside = [*order, int(name)], inside[int(name)]
+                    continue
                 if not isinstance(inside, dict) or name not in inside:
                     return [*order, math.inf]
                 order.append([*inside].index(name))
@@ -206,16 +212,22 @@ class Format(Generic[S]):
         return dict(sorted(found.items(), key=place)[:MOST_FAULTS])
 
     def at(self, location: Sequence[str]) -> type[Section] | None:
-        """Return the section at a location; None if a value is there, or nothing."""
+        """Return the section at a location, or of an item of a list; None if a value is there, a list, or nothing."""
         model: Any = self.model
+        listed = False
         for name in location:
-            field = model.model_fields.get(name)
-            options = (field.annotation, *get_args(field.annotation)) if field else ()  # a section, or one or null
+            if listed and name.isdigit():
+                listed = False
+                continue
+            field = None if listed else model.model_fields.get(name)
+            kind = None if field is None else field.annotation
+            options = (kind, *get_args(kind))  # a section, one or null, or a list of some
             sections = [option for option in options if isinstance(option, type) and issubclass(option, Section)]
             if not sections:
                 return None
+            listed = get_origin(kind) is tuple
             model = sections[0]
-        return model
+        return None if listed else model
 
     def dotted(self, location: Sequence[str]) -> str:
         """Return the key at a location as a message names it."""
@@ -294,11 +306,15 @@ class Format(Generic[S]):
             lines.extend([section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"])
             for key, part in section["properties"].items():
                 dotted = f"{name}.{key}" if name else key
-                named = next((option["$ref"] for option in (part, *part.get("anyOf", ())) if "$ref" in option), None)
+                options = (part, *part.get("anyOf", ()), part.get("items", {}))
+                named = next((option["$ref"] for option in options if "$ref" in option), None)
+                link = f"[`{dotted}`](#{dotted.replace('.', '')})"
                 if named:
                     within.append((dotted, schema["$defs"][named.rpartition("/")[2]]))
-                    link = f"#{dotted.replace('.', '')}"
-                    kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
+                if named and "items" in part:
+                    kind, default = f"a list of sections {link}", f"`{json.dumps(part['default'])}`"
+                elif named:
+                    kind = f"{self.section.partition(' ')[2]} {link}"
                     default = "" if key in section.get("required", ()) else "all defaults"
                     others = [expected(option) for option in part.get("anyOf", ()) if "$ref" not in option]
                     kind = " or ".join([kind, *others])
@@ -370,7 +386,7 @@ def _fields_of(section: type[Section]) -> Mapping[str, JsonSchemaValue]:
 
 def _at(values: Any, location: Sequence[str]) -> Any:
     for name in location:
-        values = values[name]
+        values = values[int(name)] if isinstance(values, list) else values[name]
     return values
 
 

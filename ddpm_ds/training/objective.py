@@ -47,6 +47,8 @@ class Noised(NamedTuple):
     """Arrays that the condition is made from; None if there is no condition"""
     text: Tensor | None = None
     """(N, channels + 6) float32, pooled text and sizes of the image; None if the U-Net reads neither"""
+    weight: Tensor | None = None
+    """(N,) float32, factor of the loss; None if all are 1"""
 
 
 class Denoising:
@@ -102,7 +104,7 @@ class Denoising:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
-        return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
+        return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes), batch.weight)
 
     def paired(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, read for an objective on the CPU, with the noise that each image takes.
@@ -152,7 +154,8 @@ class Denoising:
 
     def loss(self, prediction: Tensor, prepared: Noised, band: Band | None = None) -> Tensor:
         """Return the mean loss of the micro-batch, an fp32 scalar, or the part of it that a ``band`` of rows has."""
-        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t, prepared.mask, band)
+        known = prepared.x0, prepared.eps, prepared.t, prepared.mask, prepared.weight
+        return self._diffusion.loss(prediction, *known, band)
 
     def errors(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the error of each element, (N, H, W, C) fp32, without weights and mask."""
@@ -166,12 +169,12 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
-    stored = None if data.text is None else data.text.stored
+    encodes = data.text is not None and data.text.encoded_in_training
     used = {
         "images": first or last,
-        "text": text or (pooled and stored == "ids"),
-        "text_scale": text and stored == "int8",
-        "pooled": pooled and stored != "ids",
+        "text": text or (pooled and encodes),
+        "text_scale": text and data.text is not None and data.text.stored == "int8",
+        "pooled": pooled and not encodes,
         "sizes": pooled,
         "condition": first and condition.kind == "stored",
         "vector": first and condition.vector_size > 0,
@@ -202,6 +205,7 @@ def replica_batches(
         images,
         share,
         fields=fields,
+        sources=spec.data.folders,
         seed=spec.train.seed,
         group=spec.bucket_group,
         start_images=start_images,
@@ -214,8 +218,8 @@ def replica_batches(
 
 
 def encoders_of(text: TextSpec | None, device: torch.device) -> TextEncoders | None:
-    """Return the encoders of captions that are stored as tokens, loaded at their first use; None if there are none."""
-    return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
+    """Return the encoders of captions that training encodes, loaded at their first use; None if there are none."""
+    return TextEncoders.open(text, device) if text is not None and text.encoded_in_training else None
 
 
 def encoded(batch: MicroBatch, encoders: TextEncoders) -> MicroBatch:

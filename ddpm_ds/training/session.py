@@ -23,7 +23,7 @@ import yaml
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, Subset
 from ddpm_ds.data.captions import PROMPTS
-from ddpm_ds.data.loader import MicroBatch, Order, Share
+from ddpm_ds.data.loader import MicroBatch, Share, ordered
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
@@ -234,7 +234,7 @@ def run_training(
     had seen all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's
     folder, by file name. ``sender`` is the child that sends the record; None records nothing.
     """
-    device, (store, among), doing = prepared.device, prepared.images.trained, partial(activity, progress)
+    device, (store, _), doing = prepared.device, prepared.images.trained, partial(activity, progress)
     encoders = encoders_of(plan.spec.data.text, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
     other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
@@ -254,7 +254,7 @@ def run_training(
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
             numbers = [engine.module.size_number(each.size) for each in store.caches]
-            order = Order(tuple(map(len, store.by_bucket(among))), plan.spec.train.seed, group)
+            order, _ = ordered(prepared.images.trained, plan.spec.data.folders, plan.spec.train.seed, group)
             engine.size_of = lambda index: numbers[order.bucket_at(index)]
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:

@@ -182,9 +182,9 @@ def _prompts(
     if not prompts:
         store, positions = images.held_out if len(images.held_out.positions) else images.trained
         positions = positions[: min(samples.count, MOST_CAPTIONS)]
-        if text.stored != "ids":
+        if not text.encoded_in_training:
             return EncodedPrompts.of_captions(store, positions)
-        prompts = first_captions(store, positions)
+        prompts = first_captions(store, positions, text.tags)
     if (kept := EncodedPrompts.read(file)) is not None and kept.texts == prompts:
         return kept
     return EncodedPrompts.of(text, prompts, device, log)
@@ -211,7 +211,7 @@ def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | Non
         number, (theirs, ours) = next(one for one in enumerate(pairs) if len({*one[1]}) > 1)
         raise SpecError(
             f"data.held_out_path = {spec.data.held_out_path}: class {number} is {one_line(theirs)}, and that of "
-            f"data.path = {spec.data.path} is {one_line(ours)}; give both the same classes, or --set unet.classes=null"
+            f"{spec.data.origin} is {one_line(ours)}; give both the same classes, or --set unet.classes=null"
         )
 
 

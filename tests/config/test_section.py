@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPEC, load_spec
-from ddpm_ds.data.spec import ConditionSpec
+from ddpm_ds.data.spec import BucketsSpec, ConditionSpec, TextSpec
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.section import Format, Section, unused
 from tests.launching import REPOSITORY
@@ -98,7 +98,8 @@ def changed(section: Section, key: str, value: Any) -> Any:
     name, _, inside = key.partition(".")
     if inside:
         within = getattr(section, name)
-        value = changed(within if isinstance(within, Section) else ConditionSpec(), inside, value)
+        made = {"condition": ConditionSpec(), "text": TextSpec(encoders="clip"), "buckets": BucketsSpec()}
+        value = changed(within if isinstance(within, Section) else made[name], inside, value)
     return section.model_copy(update={name: value})
 
 

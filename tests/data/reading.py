@@ -38,7 +38,7 @@ def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels
 
 def skipped(source: Source, i: int) -> tuple[str, str]:
     """Name of an image that can't be read, and the reason in a line."""
-    (chunk,) = Decoding(source, (1, 8, 8), None, threads=1).chunks(range(i, i + 1))
+    (chunk,) = Decoding(source, (1, 8, 8), threads=1).chunks(range(i, i + 1))
     ((name, reason),) = chunk.skipped
     assert reason.isprintable() and " at 0x" not in reason
     return name, reason

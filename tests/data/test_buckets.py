@@ -25,6 +25,7 @@ from ddpm_ds.data.buckets import (
     filled_buckets,
     kept_sizes,
     numbers_of,
+    own_sizes,
     shares_of,
     sizes_of,
 )
@@ -70,6 +71,53 @@ def test_sizes_of_sdxl_are_the_published_ones() -> None:
     assert [*sizes[:20]] == sorted(published, key=lambda size: -size[0] / size[1])
     assert len(sizes) == 41 and len(bucket_sizes((1024, 1024), BucketsSpec(sizes="sdxl"))) == 21
     assert {(832, 1216), (1216, 832)} <= {*bucket_sizes((1024, 1024), BucketsSpec())}
+
+
+def test_sizes_of_sd_scripts_are_its_own() -> None:
+    """For each width the largest height below the area; images go where they are cropped least."""
+    spec = BucketsSpec(sizes="sd_scripts")
+    sizes = bucket_sizes((1024, 1024), spec)
+    assert len(sizes) == 41 and (256, 2048) in sizes and (704, 1408) in sizes and (1280, 832) not in sizes
+    for most, count in ((1024, 25), (2048, 41), (4096, 97)):
+        assert len(bucket_sizes((1024, 1024), spec.model_copy(update={"minimum": 256, "maximum": most}))) == count
+    shapes = np.array([(1500, 1000), (1000, 2000)], np.int32)
+    assert [sizes[number] for number in numbers_of(shapes, sizes)] == [(1216, 832), (704, 1408)]
+    ours = bucket_sizes((1024, 1024), BucketsSpec())
+    assert [ours[number] for number in numbers_of(shapes, ours)] == [(1280, 832), (768, 1408)]
+    assert cropped(shapes[1:], [(704, 1408), (768, 1344)]).tolist() == [[0.0, 0.125]]
+    assert sizes_of(DataSpec(source="folder", image_size=1024, channels=3, buckets=spec), 1)[0] == (1024, 1024)
+
+
+def test_small_images_keep_their_size_in_buckets_of_their_own(spec_of: SpecOf) -> None:
+    """Cut to steps, as in sd-scripts; images of a rare size go to the bucket that keeps most, and enlarges none."""
+    spec = BucketsSpec(sizes="sd_scripts", no_upscale=True)
+    standard = bucket_sizes((1024, 1024), spec)
+    shapes = np.array([(600, 800), (600, 800), (2000, 3000), (590, 700), (100, 90), (0, 0)], np.int32)
+    own = own_sizes(shapes, (1024, 1024), spec, 2)
+    assert own == [(576, 768)] and own_sizes(shapes, (1024, 1024), spec, 1) == [(64, 64), (576, 640), (576, 768)]
+    assert own_sizes(shapes, (1024, 1024), spec.model_copy(update={"minimum": 128}), 1) == [(576, 640), (576, 768)]
+    sizes = (*standard, *own, (512, 512))
+    found = [sizes[number] for number in numbers_of(shapes, sizes, True)]
+    assert found[:4] == [(576, 768), (576, 768), (832, 1216), (512, 512)], "1248 x 832 in sd-scripts before it is cut"
+    larger = spec_of(image_size=64, buckets={"step": 8, "no_upscale": True})
+    store = prepare(larger, group=4)
+    assert {each.images.shape[2:] for each in store.caches} == {(48, 48), (64, 48), (48, 64)}
+    enlarged = prepare(spec_of(image_size=64), group=4)
+    assert {each.images.shape[2:] for each in enlarged.caches} == {(64, 64), (72, 56), (56, 72)}
+    other = prepare_all(
+        spec_of(image_size=64, buckets={"step": 8, "no_upscale": True}, held_out_images=8), How(), group=4
+    )
+    assert sum(other[0].counts) == 40
+
+
+def test_sides_have_bounds_and_the_asked_size_is_within_them(spec_of: SpecOf) -> None:
+    sizes = bucket_sizes((1024, 1024), BucketsSpec(minimum=832, maximum=1216))
+    assert {side for size in sizes for side in size} == {832, 896, 960, 1024, 1088, 1152, 1216}
+    spec = spec_of(buckets={"step": 8, "minimum": 64})
+    with pytest.raises(
+        DataError, match=r"data\.buckets has no 48 pixels, .* minimum = 64, maximum = None; change these"
+    ):
+        prepare(spec)
 
 
 def test_each_image_comes_once_in_each_pass_of_its_bucket() -> None:
@@ -192,7 +240,7 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(spec_of: Sp
         assert {texts[number] for number in cache.others["captions"][:][:, 0].tolist()} == {caption}
     of_others = Subset(store, np.array([store.counts[0], sum(store.counts[:2])]))
     with patch.object(inputs, "held_out_images", lambda *_: of_others):
-        assert inputs.held_out_captions(Mock()) == ["a", "a cat"]
+        assert inputs.held_out_captions(Mock(text=None)) == ["a", "a cat"]
     for batch in islice(loaded(store, 4, group=4, fields={"images", "text", "pooled", "sizes"}), 10):
         assert batch.sizes is not None and batch.text is not None
         assert (batch.sizes[:, 4:] == torch.tensor(batch.images.shape[2:]) * 2).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.spec import DataSpec, TextSpec
-from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
+from ddpm_ds.data.spec import DataSpec, TagsSpec, TextSpec
+from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text, chunks
 from ddpm_ds.ground.errors import DataError, SpecError, print_once
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.training.objective import encoded
@@ -201,7 +201,7 @@ def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, 
 def test_what_other_trainers_mean_by_names_gets_a_line(
     spec_of: SpecOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Masks are no images, repeats are not counted, and of several files of captions the first is read."""
+    """Masks are no images, folders' names have repeats and captions, and of several captions' files one is read."""
     print_once.cache_clear()
     beside: dict[str, str | None] = {"10_cat/3.txt": "3", "10_cat/3.caption": "three", "10_cat/3.json": "{}"}
     masks: dict[str, str | None] = {"10_cat/3-masklabel.png": "", "10_cat/3-condlabel.png": "", "10_cat/3.png": ""}
@@ -209,7 +209,8 @@ def test_what_other_trainers_mean_by_names_gets_a_line(
     assert [source.name(i) for i in range(len(source.labels))] == ["10_cat/3.png", "2.png", "a/1.png"]
     message = capsys.readouterr().err
     assert "2 masks of OneTrainer, such as 10_cat/3-condlabel.png, are neither images here nor read" in message
-    assert "10_cat asks sd-scripts for repeats; here each image comes once" in message
+    assert "10_cat is read as 10 repeats, and as the caption cat of images without one, unless" in message
+    assert source.parts.tolist() == [[0, 10], [0, 0], [0, 0]]
     assert "of 10_cat/3.txt, 10_cat/3.caption, 10_cat/3.json the first is read" in message
     open_source(spec_of(path=tmp_path / "few"), progress=True)
     assert not capsys.readouterr().err, "once, however often the source is opened"
@@ -250,6 +251,56 @@ def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> No
     tokens, _ = StableDiffusionPipeline.encode_prompt(pipeline, texts, CPU, 1, False)
     assert torch.equal(last.encode(texts).tokens, tokens) and last.encode(texts).pooled is None
     assert last.pooled_channels is None and last.digest != found.digest
+
+
+LONG = " ".join(["red", "green", "cat", "dog", "a"] * 46)  # 230 words
+
+
+@pytest.mark.parametrize("words", [0, 1, 74, 75, 76, 150, 151, 225, 230])
+@pytest.mark.parametrize("tokens", [152, 227])
+def test_long_captions_are_tokenized_in_chunks_as_in_sd_scripts(encoders: Path, tokens: int, words: int) -> None:
+    """Each chunk has a start; an encoder that pads with its end has one last, the other one after the words."""
+    found = TextEncoders.open(TextSpec.model_validate({"encoders": str(encoders), "tokens": tokens}), None)
+    text = " ".join(LONG.split()[:words])
+    for number, tokenizer in enumerate(found.tokenizers):
+        start, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        assert (pad == end) is (number == 0)
+        own = [tokenizer.convert_tokens_to_ids(f"{word}</w>") for word in text.split()][: tokens - 2]
+        expected = []
+        for first in range(0, tokens - 2, 75):
+            rest = own[first : first + 75]
+            expected.append([start, *rest, end, *[pad] * (75 - len(rest))])
+        got = chunks(found.ids([text])[:, number].long(), 77, end, pad)
+        assert [chunk[0].tolist() for chunk in got] == expected, "one with no words is start, end and padding"
+
+
+def test_long_captions_have_the_inner_states_of_each_chunk_and_the_first_ones_pooled_text(
+    encoders: Path, spec_of: SpecOf
+) -> None:
+    known = TextSpec(encoders=str(encoders), layer="penultimate", tokens=227)
+    found, short = TextEncoders.open(known, CPU), TextEncoders.open(known.model_copy(update={"tokens": None}), CPU)
+    texts = [LONG, "a red cat", " ".join(LONG.split()[:100])]
+    encoded = found.encode(texts)
+    assert encoded.tokens.shape == (3, 227, 48) and encoded.pooled is not None
+    once = short.encode(texts)
+    assert torch.equal(encoded.tokens[:, :76], once.tokens[:, :76]) and once.pooled is not None
+    assert torch.equal(encoded.pooled, once.pooled), "that of the first chunk"
+    second = short.encode([" ".join(LONG.split()[75:150]), "", " ".join(LONG.split()[75:100])])
+    assert torch.equal(encoded.tokens[:, 76:151], second.tokens[:, 1:76])
+    third = short.encode([" ".join(LONG.split()[150:225]), "", ""])
+    assert torch.equal(encoded.tokens[:, 151:], third.tokens[:, 1:])
+    assert found.digest != short.digest and found.excess(texts) == [5, 0, 0]
+    assert short.digest == TextEncoders.open(known.model_copy(update={"tokens": 77}), CPU).digest
+    made = [prepare(spec_of({"tokens": 152, "stored": stored}), How(encode_on=CPU)) for stored in ("float16", "ids")]
+    batch, ids = (batch_of(cache, fields={"text"}) for cache in made)
+    assert batch.text is not None and batch.text.shape == (12, 152, 48)
+    again = TextEncoders.open(known.model_copy(update={"tokens": 152}), CPU).encode_ids(ids.text).rounded()  # type: ignore[arg-type]
+    assert torch.equal(again.tokens, batch.text)
+    with pytest.raises(
+        DataError, match=r"data\.text\.tokens = 77 should be 2 more than a multiple of 6, since the enc"
+    ):
+        write_encoders(made[0].path / "few", WORDS, width=16, tokens=8)
+        TextEncoders.open(TextSpec(encoders=str(made[0].path / "few"), tokens=77), None)
 
 
 def _loaded(kind: Any, folder: Path, second: bool) -> Any:
@@ -463,3 +514,117 @@ def test_encoders_of_another_width_than_the_unet_reads_are_refused(spec_of: Spec
             SpecError, match=rf"unet\.text\.{key} = 5, .* have {found}; --set unet\.text\.{key}={found}"
         ):
             checked(**{key: 5})
+
+
+@pytest.mark.parametrize(
+    ("caption", "changes", "kept", "others", "last"),
+    [
+        ("1girl ||| a, b, c ||| best", {"keep_separator": "|||"}, ["1girl"], ["a", "b", "c"], ["best"]),
+        ("1girl, solo ||| a,b ,", {"keep_separator": "|||"}, ["1girl", "solo"], ["a", "b"], []),
+        ("1girl, a, b", {"keep_separator": "|||", "keep": 1}, ["1girl"], ["a", "b"], []),
+        ("a, b, c", {"keep": 1, "prefix": "style"}, ["style a"], ["b", "c"], []),
+        ("a. b", {"separator": "."}, [], ["a", "b"], []),
+        ("", {"prefix": "style"}, [], ["style"], []),
+        ("", {}, [], [], []),
+    ],
+)
+def test_tags_are_kept_as_sd_scripts_keeps_them(
+    caption: str, changes: dict[str, Any], kept: list[str], others: list[str], last: list[str]
+) -> None:
+    spec = TagsSpec(**changes, drop=1.0)
+    tags = captions.Tags.of(caption, spec)
+    assert tags == (kept, others, last)
+    between = f"{spec.separator} "
+    assert tags.joined(spec) == between.join([*kept, *others, *last]), "held-out images have all"
+    assert tags.joined(spec, [2**32 - 1] * 2 * len(others)) == between.join(kept + last) or not others
+
+
+def test_tags_are_shuffled_and_dropped_by_two_draws_of_each() -> None:
+    tags = captions.Tags.of("a, b, c, d", TagsSpec(keep=1))
+    draws = [5, 0, 3, 2**31, 4, 2**31 - 1]
+    assert tags.joined(TagsSpec(shuffle=True), draws) == "a, c, d, b"
+    assert tags.joined(TagsSpec(drop=0.5), draws) == "a, c"
+    assert tags.joined(TagsSpec(shuffle=True, drop=0.5), draws) == "a, c"
+
+
+def test_tags_change_by_seed_and_index_alone_whoever_reads_them(
+    spec_of: SpecOf, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any micro-batch of any replica; a run with all tags has the tokens that are stored as ids."""
+    for number in range(6):
+        (folder / "dogs" / f"{number}.txt").write_text("a, red, dog, green, cat"[: 8 + 3 * number])
+    tags = {"keep": 1, "shuffle": True, "drop": 0.25}
+    cache, known = prepare(spec_of({"stored": "text", "tags": tags})), dict[str, int]()
+
+    def numbered(self: TextEncoders, texts: Sequence[str]) -> torch.Tensor:
+        return (
+            torch.tensor([known.setdefault(text, len(known)) for text in texts]).int()[:, None, None].expand(-1, 2, 77)
+        )
+
+    with monkeypatch.context() as changed:
+        changed.setattr(TextEncoders, "ids", numbered)
+        whole = batch_of(cache, size=48, fields={"text", "images"})
+        assert whole.text is not None and whole.text.shape == (48, 2, 77) and whole.text.dtype == torch.int32
+        texts = [[*known][number] for number in whole.text[:, 0, 0].tolist()]
+        draws = Draws(0, whole.index, {Stream.TAGS: 8}).bits(Stream.TAGS).tolist()
+        for at, text, drawn in zip(_positions(cache, whole), texts, draws, strict=True):
+            spec, caption = TagsSpec.model_validate(tags), captioned(cache)[at][0]
+            expected = captions.Tags.of(caption, spec).joined(spec, drawn)
+            assert text == expected if at else text in ("a cat", "a green cat")
+        assert len(set(texts)) > 16, "five captions of two to five tags, in other orders each time"
+        for replica in (0, 1):
+            given: dict[str, Any] = {"fields": {"text", "sizes"}, "seed": 0, "start_images": 24}
+            part = next(loaded(cache, **given, micro_batch_images=6, replicas=2, replica=replica))
+            mine = slice(24 + 6 * replica, 30 + 6 * replica)
+            assert part.text is not None and torch.equal(part.text, whole.text[mine])
+        first = cache.fields["text"].read(np.array([11]))
+        assert [*known][first[0, 0, 0]] == "a, red, dog, green, cat", "held-out images have all tags, in order"
+    ids, plain = prepare(spec_of({"stored": "ids"})), prepare(spec_of({"stored": "text"}))
+    assert plain.path == ids.path == cache.path
+    batch, expected_ids = (batch_of(each, fields={"text"}).text for each in (plain, ids))
+    assert batch is not None and expected_ids is not None and torch.equal(batch, expected_ids)
+    prefixed = captions.first_captions(cache, np.array([11]), TagsSpec(prefix="b"))
+    assert prefixed == ("b a, red, dog, green, cat",)
+
+
+def test_captions_that_training_tokenizes_need_no_cache_and_know_their_encoders(
+    spec_of: SpecOf, encoders: Path, tmp_path: Path
+) -> None:
+    spec = spec_of({"stored": "text"})
+    cache = prepare(spec)
+    assert not [*cache.path.parent.glob("text-*")] and cache.empty_text is None
+    digest = TextEncoders.open(spec.text, CPU).digest  # type: ignore[arg-type]
+    assert cache.meta.sha256["text/encoders"] == digest, "a resumed run, and a drawing, need these"
+    os.truncate(cache.path / "captions.jsonl", 5)
+    with pytest.raises(DataError, match=r"captions\.jsonl can't be read"):
+        batch_of(cache, fields={"text"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"stored": "int8", "tags": {"shuffle": True}}, "data.text.tags needs data.text.stored: text; give that, or"),
+        ({"tags": {}}, "data.text.tags needs data.text.stored: text; give that, or use null"),
+        ({"stored": "text", "tags": {"drop": 1.5}}, "data.text.tags.drop = 1.5 should be a number from 0 to 1"),
+        ({"stored": "text", "tags": {"separator": ""}}, 'data.text.tags.separator = "" should be text of 1 to 20'),
+    ],
+)
+def test_tags_that_cannot_be_are_refused_in_a_line(text: dict[str, Any], message: str) -> None:
+    from ddpm_ds.config.spec_file import load_spec
+
+    changes = [f"data.text.{key}={json.dumps(value)}" for key, value in text.items() if key != "tags"]
+    changes += [f"data.text.tags.{key}={json.dumps(value)}" for key, value in text.get("tags", {}).items()]
+    with pytest.raises(SpecError) as caught:
+        load_spec("tiny_text", changes if text.get("tags") else [*changes, "data.text.tags.keep=1"])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_images_without_a_caption_are_learned_with_the_empty_text_if_a_key_says_so(
+    spec_of: SpecOf, folder: Path
+) -> None:
+    (folder / "dogs" / "2.txt").unlink()
+    with pytest.raises(DataError, match=r"1 of 12 images of .* have no caption"):
+        prepared_images(spec_of())
+    cache = prepared_images(spec_of({"missing": "empty"}))
+    assert captioned(cache)[7:10] == [["a red dog of many"], [""], ["a red dog of many of many of many"]]
+    assert prepared_images(spec_of({"missing": "empty"})).meta == cache.meta, "and its source has not changed"

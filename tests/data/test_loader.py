@@ -181,10 +181,11 @@ def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(dig
 
 
 def test_threads_read_while_a_micro_batch_is_used(digits: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: queue.Queue[tuple[int, bool]] = queue.Queue()
+    reads, threads = queue.Queue[tuple[int, bool]](), set[threading.Thread]()
     read = _Reads.__getitem__
 
     def noted(self: _Reads, number: int) -> Any:
+        threads.add(threading.current_thread())
         reads.put((number, threading.current_thread() is threading.main_thread()))
         return read(self, number)
 
@@ -192,9 +193,8 @@ def test_threads_read_while_a_micro_batch_is_used(digits: DatasetCache, monkeypa
     batches = loaded(digits, seed=3, micro_batch_images=512)
     next(batches)
     assert sorted(reads.get(timeout=PATIENCE_SECONDS) for _ in range(3)) == [(0, False), (1, False), (2, False)]
-    before = threading.active_count()
     del batches
-    assert reads.empty() and threading.active_count() == before - 2
+    assert reads.empty() and len(threads) == 2 and not any(thread.is_alive() for thread in threads)
 
 
 def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:

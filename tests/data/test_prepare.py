@@ -324,7 +324,7 @@ def test_threads_decode_the_same_pixels_and_stop_with_their_reader(
 
     monkeypatch.setattr(source, "read", read)
     monkeypatch.setattr(decoding, "threading", SimpleNamespace(Event=Stopping))
-    chunks = decoding.Decoding(source, (1, 8, 8), None, threads=2).chunks(range(112))
+    chunks = decoding.Decoding(source, (1, 8, 8), threads=2).chunks(range(112))
     assert len(next(chunks).images) == 5
     chunks.close()  # type: ignore[attr-defined]
     assert len(reads) <= 5 + 2, "each thread ends with its image"

@@ -460,6 +460,26 @@ def test_an_exported_pipeline_draws_what_the_run_draws_and_is_imported_again(
     assert torch.equal(found, drawn[1])
 
 
+@pytest.mark.parametrize("pipeline", ["sdxl"], indirect=True)
+def test_an_export_of_a_run_with_long_captions_says_what_other_programs_read_of_a_prompt(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"))
+    spec, _ = import_of(pipeline, base, tmp_path / "out", "data.text.tokens=227")
+    assert spec.unet.text is not None and spec.unet.text.tokens == 227, "no weight depends on it"
+    for tokens, note in (
+        (None, ""),
+        (77, ""),
+        (152, "captions had 152 tokens: ComfyUI and A1111 draw with 154, "),
+        (227, "ComfyUI and A1111 draw with 231, whole chunks, and diffusers' pipelines cut"),
+    ):
+        checkpoint = checkpoint_of(pipeline, tmp_path / str(tokens), "eps", tokens=tokens)
+        capsys.readouterr()
+        assert main(["export", str(checkpoint), str(tmp_path / f"hub {tokens}"), "--samples", "0"]) == 0
+        out = capsys.readouterr().out
+        assert (note in out) if note else "captions had" not in out
+
+
 @pytest.mark.parametrize(("pipeline", "dtype"), [("sd", "fp16"), ("sdxl", "fp32")], indirect=["pipeline"])
 def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: Path, dtype: str) -> None:
     checkpoint = checkpoint_of(pipeline, tmp_path, "eps")

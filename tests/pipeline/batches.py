@@ -88,6 +88,8 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
         mask = torch.rand(batch, 1, *data.size, generator=generator) < 0.7
         mask[1] = False  # nothing counts in an image of each step
         whole = whole._replace(mask=mask.to(torch.uint8))
+    if any(source.loss_weight != 1 for source in data.sources):
+        whole = whole._replace(weight=torch.rand(batch, generator=generator))
     if (text := spec.unet.text) is not None:
         tokens = torch.randn(batch, text.tokens, text.context_channels, generator=generator)
         scale = tokens.abs().amax(2) / 127

@@ -408,7 +408,8 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "flow": {"diffusion": {"schedule": "flow", "objective": "velocity", "times": "uniform", "shift": 3.0}},
     "weighted": {
         "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
-        | {"multires_noise": 0.9, "timestep_range": [500, 1000]}
+        | {"multires_noise": 0.9, "timestep_range": [500, 1000]},
+        "data": {"source": "folder", "path": None, "sources": [{"path": "a"}, {"path": "b", "loss_weight": 0.25}]},
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
     "uneven": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (12, 4)}},
@@ -425,7 +426,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
     sections = SECTIONS.get(process, {})
     if process in ("text", "caption", "buckets"):
-        return tiny_text_spec(levels=2 if process == "text" else 1, **sections)
+        tokens = 227 if process == "caption" else 5
+        return tiny_text_spec(levels=2 if process == "text" else 1, tokens=tokens, **sections)
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
     few: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}

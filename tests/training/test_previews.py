@@ -162,7 +162,7 @@ def test_a_picture_of_a_run_with_text_is_that_of_its_prompts_or_captions(
 def test_a_run_that_encodes_its_captions_is_that_on_stored_ones(tmp_path: Path) -> None:
     """Bit for bit: losses, held-out losses and pictures, of captions that are dropped to the empty text too."""
     found = []
-    for stored in ("float16", "ids"):
+    for stored in ("float16", "ids", "text"):
         (folder := tmp_path / stored).mkdir()
         spec = text_spec(folder, {"count": 4}, stored=stored, drop_to="empty", drop=0.4)
         if stored == "float16":
@@ -173,4 +173,4 @@ def test_a_run_that_encodes_its_captions_is_that_on_stored_ones(tmp_path: Path) 
         losses = [(key, point[key]) for point in values for key in ("train/loss", "eval/loss") if key in point]
         assert measured_losses(run_dir) == pytest.approx(recorded_losses(run_dir), rel=1e-5)
         found.append((losses, (run_dir / "samples" / "images-000000032.png").read_bytes()))
-    assert found[0] == found[1] and len(found[0][0]) >= 2
+    assert found[0] == found[1] == found[2] and len(found[0][0]) >= 2

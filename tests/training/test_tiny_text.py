@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
-from make_text import COLOURS, SHAPES, captions, draw, main
+from make_text import COLOURS, SHAPES, captions, draw, main, write_encoders
 from torch import Tensor, nn
 
 from ddpm_ds.cli.main import main as ddpm_ds
@@ -54,16 +54,30 @@ def classifier() -> nn.Module:
     return net.eval().requires_grad_(False)
 
 
+SHUFFLED = {
+    "data.text.stored": "text",
+    "data.text.tags.separator": '" "',
+    "data.text.tags.shuffle": "true",
+    "data.text.tokens": "152",
+    "unet.text.tokens": "152",
+}
+"""Captions such as "circle a red", in two chunks of 75 tokens, which are encoded while training."""
+
+
 @pytest.mark.long
 @pytest.mark.launch
-def test_pictures_show_the_colour_and_the_shape_that_was_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, SHUFFLED], ids=["stored", "shuffled-152-tokens"])
+def test_pictures_show_the_colour_and_the_shape_that_was_asked_for(tmp_path: Path, changes: dict[str, str]) -> None:
     assert len(set(captions())) == len(COLOURS) * len(SHAPES) == 24
     judge = classifier()
     images, numbers = real(2400, seed=2)
     assert (judge(images).argmax(dim=1) == numbers).float().mean() >= 0.99, "it is right on real pictures"
     main(["--out", str(tmp_path / "shapes"), "--count", "6000"])
     data = {"path": "shapes/pictures", "text.encoders": "shapes/encoders", "store_root": "data"}
-    spec = load_spec(SPEC, [f"data.{key}={tmp_path / name}" for key, name in data.items()])
+    if changes:
+        write_encoders(tmp_path / "shapes/encoders", {word for text in captions() for word in text.split()}, tokens=77)
+    places = [f"data.{key}={tmp_path / name}" for key, name in data.items()]
+    spec = load_spec(SPEC, [*places, *(f"{key}={value}" for key, value in changes.items())])
     prepare(spec.data, How(encode_on=torch.device("cpu")))
     run_dir, file, out = train(tmp_path, spec, 2, stages=1), tmp_path / "prompts.txt", tmp_path / "drawn.npz"
     file.write_text("".join(prompt + "\n" for prompt in PROMPTS))

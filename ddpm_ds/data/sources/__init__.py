@@ -9,7 +9,7 @@ so they import the libraries of extras in functions.
 from pathlib import Path
 
 from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_numpy
-from ddpm_ds.data.sources.base import Opener, Source
+from ddpm_ds.data.sources.base import Opener, Source, captions_of
 from ddpm_ds.data.sources.files import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
@@ -35,9 +35,12 @@ FIELD_OPENERS: dict[str, VariablesOpener] = {
 def open_source(spec: DataSpec, progress: bool = False) -> Source:
     """Open the source of ``spec``; ``progress`` shows bars. Raises DataError, and OSError of ``store_root``."""
     try:
-        return OPENERS[spec.source](spec, progress)
+        source = OPENERS[spec.source](spec, progress)
+        if spec.text is not None and spec.text.missing == "empty" and (captions := captions_of(source)) is not None:
+            captions.fill()
+        return source
     except OSError as error:
-        if spec.path is None or not Path(error.filename or "").is_relative_to(spec.path):
+        if not any(Path(error.filename or "").is_relative_to(each.path) for each in spec.folders):
             raise
         raise DataError(
             f"data.path: {error.filename} can't be read ({error.strerror}); mend it or choose another with "

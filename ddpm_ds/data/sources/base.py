@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, Self, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,19 @@ class Captions:
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
         self.table[np.arange(self.table.shape[1]) < counts[:, None]] = np.frombuffer(numbers, np.int32)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the captions of the images of all ``parts``."""
+        rows = ((part.texts, row[row >= 0].tolist()) for part in parts for row in part.table)
+        found = cls([texts[number] for number in row] if row else None for texts, row in rows)
+        found.advice = next((part.advice for part in parts if part.advice), "")
+        return found
+
+    def fill(self) -> None:
+        """Give the empty text to images without captions."""
+        self.table[np.asarray(self.missing, np.int64), 0] = 0
+        self.missing = ()
+
 
 def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without any; raises ValueError for anything else."""
@@ -112,6 +125,11 @@ class Source(Protocol):
 def captions_of(source: Source) -> Captions | None:
     """Return a source's ``captions``, None if it has none or ``data.text`` asks for none."""
     return getattr(source, "captions", None)
+
+
+def parts_of(source: Source) -> npt.NDArray[np.int32] | None:
+    """Return the number of each image's source in the spec, and the repeats in its folder's name or 0, (N, 2) int32."""
+    return getattr(source, "parts", None)
 
 
 Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpm_ds.data.sources import base
 from ddpm_ds.data.spec import DataSpec
@@ -26,7 +28,7 @@ TEXTS = (".txt", ".caption", ".json")
 MOST_NAMED = 4  # maximum keys that an error names
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
-REPEATED = re.compile(r"\d{1,3}_.+")  # folders whose number asks sd-scripts for repeats
+REPEATED = re.compile(r"([1-9]\d{0,2})_(.+)")  # sd-scripts' folders of repeats and a caption
 
 _Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or the other keys of its line
 
@@ -44,6 +46,8 @@ class FolderSource:
     root: Path
     files: Sequence[str] = field(repr=False)
     captions: base.Captions | None = field(default=None, repr=False)
+    parts: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    """Number of each image's source, and of repeats in its folder's name or 0, (N, 2); None if all images are alike."""
 
     def name(self, i: int, /) -> str:
         return base.printable(self.files[i])
@@ -53,42 +57,100 @@ class FolderSource:
 
 
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
-    """List the image files under the folder ``data.path``."""
-    root, texts = base.read_path(spec, "a folder of images", folder=True), dict[str, str]()
+    """List the image files under the folder ``data.path``, or under each of ``data.sources``."""
+    if not spec.sources:
+        return _open_one(spec, 0, progress)
+    places = [os.path.join(os.path.realpath(source.path), "") for source in spec.sources]
+    for (one, inner), (other, outer) in itertools.permutations(enumerate(places), 2):
+        if inner.startswith(outer):
+            raise DataError(
+                f"data.sources.{one}.path = {spec.sources[one].path} and data.sources.{other}.path = "
+                f"{spec.sources[other].path} overlap, so images would be in both; name folders beside each other"
+            )
+    opened = list[FolderSource]()
+    for number in range(len(spec.sources)):
+        try:
+            opened.append(_open_one(spec, number, progress))
+        except DataError as error:
+            line = str(error).replace(" with --set data.path=FOLDER", "")
+            raise DataError(line.replace("data.path", f"data.sources.{number}.path")) from error
+    root = os.path.commonpath(places)
+    files = [
+        os.path.join(os.path.relpath(place, root), name)
+        for place, each in zip(places, opened, strict=True)
+        for name in each.files
+    ]
+    names = (
+        each.classes[label] if label < len(each.classes) and each.classes != (".",) else None
+        for each in opened
+        for label in each.labels.tolist()
+    )
+    folders, labels = base.numbered(names)
+    classes, labels = base.labelled(labels, folders)
+    labels[labels < 0] = len(classes)
+    captions = None
+    if spec.text is not None:
+        captions = base.Captions.joined([each.captions for each in opened if each.captions is not None])
+    parts = np.concatenate([each.parts for each in opened if each.parts is not None])
+    return FolderSource(classes, labels, Path(root), files, captions, parts)
+
+
+def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
+    """List the image files under the folder of a source."""
+    folder, texts = spec.folders[number], dict[str, str]()
+    place = f"data.sources.{number}.path" if spec.sources else "data.path"
+    root = base.read_path(spec.model_copy(update={"path": folder.path}), "a folder of images", folder=True)
     every = [*_image_files(str(root), texts)]
     files = [name for name in every if MASK.search(name) is None]
     if progress and (masks := len(every) - len(files)):
         first = base.printable(next(filter(MASK.search, every)))
-        print_once(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        print_once(f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
             "of images with --set data.path=FOLDER"
         )
-    listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
+    key = None if spec.text is None else folder.captions or spec.text.captions
+    listed = {} if key is None else _listed_captions(root, texts, key)
     files += sorted(listed.keys() - files)  # reading a missing file fails, which is reported
     labels = _listed_labels(root, files)
+    above = [name.partition("/")[0] if "/" in name else None for name in files]
     folders: Sequence[str] | None = None
     if labels is None:
-        above = (name.partition("/") for name in files)
-        folders, labels = base.numbered(base.printable(folder) if inside else None for folder, inside, _ in above)
+        folders, labels = base.numbered(None if name is None else base.printable(name) for name in above)
     classes, labels = base.labelled(labels, folders)
     labels[labels < 0] = len(classes)
-    captions = None
-    if spec.text is not None:
-        captions = _captions(root, files, texts, listed, spec.text.captions, progress)
-        if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classes))]):
-            print_once(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
-    return FolderSource(classes, labels, root, files, captions)
+    captions, parts = None, np.zeros((len(files), 2), np.int32)
+    parts[:, 0] = number
+    if key is not None:
+        named = {name: REPEATED.fullmatch(name or root.name) or REPEATED.fullmatch(root.name) for name in {*above}}
+        usual = {name: None if found is None else found[2] for name, found in named.items()}
+        usual |= {} if folder.caption is None else dict.fromkeys(usual, folder.caption)
+        captions = _captions(root, files, texts, listed, key, progress, [usual[name] for name in above])
+        if folder.repeats is None:
+            repeats = {name: 0 if found is None else int(found[1]) for name, found in named.items()}
+            parts[:, 1] = [repeats[name] for name in above]
+        if progress and (found := next(filter(None, named.values()), None)) is not None:
+            print_once(
+                f"{place}: {base.printable(found[0])} is read as {found[1]} repeats, and as the caption "
+                f"{base.printable(found[2])} of images without one, unless the spec has others"
+            )
+    return FolderSource(classes, labels, root, files, captions, parts if spec.sources or parts.any() else None)
 
 
 def _captions(
-    root: Path, files: Sequence[str], texts: Mapping[str, str], listed: _Listed, key: str, progress: bool
+    root: Path,
+    files: Sequence[str],
+    texts: Mapping[str, str],
+    listed: _Listed,
+    key: str,
+    progress: bool,
+    usual: Sequence[str | None],
 ) -> base.Captions:
-    """Return the captions of each image: ``listed`` ones, or else from a file of its name among ``texts``."""
+    """Return the captions of each image: ``listed`` ones, or from a file of its name among ``texts``, or ``usual``."""
     others = dict[str, str]()
 
-    def of(name: str) -> list[str] | None:
+    def of(name: str, usual: str | None) -> list[str] | None:
         stem = os.path.splitext(name)[0]
         beside = [texts[at] for end in TEXTS for at in (stem + end, name + end) if at in texts]
         found, unread = listed.get(name, {}), dict[str, str]()
@@ -103,13 +165,13 @@ def _captions(
                 raise ValueError(f"{base.printable(place)} can't be read ({base.one_line(error)})") from error
         if not isinstance(found, list):
             others.update(unread | found)
-            return None
+            return None if usual is None else [usual]
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
             print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
         return found
 
     try:
-        captions = base.Captions(map(of, files))
+        captions = base.Captions(map(of, files, usual))
     except ValueError as error:
         raise DataError(f"data.path = {root}: {error}; write it again") from error
     if captions.missing and others:

@@ -142,6 +142,8 @@ def _spec_with_model(
             raise SpecError(f"{base}: {key} = {value}, but {model} has {wanted}{labels}; --set {key}={wanted}")
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
+    if before.data.text is not None and before.data.text.tokens:  # no weight depends on it
+        values["unet"]["text"]["tokens"] = before.data.text.tokens
     typed = {key.strip(): text for key, _, text in (item.partition("=") for item in overrides)}
     if folder.has_schedule:
         asked_process = {key: value for key, value in values["diffusion"].items() if f"diffusion.{key}" in typed}

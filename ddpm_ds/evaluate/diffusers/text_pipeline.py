@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_ds.data.hub import is_hub_name
+from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.text import FilesOfEncoder, TextEncoders, parts_of
 from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
 from ddpm_ds.evaluate.diffusers.unet import ZERO_SNR, SingleFile, V, original_names, to_diffusers
@@ -29,6 +30,8 @@ from ddpm_ds.unet.layers import unet_layers
 FilePrecision = Literal["fp32", "fp16"]
 ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
 NOTHING = [None, None]
+AT_ONCE = 77
+"""Tokens that CLIP's encoders read at once."""
 
 
 def encoders_of(trained: Trained) -> list[FilesOfEncoder]:
@@ -168,6 +171,17 @@ def write_single_file(trained: Trained, path: Path, precision: FilePrecision) ->
     _check_kind(trained, path)
     held = f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
     return "; ".join(filter(None, (held, of_flow(trained))))
+
+
+def tokens_note(text: TextSpec | None) -> str | None:
+    """Return a line on other programs' prompts if captions had more tokens than encoders read at once."""
+    if text is None or text.tokens in (None, AT_ONCE):
+        return None
+    joined = AT_ONCE * (text.tokens // (AT_ONCE - 2))
+    return (
+        f"captions had {text.tokens} tokens: ComfyUI and A1111 draw with {joined}, whole chunks, and diffusers' "
+        f"pipelines cut a prompt to {AT_ONCE}"
+    )
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
