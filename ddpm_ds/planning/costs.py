@@ -61,6 +61,9 @@ It fits measured and published times of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
+GLOO_BANDWIDTH = 1e9
+"""Bytes per second that a CPU's core sends or receives through gloo, and computes nothing meanwhile. It fits measured
+steps of replicas (docs/planner.md)."""
 BLOCK_BANDWIDTH = 2e10
 """Bytes per second that a thread block of NCCL copies to another device; by its own tables 20 GB/s on an A100, 37 on an
 H100."""
@@ -171,20 +174,30 @@ def _replica_seconds(
     def rings(pieces: Iterable[_Piece], width: int) -> list[float]:
         return [ring_seconds(machine, layout, rank, one.elements * width, sends.passes, one.chunks) for one in pieces]
 
+    def handled(pieces: Iterable[_Piece], width: int) -> list[float]:
+        """Seconds of the rank's own core, which sends and receives."""
+        rate = GLOO_BANDWIDTH if machine.is_cpu else math.inf
+        return [2 * (1 - 1 / layout.data_ranks) * one.elements * width / rate for one in pieces]
+
     stalls, pieces = [0.0] * len(phases), [*itertools.chain.from_iterable(reversed(phases))]
     if not sends.weight_bytes:  # one after the other, at the end of the step
         return stalls, sum(rings(pieces, sends.gradient_bytes)), 0.0
     # Read backwards, weights that come before their layers run are gradients that leave after them.
-    _, gathering = waits([one.forward for one in pieces], rings(pieces, sends.weight_bytes))
+    own = handled(pieces, sends.weight_bytes)
+    forward = [one.forward + seconds for one, seconds in zip(pieces, own, strict=True)]
+    gathering = sum(own) + waits(forward, rings(pieces, sends.weight_bytes))[1]
     if layout.zero_stage < 2:
-        _, last = waits([one.backward for one in pieces], rings(pieces, sends.gradient_bytes))
-        return stalls, last, gathering
+        own = handled(pieces, sends.gradient_bytes)
+        backward = [one.backward + seconds for one, seconds in zip(pieces, own, strict=True)]
+        return stalls, sum(own) + waits(backward, rings(pieces, sends.gradient_bytes))[1], gathering
     each = list[tuple[float, float]]()
-    for own in phases:
-        seconds = [one.weights if layout.schedule == "planned" else one.backward for one in own]
-        stall, left = waits(seconds, rings(own, sends.gradient_bytes), buffers=2)
-        beside = min(left, sum(one.forward for one in own))  # the next micro-batch's, or none at the end
-        each.append((stall + left - beside, beside))
+    for phase in phases:
+        own = handled(phase, sends.gradient_bytes)
+        passes = [one.weights if layout.schedule == "planned" else one.backward for one in phase]
+        seconds = [one + more for one, more in zip(passes, own, strict=True)]
+        stall, left = waits(seconds, rings(phase, sends.gradient_bytes), buffers=2)
+        beside = min(left, sum(one.forward for one in phase))  # the next micro-batch's, or none at the end
+        each.append((sum(own) + stall + left - beside, beside))
     return [stall for stall, _ in each], each[0][1], gathering
 
 
