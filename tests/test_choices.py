@@ -12,7 +12,7 @@ import pytest
 from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import Recipes
 from ddpm_ds.data.sources import FIELD_OPENERS
-from ddpm_ds.data.spec import DataSpec, TextSpec
+from ddpm_ds.data.spec import DataSpec, SourceSpec, TextSpec
 from ddpm_ds.diffusion.choices import NOISE, ContinuousSchedule
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from ddpm_ds.ground.errors import SpecError
@@ -112,6 +112,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training |= {"autoencoder", "latent_scale", "latent_shift"}
     of_training |= {"residual_of", "buckets", "held_out_path", "condition"}
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
+    others |= {"sources": (SourceSpec(path=tmp_path / "a"), SourceSpec(path=tmp_path / "b"))}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
     named = [Recipes(spec.model_copy(update={key: value})).of().path for key, value in others.items()]

@@ -84,7 +84,7 @@ class Recording(TorchDispatchMode):
     swapping: ClassVar[str] = ""
     """Name of the group whose ranks share images: its messages are part of a graph."""
 
-    def __init__(self, ends: Callable[[], None]) -> None:
+    def __init__(self, ends: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.replays, self.compiled, self._ends = 0, 0, ends
         self.read: dict[int, StorageWeakRef] = {}
