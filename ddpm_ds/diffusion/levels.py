@@ -88,7 +88,8 @@ class Timesteps:
         algorithm 1.
         """
         low, high = self._range
-        return low + draws.integers(Stream.TIMESTEP, high - low)
+        found = draws.integers(Stream.TIMESTEP, high - low)
+        return low + found if low else found  # a launch less
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise levels at t, (N,) float32 each."""
