@@ -413,8 +413,7 @@ def _space_line(plan: RunDraft) -> str | None:
     levels = "level 0" if last == 0 else f"levels 0-{last}"
     whole = any(not layer.rows.arriving for layer in layers)
     rest = ", lower levels computed whole on each" if whole else ""
-    interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
-    waits = sum(one.number for one in swaps_of(layers, interval))
+    waits = sum(one.number for one in swaps_of(layers, layout.interval_so_far))
     groups = counted(layout.world_size // layout.space.size, "group")
     cost = f"a rank sends {_megabytes(max(plan.exchange.swaps))} a step, and a micro-batch waits {waits} times"
     return f"space        {groups} of {layout.space.size} ranks share images, {rows} rows on {levels}{rest}; {cost}"

@@ -186,7 +186,7 @@ def run_exchange(
     images = layout.batch_images // layout.replicas if images is None else images
     width, ring = images * ELEMENT_BYTES[ds.precision], (layout.data_ranks - 1) / layout.data_ranks
     group, summed_bytes = layout.tensor.size, arithmetic_bytes or ELEMENT_BYTES[ds.precision]
-    interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
+    interval = layout.interval_so_far
     gradient_bytes = shared.gradient_bytes / (layout.data_ranks if shared.weight_bytes else 1)  # of the own partition
 
     def summed(own: Sequence[Layer]) -> float:

@@ -133,6 +133,11 @@ class Layout:
         return self.checkpoint_interval
 
     @property
+    def interval_so_far(self) -> int:
+        """``checkpoint_interval``, or 0 while it has not been decided."""
+        return 0 if self.checkpoint_interval == "auto" else self.checkpoint_interval
+
+    @property
     def keys(self) -> dict[str, object]:
         """Dotted keys of the JSON that ask for this layout, except ZeRO's."""
         return {

@@ -337,7 +337,7 @@ class KeyedDropout(nn.Module):
 
     @property
     def drawn_first(self) -> int:
-        """Number of elements of an image before those that are drawn."""
+        """Number of an image's elements before the first drawn row."""
         return self.rows[0] * self.shape[0] * self.shape[2]
 
     def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:

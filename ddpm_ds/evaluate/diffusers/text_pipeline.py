@@ -98,9 +98,7 @@ def copied(tensors: Mapping[str, Tensor], precision: FilePrecision) -> dict[str,
 
 
 def of_flow(trained: Trained) -> str | None:
-    """Return how other programs are told that a single file is of flow matching, which nothing in it can say; None for
-    another process.
-    """
+    """Return a note on flow matching, which a single file can't name: the setting of other programs; else None."""
     if trained.diffusion.schedule != "flow":
         return None
     shift = trained.sampler.shift or trained.process.shift
