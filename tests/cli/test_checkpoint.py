@@ -1,7 +1,5 @@
 """``ddpm-ds checkpoint``: its output, its one-line errors, and no import of torch where none is needed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

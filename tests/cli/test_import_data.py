@@ -1,7 +1,5 @@
 """Data sets of sd-scripts, OneTrainer and SimpleTuner become a run spec that needs no editing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

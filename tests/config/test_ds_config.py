@@ -1,7 +1,5 @@
 """The DeepSpeed JSON: every key known, refused or filled, and the batch shared out exactly."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

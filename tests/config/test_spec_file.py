@@ -1,7 +1,5 @@
 """Run specs on disk: YAML, --set, one-line errors, and the committed schema and reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How tests read a source and its errors."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Captions are read beside their images, encoded once as diffusers' pipelines encode them, and chosen by key."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

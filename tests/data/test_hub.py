@@ -1,7 +1,5 @@
 """Downloads from the Hugging Face hub: only the files that a model needs, once; each fault is one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

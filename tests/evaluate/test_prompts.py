@@ -1,7 +1,5 @@
 """Images for prompts: which text the U-Net reads, and what guidance leads away from."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values travel between ranks as JSON that is checked, never as a pickle, and never in a communicator of all ranks."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

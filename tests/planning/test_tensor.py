@@ -1,7 +1,5 @@
 """Tensor groups in the planner: what their sums take, what a rank holds, and where they are proposed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Comparison and observation of rows: losses, times in turn, operators, bytes."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

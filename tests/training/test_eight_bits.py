@@ -1,7 +1,5 @@
 """Checkpoints of moments in 8 bits: codes and scales by name, on the same layout and another, and from or to fp32."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

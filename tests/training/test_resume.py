@@ -1,7 +1,5 @@
 """Rung d: a run that was stopped and resumed is the run, bit for bit; on another layout, within rounding."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -3,8 +3,6 @@
 As a script, with a file of courses and a folder, this trains the ranks, or loads what others have saved.
 """
 
-from __future__ import annotations
-
 import sys
 import unittest.mock
 from dataclasses import asdict, dataclass, replace
