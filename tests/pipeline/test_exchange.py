@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,6 @@ VALUES: dict[str, tuple[Any, Any]] = {
 
 
 COLLECTIVES = {name for name in dir(dist) if name.endswith(("_object", "_object_list", "_objects"))}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

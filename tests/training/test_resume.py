@@ -34,9 +34,6 @@ TOLERANCES = {
 """About ten times what was seen. What differs between layouts is the order of sums: in fp32 one part in 2**24, in fp16
 one in 2**11 of each gradient. Between precisions every activation and gradient differs in its rounding to fp16."""
 
-HALF = 2.0**-11
-"""Largest relative error of rounding to fp16."""
-
 MARKS = {"few": (), "many": (pytest.mark.long,)}
 in_every_layout = pytest.mark.parametrize(
     ("grid", "layout", "precision"),
