@@ -35,7 +35,7 @@ def main() -> int:
             given = stream.submit(dist.barrier)
             given.result()
         elif rank == 2:
-            wait(dist.barrier(async_op=True))
+            receive(dist.barrier(async_op=True))
         else:
             dist.barrier()
         while step == 1 and rank == 1:
@@ -45,7 +45,7 @@ def main() -> int:
     return 0
 
 
-def wait(message: Any) -> None:
+def receive(message: Any) -> None:
     message.wait()
 
 
