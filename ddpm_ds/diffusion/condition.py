@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.data.text import Encoded, widened
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.types import Normalise
 from ddpm_ds.unet.spec import CrossAttentionSpec
@@ -329,11 +329,9 @@ class Text:
         self.dropped = no_text(spec, empty)
         """Encoded text in the place of a dropped caption, N = 1."""
 
-    def context(self, tokens: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
-        """Return the context (N, tokens, channels) of stored ``tokens``, float16 or int8 with a ``scale`` (N, tokens),
-        of the images ``index`` (N,).
-        """
-        return self._kept(widened(tokens, scale), self.dropped.tokens, index)
+    def context(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """Return the context (N, tokens, channels) of stored ``tokens``, of the images ``index`` (N,)."""
+        return self._kept(tokens, self.dropped.tokens, index)
 
     def pooled(self, stored: Tensor, index: Tensor) -> Tensor:
         """Return the pooled text (N, channels) of the same images, dropped where their context is."""
