@@ -261,10 +261,10 @@ def from_one_trainer(content: Iterable[object], found: Found) -> None:
         if kind == "VALIDATION":
             found.share(place, {"held_out_path": str(folder)})
             continue
-        repeats = get("balancing", get("repeats", 1.0))
-        if get("balancing_strategy") == "SAMPLES":
-            repeats = round(repeats / max(1, len(names)), 6)
-        found.sources.append({"path": str(folder), "repeats": repeats, "loss_weight": get("loss_weight", 1.0)})
+        among = max(1, len(names)) if get("balancing_strategy") == "SAMPLES" else 1
+        repeats: float = get("balancing", get("repeats", 1.0))
+        weight = get("loss_weight", 1.0)
+        found.sources.append({"path": str(folder), "repeats": round(repeats / among, 6), "loss_weight": weight})
         drop, mode = text("tag_dropout_probability", 0.0), text("tag_dropout_mode", "FULL")
         if text("tag_dropout_enable") and mode != "RANDOM":
             found.notes.append(
