@@ -146,10 +146,12 @@ class Trained:
     def sampler_checks(self) -> dict[str, Any]:
         """Facts about the U-Net for :func:`ddpm_ds.diffusion.spec.check_sampler`."""
         condition = None if self.known_data is None else self.known_data.condition
+        text, dropped = self.unet_spec.text is not None, condition is not None and condition.drop > 0.0
         return {
             "classes": self.unet_spec.classes,
             "latents": self.autoencoder is not None,
-            "drops": self.unet_spec.text is not None or (condition is not None and condition.drop > 0.0),
+            "drops": text or dropped,
+            "drops_both": text and dropped,
             "unbounded": self.are_fields and self.data.is_unbounded,
         }
 
