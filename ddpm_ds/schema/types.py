@@ -120,11 +120,14 @@ def read_by_source(key: str) -> Callable[[], str]:
 
 
 OF_ARRAYS = those("data.source", SOURCES, lambda source: source.arrays)
+OF_FILES = those("data.source", SOURCES, lambda source: source.arrays or source.path == "FOLDER")
+"""Sources that read a mask and a stored condition of each image."""
 OF_FIELDS = "data.values=float16|float32"
 OF_NOISE = those("diffusion.objective", OBJECTIVES, lambda objective: objective.diffuses)
 OF_TIMESTEPS = those("schedule", SCHEDULES, lambda schedule: not schedule.continuous)
 ONE_SIZE = "data.buckets=null"
 PIXELS = "data.autoencoder=null"
+LATENTS = "data.autoencoder"
 
 
 def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
