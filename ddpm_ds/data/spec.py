@@ -59,7 +59,7 @@ class ConditionSpec(Section):
     has a random level up to this one, which the U-Net also reads. Samples have level 0."""
     cut: Annotated[tuple[types.Small, types.Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
-    variants: Annotated[int, Field(ge=1, le=64), only_with("kind=cut_out", types.LATENTS)] = 4
+    variants: Annotated[int, Field(ge=1, le=types.MOST_VARIANTS), only_with("kind=cut_out", types.LATENTS)] = 4
     """Number of cut images whose latents are stored for each image; each time one of them is drawn."""
     unmasked: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=cut_out", types.LATENTS)] = 0.1
     """Share of these from which everything is cut out."""
@@ -300,8 +300,12 @@ class DataSpec(Section):
 
     @property
     def folders(self) -> tuple[SourceSpec, ...]:
-        """Sources of a kind that reads folders of images; the only one has the defaults."""
-        return self.sources or (() if self.path is None else (SourceSpec(path=self.path),))
+        """Sources of a kind that reads folders of images, with their masks and conditions; one of `path` alone."""
+        usual = {"mask": self.mask, "condition": None if self.condition is None else self.condition.path}
+        given = self.sources or (() if self.path is None else (SourceSpec(path=self.path),))
+        return tuple(
+            each.model_copy(update={key: getattr(each, key) or value for key, value in usual.items()}) for each in given
+        )
 
     @property
     def origin(self) -> str:
@@ -448,15 +452,17 @@ def check_condition(data: DataSpec) -> None:
     if condition is None:
         return
     factor, size = condition.factor, types.written(data.size)
-    folders = [each.condition or condition.path for each in data.folders]
+    folders = [each.condition for each in data.folders]
     of_each_image = condition.kind == "stored" or condition.vector or (condition.kind == "cut_out" and any(folders))
     refuse(
         {
             "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null": not (
                 condition.kind or condition.constants or condition.grid_channels or condition.vector
             ),
-            "data.condition.kind = stored needs a condition of each image; name the folder of their pictures in "
-            "data.condition.path": condition.kind == "stored" and not data.reads_arrays and not all(folders),
+            f"data.condition.kind = {condition.kind} needs a condition of each image; name the folder of their "
+            "pictures in data.condition.path": (
+                not data.reads_arrays and not all(folders) and (condition.kind == "stored" or any(folders))
+            ),
             "data.condition.path has masks for kind: cut_out, and pixels are cut at random in training; remove it, or "
             "give data.autoencoder": (
                 condition.kind == "cut_out"

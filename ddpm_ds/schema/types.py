@@ -48,6 +48,8 @@ Variable = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of an array in a file."""
 Normalise = Literal["statistics", "range"] | None
 HeldOut = Literal["random", "last", "ranges"]
+MOST_VARIANTS = 64
+"""Maximum latents that are stored of an image's condition."""
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
