@@ -71,7 +71,7 @@ class Setup:
                 raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
         if texts is not None and not texts:
             raise SpecError("prompts = [] has none; use None for the prompts of the run's own pictures")
-        if negative is not None and (self.guide is not None or not self.sampler.guides):
+        if negative is not None and (self.guide is not None or self.sampler.predictions == 1):
             why = f"--guidance is {self.sampler.guidance:g}" if self.guide is None else "another U-Net guides"
             raise SpecError(f'--negative "{negative}" has no effect, since {why}; leave one of them out')
         known = None

@@ -296,6 +296,7 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
     diffusion, levels = folder.process()
     data, facts = (None, None) if fields is None else (fields.data, fields.facts)
     if decoder is not None:
+        data = data and data.model_copy(update={"autoencoder": decoder.folder})
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
     unclipped = decoder is not None or (data is not None and data.is_unbounded)
     return Trained(
