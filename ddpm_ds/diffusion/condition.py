@@ -393,10 +393,15 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._encoded.tokens)
 
-    def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return the inputs of images ``index`` (N,) with their prompts, and with what guidance leads away from."""
+    def beside(
+        self, condition: Condition | None, index: Tensor, dropped: Condition | None = None
+    ) -> tuple[Condition, ...]:
+        """Return the inputs of images with the prompts ``index`` (N,), and with what guidance leads away from; then the
+        latter with a ``dropped`` condition, if there is one.
+        """
         mine = index % len(self)
-        return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
+        others = [self._beside(each, self._against, mine * 0) for each in (condition, dropped)]
+        return (self._beside(condition, self._encoded, mine), *others[: 1 if dropped is None else 2])
 
     def _beside(self, condition: Condition | None, text: Encoded, rows: Tensor) -> Condition:
         condition = condition or Condition(torch.empty(0, 0), ())
