@@ -95,7 +95,8 @@ class Denoising:
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
-        moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
+        flips = spec.data.horizontal_flips and spec.data.autoencoder is None  # latents are read mirrored
+        moves = self._diffusion.moves(draws, stored, size, flips)
         x0, mask = self._moved(batch, moves)
         (t, eps), labels, classes = self._diffusion.draw(draws, x0.shape), None, spec.unet.classes
         if batch.pairs is not None:
@@ -175,9 +176,9 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
         "text": text or (pooled and encodes),
         "pooled": pooled and not encodes,
         "sizes": pooled,
-        "condition": first and condition.kind == "stored",
+        "condition": first and data.condition_is_stored,
         "vector": first and condition.vector_size > 0,
-        "mask": last and data.mask is not None,
+        "mask": last and data.is_masked,
     }
     return frozenset(name for name, reads in used.items() if reads)
 
