@@ -1,14 +1,12 @@
 """Trained weights, loaded from a checkpoint of any layout, or from a folder of diffusers without that package."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +89,7 @@ class Trained:
     """(C, H, W), channels of the condition that are the same for all images."""
     other_size: tuple[int, int] | None = None
     """Height and width in pixels that :meth:`resized` asked for; None for the size that the U-Net learned."""
-    ranks: SpaceRanks | None = None
+    ranks: "SpaceRanks | None" = None
     """Processes that share the rows of each image once the U-Net is :meth:`shared`."""
 
     @property
@@ -183,7 +181,7 @@ class Trained:
         return Scale.of(self.data.normalise, self._statistics("images"), self.device)
 
     @functools.cached_property
-    def regression(self) -> Trained | None:
+    def regression(self) -> "Trained | None":
         """Regression, on the same device, whose residuals the U-Net draws; None if it draws whole images."""
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
@@ -218,7 +216,7 @@ class Trained:
         _, height, width = self.image_shape
         return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
 
-    def resized(self, size: tuple[int, int]) -> Trained:
+    def resized(self, size: tuple[int, int]) -> Self:
         """Return the same U-Net for images of another ``size``, height and width in pixels.
 
         Raises SpecError: a level can't halve it, or the U-Net has a condition, which is made for one size.
@@ -234,7 +232,7 @@ class Trained:
         inner = replace(self.interface, size=(size[0] // factor, size[1] // factor))
         return replace(self, unet_spec=self.unet_spec.model_copy(update=levels), interface=inner, other_size=size)
 
-    def shared(self) -> Trained:
+    def shared(self) -> "Trained":
         """Return the same U-Net, which :attr:`ranks` compute together; raises SpecError if its rows are too few."""
         return self if self.ranks is None else self.ranks.share(self)
 
