@@ -166,7 +166,8 @@ def _machine(path: Path) -> Machine:
     record = read_json(path)
     startup = {kind: LayerSeconds(**seconds) for kind, seconds in record["startup"].items()}
     times = record["layer_times"] and tuple(LayerSeconds(**seconds) for seconds in record["layer_times"])
-    return Machine(**record | {"startup": startup, "layer_times": times})
+    swap = record["swap"] and tuple(record["swap"])
+    return Machine(**record | {"startup": startup, "layer_times": times, "swap": swap})
 
 
 def facts_of(run_dir: Path) -> FinishedRun:

@@ -26,9 +26,8 @@ from ddpm_ds.config.ds_config import (
     leaves_layout_open,
     read_ds_config,
     resolve,
-    with_split,
 )
-from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.config.ds_model import DsConfig, changed
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
@@ -140,7 +139,7 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
 
 
 def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
-    """Return the planner's choices, on a ``--device``, of stages and tensor groups that are open; None if none is."""
+    """Return the planner's choices, on a ``--device``, of stages and groups that are open; None if none is."""
     if not leaves_layout_open(files.config, ranks, stages):
         return None
     from ddpm_ds.ground.device import choose_device
@@ -155,7 +154,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     """Lay a run out with a number of stages or as ``chosen``; SpecError, DsConfigError or LayoutError, in one line."""
     spec, config = files.spec, files.config
     if chosen is not None:
-        stages, config = chosen.stages, config if chosen.tensor is None else with_split(config, chosen.tensor)
+        stages, config = chosen.stages, changed(config, chosen.keys)
     ds = resolve(config, spec, world_size=ranks, stages=stages, path=files.ds_path)
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, files.ds_path)
@@ -395,11 +394,11 @@ def plan(
         LayoutError: no layout divides devices, layers and batch, or fits; or the devices are unknown.
     """
     config = check_ds_config(read_ds_config(ds_config, overrides), ds_config, spec)
-    if device_kind is None:
+    if here := device_kind is None:
         from ddpm_ds.ground.device import described
 
-        name, here = described(processes // nodes or 1)
-        device_kind, device_memory = kind_of(name), device_memory or here
+        name, memory = described(processes // nodes or 1)
+        device_kind, device_memory = kind_of(name), device_memory or memory
     if device_kind is None:
         raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
     devices = machine(device_kind, half=config.precision != "fp32", devices=processes, nodes=nodes)
@@ -409,7 +408,7 @@ def plan(
     before = set(os.environ)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed would look for devices during its import
     try:
-        from ddpm_ds.planning.decisions import candidates, layouts, search, sort_out, tensor_splits
+        from ddpm_ds.planning.decisions import candidates, layouts, search, sort_out, splits
         from ddpm_ds.planning.predictor import Predictor
     finally:
         for name in set(os.environ) - before:
@@ -419,9 +418,9 @@ def plan(
     among = candidates(predictor, ds_config)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
-    splits = tensor_splits(job, devices.devices_per_node)
-    ways = (layouts(job, processes, offload=False, nodes=nodes, tensor=split) for split in splits)
-    return search(predictor, top, among, itertools.chain.from_iterable(ways))
+    ways = splits(predictor, devices.devices_per_node)
+    grouped = (layouts(job, processes, offload=False, nodes=nodes, split=split) for split in ways)
+    return search(predictor, top, among, itertools.chain.from_iterable(grouped), assumes=not here)
 
 
 def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:

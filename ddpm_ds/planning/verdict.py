@@ -39,7 +39,7 @@ from ddpm_ds.planning.inputs import USABLE_MEMORY
 from ddpm_ds.planning.memory import peak_bytes
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
-from ddpm_ds.schema.layout import Layout
+from ddpm_ds.schema.layout import Layout, SpaceSplit
 from ddpm_ds.tracking.run_folder import DS_CONFIG, MACHINE, SPEC, VERDICT
 
 LEAST_GAIN, ABOUT, MUCH_MORE = 0.1, 0.01, 0.2
@@ -353,7 +353,7 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     grouped = [
         one
         for split in tensor_splits(job, math.gcd(facts.host_devices, machine.devices))
-        for one in layouts(predictor.job, machine.devices, offload=False, tensor=split)
+        for one in layouts(predictor.job, machine.devices, offload=False, split=(split, SpaceSplit()))
         if one.zero_stage == now.zero_stage and one.in_flight in ("auto", now.in_flight) and not one.checkpoint_interval
     ]
     among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
