@@ -52,8 +52,8 @@ def known_captions(source: Source, spec: DataSpec) -> Captions | None:
     assert spec.text is not None
     raise DataError(
         f"data.text: {len(missing):,} of {len(source.labels):,} images of data.source = {spec.source} have no caption, "
-        f"first {source.name(missing[0])}; "
-        + (captions.advice or f"give each a .txt of its name or a text under {spec.text.captions}, or leave these out")
+        f"first {source.name(missing[0])}; give each a .txt of its name or a text under {spec.text.captions}, name "
+        "another key with --set data.text.captions=KEY, or leave these out"
     )
 
 

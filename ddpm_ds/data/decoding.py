@@ -3,8 +3,6 @@
 An image is decoded within limits, turned upright, scaled and cropped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

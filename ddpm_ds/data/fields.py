@@ -15,8 +15,6 @@ Other modules treat residuals as fields, with statistics of their own; condition
 Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmospheric downscaling" (CorrDiff).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -25,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +128,7 @@ class FieldSource:
         count = min(len(self.labels), MOST_SAMPLED, max(1, SAMPLED_BYTES // image_bytes))
         return np.linspace(0, len(self.labels) - 1, count).astype(int).tolist()
 
-    def centred(self) -> FieldSource:
+    def centred(self) -> Self:
         """Return this source with offsets of float16 fields whose mean exceeds their spread: the means of some images.
 
         Offsets of whole numbers are whole; float16 arrays have none.

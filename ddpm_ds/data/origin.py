@@ -1,7 +1,5 @@
 """Source of a run's images, opened once, and the checks by which a cache notices that the source has changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

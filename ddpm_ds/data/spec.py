@@ -1,7 +1,5 @@
 """Section `data` of the run spec: images, conditions, captions, buckets of aspect. Does not import torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

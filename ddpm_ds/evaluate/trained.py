@@ -1,14 +1,12 @@
 """Trained weights, loaded from a checkpoint of any layout, or from a folder of diffusers without that package."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -178,7 +176,7 @@ class Trained:
         return Scale.of(self.data.normalise, self._statistics("images"), self.device)
 
     @functools.cached_property
-    def regression(self) -> Trained | None:
+    def regression(self) -> "Trained | None":
         """Regression, on the same device, whose residuals the U-Net draws; None if it draws whole images."""
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
@@ -213,7 +211,7 @@ class Trained:
         _, height, width = self.image_shape
         return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
 
-    def resized(self, size: tuple[int, int]) -> Trained:
+    def resized(self, size: tuple[int, int]) -> Self:
         """Return the same U-Net for images of another ``size``, height and width in pixels.
 
         Raises SpecError: a level can't halve it, or the U-Net has a condition, which is made for one size.

@@ -1,7 +1,5 @@
 """``ddpm-ds fit``: refusals before anything starts, and the report of trials."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

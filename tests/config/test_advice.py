@@ -1,7 +1,5 @@
 """Advice in messages about specs and DeepSpeed JSONs: whoever types it gets what was meant, after one start."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Images to pixels of one size: limits by their headers, and large ones without copies."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

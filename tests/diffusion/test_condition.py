@@ -1,7 +1,5 @@
 """Conditions of a U-Net: by hand, by the image alone, and moved as the image is; and its text."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

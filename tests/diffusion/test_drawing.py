@@ -1,7 +1,5 @@
 """A drawn image is a function of seed, index and label alone, whoever asks the U-Net and in whatever batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

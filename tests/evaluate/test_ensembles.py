@@ -1,7 +1,5 @@
 """Ensembles: ``ddpm-ds evaluate`` with conditions, and scores against loops, closed forms and a known posterior."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What images are conditioned on: drawn as a plain loop draws them, whatever is drawn at once, in physical units."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images from trained weights: one batch, the sampler's options, what ddpm-ds sample writes, and going on."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import errno

@@ -1,7 +1,5 @@
 """Search for the largest micro-batch that fits: which ones are tried, and how a trial ends."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

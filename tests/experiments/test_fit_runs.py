@@ -1,7 +1,5 @@
 """``ddpm-ds fit`` with real processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Images of a step, a rank's micro-batches of them, and their device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from operator import itemgetter
 

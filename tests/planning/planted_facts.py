@@ -1,7 +1,5 @@
 """Finished runs that nobody trained: their steps are simulated on a made-up machine, with one fault or none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property

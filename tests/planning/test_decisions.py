@@ -1,7 +1,5 @@
 """Search for layouts, and the decisions that a run leaves to the planner."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From files and a device to a plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

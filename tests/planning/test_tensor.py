@@ -1,7 +1,5 @@
 """Tensor groups in the planner: what their sums take, what a rank holds, and where they are proposed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,6 @@ from tests.launching import tiny_spec
 from tests.planning.small import small_job, small_machine, small_predictor
 
 ONE, BY_TWO = Layout(1, 1, "1f1b", 4, 2, 0, 0, False), TensorSplit(2, (0, 1))
-BY_ONE_LEVEL = TensorSplit(2, (0,))
 SPLIT = replace(ONE, tensor=BY_TWO)
 
 

@@ -1,7 +1,5 @@
 """The courses of rung d: tiny trainings in many layouts, and those that go on from the middle of another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -35,8 +33,6 @@ class Layout:
     accumulation: int
     recompute: int = 0
     schedule: str = "1f1b"
-    optimizer: str = "AdamW"
-    on_host: bool = False
 
 
 LAYOUTS = {
@@ -86,7 +82,6 @@ class Courses:
         config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
-        config["optimizer"]["type"] = layout.optimizer
         config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
         config["pipeline"]["partition"] = "flops"
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
@@ -98,7 +93,6 @@ class Courses:
             ds_config=str(write_json(self._folder / f"{name}.json", config)),
             stages=layout.stages,
             accumulation=layout.accumulation,
-            on_host=layout.on_host,
             overflow=precision == "fp16" if overflow is None else overflow,
             sources={source: str(self._checkpoint(source, WHOLE, STEPS)) for source in sources},
         )

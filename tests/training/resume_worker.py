@@ -7,8 +7,6 @@ turn, into the one engine, and trained to the same end. What was seen goes to
 ``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -52,8 +50,6 @@ class Course:
     stages: int
     accumulation: int
     overflow: bool = False
-    on_host: bool = False
-    """Whether averages are in host memory."""
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -110,7 +106,7 @@ def train(plan: RunDraft, engine: UnetPipelineEngine, ema: Ema, report: dict[str
 
 def run_course(course: Course, folder: Path) -> None:
     """All of a course, in one engine."""
-    changes = [f"train.accumulation={course.accumulation}", f"ema.on_host={course.on_host}".lower()]
+    changes = [f"train.accumulation={course.accumulation}"]
     world_size = dist.get_world_size()
     plan = drafted(Path(course.spec), changes, Path(course.ds_config), world_size=world_size, stages=course.stages)
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))

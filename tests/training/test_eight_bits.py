@@ -1,6 +1,7 @@
-"""Checkpoints of moments in 8 bits: codes and scales by name, on the same layout and another, and from or to fp32."""
+"""Checkpoints of moments in 8 bits: codes and scales by name, on the same layout and another.
 
-from __future__ import annotations
+``test_tensor_groups.py`` has whole runs.
+"""
 
 import math
 from pathlib import Path
@@ -17,8 +18,6 @@ from ddpm_ds.ground.formats import open_tensors
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from tests.checkpoint.saving import describe, scalars
-from tests.training.courses import Courses, Layout
-from tests.training.ranks import the_same
 
 SHAPES = {"1.weight": (30, 40), "1.bias": (30,), "2.weight": (4, 100), "2.norm": (50,), "3.weight": (500, 2)}
 ELEMENTS = sum(map(math.prod, SHAPES.values()))
@@ -122,51 +121,3 @@ def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
     rank.fragments = lambda: damaged  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="holds 8-bit codes without their scales, or other scales"):
         Reader(saved(tmp_path, [rank])).read("exp_avg", "1.weight")
-
-
-# ---------------------------------------------------------------- whole runs
-
-
-LAYOUTS = {
-    "1x1": (Layout(1, 1, zero=0, accumulation=2, optimizer="AdamW8bit"), "fp32"),
-    "1x2": (Layout(1, 2, zero=2, accumulation=2, optimizer="AdamW8bit"), "fp32"),
-    "2x1": (Layout(2, 1, zero=1, accumulation=4, schedule="folded", optimizer="AdamW8bit"), "fp16"),
-    "usual": (Layout(1, 1, zero=1, accumulation=2), "fp32"),
-    "usual on host": (Layout(1, 1, zero=1, accumulation=2, on_host=True), "fp32"),
-}
-
-
-@pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
-    found = Courses(tmp_path_factory.mktemp("courses"))
-    found.train([found.course(name, *kind) for name, kind in LAYOUTS.items()])
-    sources = {"1x1": ["1x1", "1x2", "usual"], "1x2": ["1x2", "1x1"], "2x1": ["2x1"], "usual": ["1x1"]}
-    sources["usual on host"] = ["usual"]
-    found.train([found.course(f"resumed-{name}", *LAYOUTS[name], sources[name]) for name in LAYOUTS])
-    return found
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("layout", ["1x1", "1x2", "2x1"])
-def test_stopped_and_resumed_is_never_stopped_bit_for_bit(layout: str, courses: Courses) -> None:
-    assert the_same(courses.end(f"resumed-{layout}", layout), courses.end(layout))
-    assert courses.end(layout).manifest.ds_config["optimizer"]["type"] == "AdamW8bit"
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(("layout", "source"), [("1x1", "1x2"), ("1x2", "1x1"), ("1x1", "usual"), ("usual", "1x1")])
-def test_other_layouts_and_fp32_moments_go_on_near_the_curve(layout: str, source: str, courses: Courses) -> None:
-    """Weights differ by less than the steps that are left could move them."""
-    end, wanted = courses.end(f"resumed-{layout}", source), courses.end(source)
-    rates = [rate for rate, _ in courses.reports(f"resumed-{layout}", source)[0]["rates"]]
-    for name in wanted.manifest.parameters:
-        difference = (end.read("master", name) - wanted.read("master", name)).abs().max()
-        assert difference <= sum(rates), name
-    for loss, expected in zip(courses.losses(f"resumed-{layout}", source), courses.losses(source), strict=True):
-        assert loss == pytest.approx(expected, rel=1e-2)
-
-
-@pytest.mark.launch
-def test_averages_in_host_memory_are_those_of_the_device_and_go_on_from_them(courses: Courses) -> None:
-    assert the_same(courses.end("usual on host"), courses.end("usual"))
-    assert the_same(courses.end("resumed-usual on host", "usual"), courses.end("usual"))

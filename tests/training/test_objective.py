@@ -1,7 +1,5 @@
 """Noises that images exchange: by the images' numbers alone, whatever the micro-batches and replicas."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Pictures drawn while training for what images are conditioned on: through a pipeline they are those of sampling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

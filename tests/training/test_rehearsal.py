@@ -1,7 +1,5 @@
 """``train --steps``: a few steps of a run that leave no checkpoint and no record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

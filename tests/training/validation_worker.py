@@ -5,8 +5,6 @@
 Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import dataclass, field, replace

@@ -65,7 +65,6 @@ class Captions:
             ends.append(len(numbers))
         self.texts = tuple(seen)
         self.missing: Sequence[int] = missing  # images without captions, which are an error
-        self.advice = ""  # end of the error about them
         counts = np.diff(np.frombuffer(ends, np.int64))
         self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
@@ -75,9 +74,7 @@ class Captions:
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Return the captions of the images of all ``parts``."""
         rows = ((part.texts, row[row >= 0].tolist()) for part in parts for row in part.table)
-        found = cls([texts[number] for number in row] if row else None for texts, row in rows)
-        found.advice = next((part.advice for part in parts if part.advice), "")
-        return found
+        return cls([texts[number] for number in row] if row else None for texts, row in rows)
 
     def fill(self) -> None:
         """Give the empty text to images without captions."""

@@ -3,7 +3,6 @@
 import csv
 import io
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +24,11 @@ LABELS = "dataset.json"  # file of labels in a folder that EDM's or StyleGAN's t
 METADATA = ("metadata.jsonl", "metadata.csv")  # files of captions in any folder, with a line for each image below it
 TEXTS = (".txt", ".caption", ".json")
 """Extensions of an image's file of captions, which replace its own extension or follow it; the first file counts."""
-MOST_NAMED = 4  # maximum keys that an error names
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
 REPEATED = re.compile(r"([1-9]\d{0,2})_(.+)")  # sd-scripts' folders of repeats and a caption
 
-_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or the other keys of its line
+_Listed: TypeAlias = dict[str, list[str] | None]  # captions by image
 
 
 @dataclass
@@ -148,53 +146,34 @@ def _captions(
     usual: Sequence[str | None],
 ) -> base.Captions:
     """Return the captions of each image: ``listed`` ones, or from a file of its name among ``texts``, or ``usual``."""
-    others = dict[str, str]()
 
     def of(name: str, usual: str | None) -> list[str] | None:
         stem = os.path.splitext(name)[0]
         beside = [texts[at] for end in TEXTS for at in (stem + end, name + end) if at in texts]
-        found, unread = listed.get(name, {}), dict[str, str]()
+        found = listed.get(name)
         for place in beside:
-            if isinstance(found, list):
+            if found is not None:
                 break
-            unread |= found
             try:
                 text = read_bytes(root / place).decode("utf-8-sig")
-                found = _texts_of(parse_json(text), key, place) if place.lower().endswith(".json") else [text.strip()]
+                found = _texts_of(parse_json(text), key) if place.lower().endswith(".json") else [text.strip()]
             except (OSError, ValueError) as error:
                 raise ValueError(f"{base.printable(place)} can't be read ({base.one_line(error)})") from error
-        if not isinstance(found, list):
-            others.update(unread | found)
+        if found is None:
             return None if usual is None else [usual]
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
             print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
         return found
 
     try:
-        captions = base.Captions(map(of, files, usual))
+        return base.Captions(map(of, files, usual))
     except ValueError as error:
         raise DataError(f"data.path = {root}: {error}; write it again") from error
-    if captions.missing and others:
-        keys = sorted(others, key=lambda other: "caption" not in other.lower())
-        captions.advice = (
-            f"{base.printable(others[keys[0]])} has no {key}, but {', '.join(keys[:MOST_NAMED])}: "
-            f"--set data.text.captions={keys[0]}"
-        )
-    elif captions.missing:
-        name = base.printable(files[captions.missing[0]])
-        line = json.dumps({"file_name": name, key: "its caption"}, ensure_ascii=False)
-        captions.advice = f"give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
-    return captions
 
 
-def _texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` in an image's JSON, or else other keys that have texts, each with ``place``."""
-    if not isinstance(block, dict):
-        return {}
-    if (captions := base.captions_in(block.get(key))) is not None:
-        return captions
-    others = (name for name, value in block.items() if base.are_texts(value) and value and name != "file_name")
-    return dict.fromkeys(others, place)
+def _texts_of(block: object, key: str) -> list[str] | None:
+    """Return the captions under ``key`` in an image's JSON."""
+    return base.captions_in(block.get(key)) if isinstance(block, dict) else None
 
 
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
@@ -221,7 +200,7 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
                     name = os.path.join(folder, _name_of(block["file_name"]))
                     if name in found:
                         raise ValueError(f"{base.printable(name)} is named twice, and several captions are a list")
-                    found[name] = _texts_of(block, key, place)
+                    found[name] = _texts_of(block, key)
         except (OSError, ValueError, csv.Error) as error:
             line = lines.reader.line_num if rows and lines else line
             raise DataError(
