@@ -328,7 +328,7 @@ def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorde
     return Observers(
         [
             FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.work),
             KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
             PauseClock(run_dir if dist.get_rank() == 0 else None),
         ]
@@ -376,7 +376,7 @@ def _train(
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
-    run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
+    run = Training(spec, plan.work, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         with watchdog.blamed(), disk_errors_reported(run_dir):
             last = train(run)
