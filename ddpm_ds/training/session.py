@@ -292,7 +292,7 @@ def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorde
     return Observers(
         [
             FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.work),
             KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
             PauseClock(run_dir if dist.get_rank() == 0 else None),
         ]
@@ -334,7 +334,7 @@ def _train(
     measure_every, seconds = spec.evaluation.every_images, picture_seconds(plan)
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
-    run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder)
+    run = Training(spec, plan.work, engine, batches, saver, requests, watchdog, validation, observer, recorder)
     try:
         with watchdog.blamed(), disk_errors_reported(run_dir):
             last = train(run)

@@ -171,9 +171,9 @@ def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
     for layer, before in zip(layers, (None, *layers), strict=False):
         for there, back in layer_swaps(layer):
             forward += there
-            if not isinstance(before, EmbedLayer):
+            if not isinstance(before, EmbedLayer) and layer.reached:
                 backward += back
-            if interval:
+            if interval and layer.reached:
                 backward += there
     return forward, backward
 
@@ -314,5 +314,5 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
     """Return the elements of gradients that a ring carries: partial ones in two passes, whole ones if ``given``."""
-    alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
+    alike = sum(layer.trained for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike
