@@ -1,6 +1,7 @@
-"""Checkpoints of moments in 8 bits: codes and scales by name, on the same layout and another.
+"""Checkpoints of moments in 8 bits: codes and scales by name, on the same layout and another; runs with weights of 16
+bits, or that train parts of the U-Net.
 
-``test_tensor_groups.py`` has whole runs.
+``test_tensor_groups.py`` has more runs with moments in 8 bits.
 """
 
 import math
@@ -22,6 +23,8 @@ from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.names import tensor_names
 from tests.checkpoint.saving import describe, scalars
+from tests.training.courses import Courses, Layout
+from tests.training.ranks import the_same
 
 SHAPES = {"1.weight": (30, 40), "1.bias": (30,), "2.weight": (4, 100), "2.norm": (50,), "3.weight": (500, 2)}
 ELEMENTS = sum(map(math.prod, SHAPES.values()))
