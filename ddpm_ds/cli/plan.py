@@ -33,7 +33,7 @@ from ddpm_ds.planning.run_plan import MOST_SWAPPING, USE_REPLICAS, RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
-from ddpm_ds.unet.shards import is_asked, swaps_of
+from ddpm_ds.unet.shards import is_asked, swaps_of, whole_layers
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
@@ -108,9 +108,8 @@ def plan(options: PlanOptions) -> None:
             top=options.top,
         )
     job, devices = found.predictor.job, found.predictor.machine
-    parameters = sum(layer.parameters for layer in job.layers)
     timed = "timed on this machine" if options.measure else "computed, not timed (--measure times them)"
-    print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
+    print(f"U-Net    {spec.name}: {_parameters(job.layers)}, {job.precision}, {spec.train.batch_images} images a step")
     line = textwrap.fill(f"devices  {devices.words()}", WIDTH, subsequent_indent=" " * 9)
     print(f"{line}\nlayers   {timed}\n\n{report(found)}")
     if options.out is not None:
@@ -122,6 +121,13 @@ def plan(options: PlanOptions) -> None:
         print(f"\ntrain with 1: {shlex.join(command)}")
     if options.timeline is not None:
         _draw(found, spec.name, options.timeline, overwrite=options.overwrite)
+
+
+def _parameters(layers: Sequence[Layer]) -> str:
+    """Return the number of parameters in words, and of those that are trained if some are not."""
+    layers = whole_layers(layers)
+    total, trained = (sum(getattr(layer, what) for layer in layers) for what in ("parameters", "trained"))
+    return f"{total:,} parameters{f' ({trained:,} trained)' if trained < total else ''}"
 
 
 def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
@@ -490,7 +496,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {data.source}, {', '.join(sides)}",
-        f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
+        f"U-Net        {_parameters(plan.layers)} in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"

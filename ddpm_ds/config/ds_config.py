@@ -75,6 +75,9 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
     if (shared := checked.pipeline.space.levels) != "auto" and shared[-1] > most:
         fault = f"= {shown(shared)} names level {shared[-1]}, but the U-Net has levels 0 to {most}; use --set "
         faults.add("pipeline.space.levels", f"{fault}{shlex.quote(f'ds.pipeline.space.levels={[*range(most + 1)]}')}")
+    if checked.pipeline.use_reentrant and spec.optimizer.train:
+        fault = "= true loses gradients where optimizer.train leaves out the first layers; use --set "
+        faults.add("pipeline.use_reentrant", f"{fault}ds.pipeline.use_reentrant=false")
     warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
     if "scheduler" not in checked.model_fields_set and warmup and decay is None:
         fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
@@ -241,6 +244,8 @@ class ResolvedDsConfig:
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
+        if self.config.optimizer.params.stochastic_rounding:
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return config
 
     def with_keys(self, values: Mapping[str, object]) -> ResolvedDsConfig:

@@ -144,6 +144,9 @@ class OptimizerParams(Section):
     """PyTorch's variant. AdamW8bit ignores it."""
     foreach: Annotated[bool | None, PYTORCHS, only_with("fused=null|false")] = None
     """PyTorch's variant. AdamW8bit ignores it."""
+    stochastic_rounding: Annotated[bool, only_with("optimizer.type=AdamW8bit", "bf16.enabled", WITH_ZERO)] = False
+    """This project's key: weights in bf16 alone, without fp32 masters; each step is rounded at random, so that small
+    ones count on the mean. Weights and moments take 4 bytes a parameter."""
 
 
 class Optimizer(Section):

@@ -213,7 +213,7 @@ def run_exchange(
     for rank in range(layout.stages):
         ends = segments(bounds, layout.schedule, rank)
         stages = [layers[start:stop] for start, stop in ends]
-        parameters.append(sum(layer.parameters for own in stages for layer in own))
+        parameters.append(sum(layer.trained for own in stages for layer in own))
         reduced.append(shared.reductions * parameters[-1])
         if reductions is not None and shared.reductions > 1:
             weights = [sum(layer.weights for layer in own) for own in stages]

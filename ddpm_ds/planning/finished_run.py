@@ -94,7 +94,7 @@ class FinishedRun:
     @property
     def mfu(self) -> float | None:
         """Model flops of a traced step, as a share of the devices' flops; None is unknown."""
-        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.batch_images
+        flops = 2 * PASSES_PER_STEP * sum(layer.work for layer in self.job.layers) * self.layout.batch_images
         could = self.peak_flops_per_second * self.layout.world_size * self.step_seconds
         return flops / could if could else None
 

@@ -30,6 +30,7 @@ from ddpm_ds.schema.layout import (
     TensorSplit,
 )
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
+from ddpm_ds.unet.names import trained_layers
 from ddpm_ds.unet.shards import row_layers, split_layers
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ class Workload:
         """Return the elements of a chunk of a rank's flat weights: those of a bucket, or of the largest parameter."""
         asked = self.config.zero_optimization.reduce_bucket_size if zero_stage else "auto"
         layers = (layer for stage in own for layer in self.layers[stage.start : stage.stop])
-        largest = max(elements for layer in layers for _, elements in layer.own_elements)
+        largest = max((elements for layer in layers for _, elements in layer.trained_elements), default=1)
         return max(BUCKET_ELEMENTS if asked == "auto" else asked, largest)
 
     @functools.cached_property
@@ -311,7 +312,7 @@ class Workload:
             wide = dimensions == 1 or not self.config.is_8bit
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
-        return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
+        return tuple(sum(size(len(one.shape), own) for one, own in layer.trained_elements) for layer in self.layers)
 
 
 def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
@@ -327,7 +328,10 @@ def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sch
 
 def layers_for(spec: RunSpec, size: tuple[int, int], tensor: TensorSplit, space: SpaceSplit) -> tuple[Layer, ...]:
     """Return the layers of a run's U-Net for images of some size (height, width), as groups of ranks share them."""
-    return row_layers(split_layers(unet_layers(spec.unet, replace(spec.data.interface, size=size)), tensor), space)
+    layers = trained_layers(
+        unet_layers(spec.unet, replace(spec.data.interface, size=size)), spec.optimizer.train, spec.optimizer.rates
+    )
+    return row_layers(split_layers(layers, tensor), space)
 
 
 @functools.lru_cache(maxsize=4096)

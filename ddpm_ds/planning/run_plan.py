@@ -30,7 +30,7 @@ from ddpm_ds.config.ds_config import (
 from ddpm_ds.config.ds_model import MOST_SPACE, DsConfig, changed
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.units import (
     MOST_BANDWIDTH,
@@ -44,11 +44,11 @@ from ddpm_ds.ground.units import (
 )
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
+from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, layers_for, machine, machine_like
 from ddpm_ds.schema.layout import Layout, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
-from ddpm_ds.unet.shards import check_rows, check_split, row_layers, split_layers, whole_layers
+from ddpm_ds.unet.shards import check_rows, check_split, whole_layers
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +110,11 @@ class RunDraft:
         return sum(stage.forward_flops for stage in self.stages) // 2
 
     @property
+    def work(self) -> int:
+        """Multiply-accumulates of one image's step, over its three passes: :attr:`macs` if all weights are trained."""
+        return round(sum(layer.work for layer in whole_layers(self.layers)))
+
+    @property
     def steps(self) -> int:
         """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
         return -(-self.spec.train.images // self.ds.layout.batch_images)
@@ -161,7 +166,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, files.ds_path)
     check_rows(layers, ds.layout, files.ds_path)
-    layers = row_layers(split_layers(layers, ds.layout.tensor), ds.layout.space)
+    layers = layers_for(spec, spec.data.size, *ds.layout.split)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     places = _places(ds, layers, bounds, hosts)
     return RunDraft(spec, files.spec_path, ds, files.ds_path, layers, bounds, *places, chosen)
@@ -353,7 +358,7 @@ def check_memory(
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:
         return None
-    needs = f"training {draft.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
+    needs = f"training {draft.spec.name} needs about {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
     if need.share <= 1 + MEMORY_ERROR:
         return f"warning      {needs}: it may run out of memory"
     more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"

@@ -282,9 +282,9 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
     owners = now.data_ranks if sharing(job.config, now).weight_bytes else 1
-    owned = sum(layer.parameters for layer in facts.own_layers) / owners
+    owned = sum(layer.trained for layer in facts.own_layers) / owners
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
-    bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
+    bandwidth = owned * update_bytes(job, now) / updating if updating and owned else math.inf
     peak = peak_bytes(job, now, facts.bounds)
     waits = now.micro_batches * facts.swaps / now.stages  # of a rank in a step
     machine = replace(

@@ -171,9 +171,9 @@ def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
     for layer, before in zip(layers, (None, *layers), strict=False):
         for there, back in layer_swaps(layer):
             forward += there
-            if not isinstance(before, EmbedLayer):
+            if not isinstance(before, EmbedLayer) and layer.reached:
                 backward += back
-            if interval:
+            if interval and layer.reached:
                 backward += there
     return forward, backward
 
@@ -219,23 +219,30 @@ def layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
             yield Swaps(1, 2 * layer.in_channels * own * (ranks - 1)), Swaps(1, 2 * layer.in_channels * others)
 
 
-def check_rows(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
-    """Check that space groups, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
-    space = layout.space
+def rows_fault(layers: Sequence[Layer], space: SpaceSplit, sizes: Sequence[int]) -> tuple[str, list[int]] | None:
+    """Return why a space group can't share the rows of layers, and which of some ``sizes`` can; None if it can."""
     height, levels = layers[0].in_size[0], 1 + max(level_of(layer, 0) for layer in layers)
     lowest = lowest_shared(height, levels, space)
-    if space.size == 1 or (share := busiest_share(height >> lowest, space.size)) <= MOST_SHARE:
-        return
-    rows, key = height >> lowest, "pipeline.space"
-    able = [level for level in range(lowest) if busiest_share(height >> level, space.size) <= MOST_SHARE]
-    fitting = divisors(layout.world_size // layout.stages, space.size)
-    sizes = [size for size in fitting if busiest_share(rows, size) <= MOST_SHARE]
+    rows = height >> lowest
+    if space.size == 1 or (share := busiest_share(rows, space.size)) <= MOST_SHARE:
+        return None
+    able = [size for size in sizes if busiest_share(rows, size) <= MOST_SHARE]
     why = f"has {counted(rows, 'row')}" if math.isinf(share) else f"gives one rank {share:.2f} shares of {rows} rows"
+    which = ", ".join(map(str, able))
+    return f"level {lowest} of an image of height {height} {why}; sizes that work are {which}", able
+
+
+def check_rows(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
+    """Check that space groups, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
+    space, key = layout.space, "pipeline.space"
+    if (found := rows_fault(layers, space, divisors(layout.world_size // layout.stages, space.size))) is None:
+        return
+    (fault, sizes), height = found, layers[0].in_size[0]
+    levels = range(lowest_shared(height, 1 + max(level_of(layer, 0) for layer in layers), space))
+    able = [level for level in levels if busiest_share(height >> level, space.size) <= MOST_SHARE]
     fixes = [f"ds.{key}.size={sizes[-1]}", *(f"ds.{key}.levels={shown([*range(one + 1)])}" for one in able[-1:])]
-    raise DsConfigError(
-        f"{path}: {key} = {shown(space.block)}: level {lowest} of an image of height {height} {why}; sizes that work "
-        f"are {', '.join(map(str, sizes))}; use {' or '.join(f'--set {shlex.quote(fix)}' for fix in fixes)}"
-    )
+    advice = " or ".join(f"--set {shlex.quote(fix)}" for fix in fixes)
+    raise DsConfigError(f"{path}: {key} = {shown(space.block)}: {fault}; use {advice}")
 
 
 def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
@@ -307,5 +314,5 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
     """Return the elements of gradients that a ring carries: partial ones in two passes, whole ones if ``given``."""
-    alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
+    alike = sum(layer.trained for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike
