@@ -142,7 +142,7 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     space, tensor = config.pipeline.space.size, config.pipeline.tensor.size
     if space != 1 and tensor != 1 and not space == tensor == "auto":
         fault = f"= {shown(space)} does not go with pipeline.tensor.size = {shown(tensor)}; use --set "
-        fault += "ds.pipeline.space.size=1 or --set 'ds.pipeline.tensor={}'"
+        fault += "'ds.pipeline.space={}' or --set 'ds.pipeline.tensor={}'"
         faults.add("pipeline.space.size", fault, "pipeline.tensor.size")
     if space not in (1, "auto") and config.compile:
         faults.add("compile", f"= true does not go with pipeline.space.size = {space}; use --set ds.compile=false")

@@ -33,7 +33,7 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
     UpsampleLayer,
 )
-from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of
+from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of, whole_layers
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
@@ -276,7 +276,9 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
         arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
-        moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
+        (whole,) = whole_layers([layer]) if layer.rows.arriving else [layer]  # a rank keeps less, and moves its share
+        elements = whole.activation_elements * layer.pixels / layer.all_pixels
+        moved = 2 * job.arithmetic_bytes * elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
         copied = 2 * job.stored_bytes * layer.trained / machine.memory_bandwidth  # gradients, to their sum
         forward, backward = (count * launch for count in launches(layer))
