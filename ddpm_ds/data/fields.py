@@ -28,7 +28,17 @@ from typing import Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
+from ddpm_ds.data.cache import (
+    CONDITION,
+    IMAGES,
+    MASK,
+    VECTOR,
+    CacheMeta,
+    Coordinate,
+    DatasetCache,
+    StoredField,
+    StoredImages,
+)
 from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
 from ddpm_ds.data.sources.base import BROKEN, Labels, files_below, labelled, one_line
@@ -52,7 +62,6 @@ from ddpm_ds.data.writing import Chunk
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import sha256_of
 
-CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 Values = Literal["uint8", "float16", "float32"]
 TOGETHER_BYTES = 2**22  # bytes of the images in a chunk, at least one image
 WHOLE_BYTES = 2**32  # maximum bytes of a source that is recognised by the checksums of its files
@@ -281,6 +290,8 @@ def coordinates_of(variable: Variable, arrays: Arrays) -> Iterator[Coordinate]:
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
     """Raise DataError if a cache's fields have other channels than the spec, or can't be normalised."""
+    if not spec.reads_arrays:
+        return
     asked = spec.condition or ConditionSpec()
     counted = {
         "data.condition.channels": (asked.channels, meta.fields.get(CONDITION)),

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache, Indices, Subset, by_field
+from ddpm_ds.data.cache import CONDITION, DatasetCache, Indices, Subset, by_field
 from ddpm_ds.data.captions import first_captions
-from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.spec import ConditionSpec, DataSpec

@@ -90,14 +90,15 @@ class Denoising:
         batch = micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         if batch.text is None:
             return None
-        return self._text.context(batch.text, batch.text_scale, batch.index)
+        return self._text.context(batch.text, batch.index)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
-        moves = self._diffusion.moves(draws, stored, None if self.band else size, spec.data.horizontal_flips)
+        flips = spec.data.horizontal_flips and spec.data.autoencoder is None  # latents are read mirrored
+        moves = self._diffusion.moves(draws, stored, None if self.band else size, flips)
         x0, mask = self._moved(batch, moves)
         (t, eps), labels, classes = self._diffusion.draw(draws, (*x0.shape[:2], *size)), None, spec.unet.classes
         eps = eps if self.band is None else self.band.cut(eps).clone()
@@ -176,12 +177,11 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
     used = {
         "images": first or last,
         "text": text or (pooled and encodes),
-        "text_scale": text and data.text is not None and data.text.stored == "int8",
         "pooled": pooled and not encodes,
         "sizes": pooled,
-        "condition": first and condition.kind == "stored",
+        "condition": first and data.condition_is_stored,
         "vector": first and condition.vector_size > 0,
-        "mask": last and data.mask is not None,
+        "mask": last and data.is_masked,
     }
     return frozenset(name for name, reads in used.items() if reads)
 

@@ -49,6 +49,9 @@ def build_layer(
         module.split(tensor)
     if space is not None:
         module.share(space)
+    trained = {one.name for one, _ in layer.trained_elements}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained)
     return module
 
 

@@ -112,14 +112,14 @@ def lowest_shared(height: int, levels: int, space: SpaceSplit) -> int:
 
 
 def row_layers(layers: Sequence[Layer], space: SpaceSplit) -> tuple[Layer, ...]:
-    """Return whole layers as the busiest rank of a space group has them."""
+    """Return whole layers as the busiest rank of a space group has them: with most rows, then with two neighbours."""
     if space.size == 1:
         return tuple(layers)
     levels, height = 1 + max(level_of(layer, 0) for layer in layers), layers[0].in_size[0]
     lowest = lowest_shared(height, levels, space)
     own = rows_by_rank(height >> lowest, space.size)
     shared = {height >> level: tuple(rows << lowest - level for rows in own) for level in range(lowest + 1)}
-    busiest = own.index(max(own))
+    busiest = max(range(space.size), key=lambda rank: (own[rank], 0 < rank < space.size - 1))
     return tuple(
         _with_rows(one, Rows(shared.get(one.in_size[0], ()), shared.get(one.out_size[0], ()), busiest))
         for one in layers
@@ -149,7 +149,9 @@ class Swaps(NamedTuple):
     elements: int = 0
     """Elements of activations, or of their gradients."""
     statistics: int = 0
-    """Numbers of 4 bytes."""
+    """Numbers of 4 bytes, for every other rank."""
+    rows: int = 0
+    """Part of the elements that goes to neighbours only."""
 
     def size(self, width: int) -> int:
         """Return the bytes, with ``width`` for an element."""
@@ -169,9 +171,9 @@ def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
     for layer, before in zip(layers, (None, *layers), strict=False):
         for there, back in layer_swaps(layer):
             forward += there
-            if not isinstance(before, EmbedLayer):
+            if not isinstance(before, EmbedLayer) and layer.reached:
                 backward += back
-            if interval:
+            if interval and layer.reached:
                 backward += there
     return forward, backward
 
@@ -187,15 +189,18 @@ def layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
     others = sum(rows.arriving) * width - own
     groups = getattr(layer, "groups", 0)
 
+    def beside(rows: int, statistics: int = 0) -> Swaps:
+        return Swaps(1, rows, statistics, rows)
+
     def normalised(channels: int) -> Swaps:
-        return Swaps(1, channels * width * (up + down), 2 * groups * (ranks - 1))
+        return beside(channels * width * (up + down), 2 * groups * (ranks - 1))
 
     match layer:
         case InputLayer() | UpsampleLayer():
-            yield (Swaps(1, layer.in_channels * width * (up + down)),) * 2
+            yield (beside(layer.in_channels * width * (up + down)),) * 2
         case DownsampleLayer() if rows.leaving:
             first, last = (up, down) if layer.asymmetric else (down, up)
-            yield Swaps(1, layer.in_channels * width * first), Swaps(1, layer.in_channels * width * last)
+            yield beside(layer.in_channels * width * first), beside(layer.in_channels * width * last)
         case DownsampleLayer():
             yield Swaps(1, layer.in_channels * own * (ranks - 1)), Swaps(1, layer.in_channels * others)
         case BlockLayer():
@@ -309,5 +314,5 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
     """Return the elements of gradients that a ring carries: partial ones in two passes, whole ones if ``given``."""
-    alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
+    alike = sum(layer.trained for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike

@@ -282,7 +282,7 @@ def test_all_faults_of_a_spec_are_named_at_once(tmp_path: Path) -> None:
     ("wrong", "advice"),
     [
         (["data.crop_from=4"], ["data.crop_from=null"]),
-        (["data.autoencoder=x", "sampler.clip=none", "data.horizontal_flips=true"], ["data.horizontal_flips=false"]),
+        (["data.autoencoder=x", "sampler.clip=none", "data.crop_from=16"], ["data.crop_from=null"]),
         (["diffusion.schedule=edm"], ["diffusion.objective=v"]),
         (["diffusion.zero_terminal_snr=true"], ["diffusion.objective=v"]),
         (["sampler.eta=1"], ["sampler.eta=0"]),

@@ -12,7 +12,7 @@ import warnings
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeGuard
 
@@ -127,6 +127,15 @@ def captions_of(source: Source) -> Captions | None:
 def parts_of(source: Source) -> npt.NDArray[np.int32] | None:
     """Return the number of each image's source in the spec, and the repeats in its folder's name or 0, (N, 2) int32."""
     return getattr(source, "parts", None)
+
+
+WHOLE = ""
+"""Stands for the file of a mask that is white."""
+
+
+def beside_of(source: Source) -> Mapping[str, Sequence[str]]:
+    """Return the file of each image's mask and condition, by name; :data:`WHOLE` or ``alpha`` stands for a mask."""
+    return getattr(source, "beside", {})
 
 
 Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpm_ds.data.sources import base
-from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.data.spec import ALPHA, BESIDE, DataSpec, SourceSpec
 from ddpm_ds.ground.errors import DataError, print_once
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
@@ -46,6 +46,8 @@ class FolderSource:
     captions: base.Captions | None = field(default=None, repr=False)
     parts: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """Number of each image's source, and of repeats in its folder's name or 0, (N, 2); None if all images are alike."""
+    beside: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
+    """See :func:`ddpm_ds.data.sources.base.beside_of`."""
 
     def name(self, i: int, /) -> str:
         return base.printable(self.files[i])
@@ -90,7 +92,8 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     if spec.text is not None:
         captions = base.Captions.joined([each.captions for each in opened if each.captions is not None])
     parts = np.concatenate([each.parts for each in opened if each.parts is not None])
-    return FolderSource(classes, labels, Path(root), files, captions, parts)
+    beside = {name: [file for each in opened for file in each.beside[name]] for name in opened[0].beside}
+    return FolderSource(classes, labels, Path(root), files, captions, parts, beside)
 
 
 def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
@@ -100,9 +103,12 @@ def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
     root = base.read_path(spec.model_copy(update={"path": folder.path}), "a folder of images", folder=True)
     every = [*_image_files(str(root), texts)]
     files = [name for name in every if MASK.search(name) is None]
-    if progress and (masks := len(every) - len(files)):
+    if progress and folder.mask != BESIDE and (masks := len(every) - len(files)):
         first = base.printable(next(filter(MASK.search, every)))
-        print_once(f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        print_once(
+            f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read; data.mask = "
+            f"{BESIDE} reads them"
+        )
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
@@ -133,7 +139,43 @@ def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
                 f"{place}: {base.printable(found[0])} is read as {found[1]} repeats, and as the caption "
                 f"{base.printable(found[2])} of images without one, unless the spec has others"
             )
-    return FolderSource(classes, labels, root, files, captions, parts if spec.sources or parts.any() else None)
+    known = parts if spec.sources or parts.any() else None
+    return FolderSource(classes, labels, root, files, captions, known, _beside(spec, number, root, files, every))
+
+
+def _beside(
+    spec: DataSpec, number: int, root: Path, files: Sequence[str], every: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return the files of the images' masks, some among ``every`` image file of the folder, and of their conditions."""
+    folder, own = spec.folders[number], spec.sources[number] if spec.sources else SourceSpec(path=root)
+    place, found = f"data.sources.{number}", dict[str, list[str]]()
+    if spec.is_masked:
+        labels = {
+            name[: end.start()]: str(root / name) for name in every if (end := MASK.search(name)) and end[1] == "mask"
+        }
+        if folder.mask == BESIDE:
+            found["mask"] = [labels.get(os.path.splitext(name)[0], base.WHOLE) for name in files]
+        elif folder.mask in (None, ALPHA):
+            found["mask"] = [folder.mask or base.WHOLE] * len(files)
+        else:
+            found["mask"] = _named_alike(f"{place}.mask" if own.mask else "data.mask", Path(str(folder.mask)), files)
+    if folder.condition is not None and spec.condition is not None and spec.condition.kind is not None:
+        key = f"{place}.condition" if own.condition else "data.condition.path"
+        found["condition"] = _named_alike(key, folder.condition, files)
+    return found
+
+
+def _named_alike(key: str, folder: Path, files: Sequence[str]) -> list[str]:
+    """Return the file in a folder that has the name of each image; raises DataError, which names the ``key``."""
+    if not folder.is_dir():
+        raise DataError(f"{key} = {folder} is no folder; name one with a picture for each image")
+    found = {os.path.splitext(name)[0]: str(folder / name) for name in _image_files(str(folder), {})}
+    if missing := [name for name in files if os.path.splitext(name)[0] not in found]:
+        raise DataError(
+            f"{key} = {folder} has no picture for {len(missing):,} of {len(files):,} images, first "
+            f"{base.printable(missing[0])}; add one of the same name and size for each"
+        )
+    return [found[os.path.splitext(name)[0]] for name in files]
 
 
 def _captions(
