@@ -1,8 +1,8 @@
 """Make pairs of coarse and fine temperature fields, to learn downscaling from: ``python make_fields.py``.
 
-A day's fine field has 32x32 pixels of 2.5 km, or with ``--size`` more. It is the sum of three parts: large weather, small weather within a few
-pixels, and the land's height times the day's lapse rate. The coarse field has the means of blocks of 4x4 pixels. It
-shows the lapse rate, but not the small weather, which has to be drawn.
+A day's fine field has 32x32 pixels of 2.5 km, or more with ``--size``. It is the sum of three parts: large weather,
+small weather within a few pixels, and the land's height times the day's lapse rate. The coarse field has the means of
+blocks of 4x4 pixels. It shows the lapse rate, but not the small weather, which has to be drawn.
 """
 
 from __future__ import annotations
