@@ -38,7 +38,7 @@ FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Format for each suffix of --out."""
 WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
-FLAGS = ("steps", "eta", "spacing", "variance", "clip", "shift", "guidance_between")
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "shift", "condition_guidance", "guidance_between")
 """Fields of the sampler with an option of the same name and a single value."""
 
 T = TypeVar("T")
@@ -100,6 +100,7 @@ class SamplerOptions:
     clip: str | None = option("how predicted clean images are brought into range", choices=_choices("clip"))
     shift: float | None = option("shift of flow matching's times (default diffusion.shift)", "S", float)
     guidance: tuple[float, ...] = option("1 is none; without --guide 0 leaves out the class", "W", _weights, default=())
+    condition_guidance: float | None = option("guidance to the condition, beside that to text", "W", float)
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
     )

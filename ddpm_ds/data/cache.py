@@ -15,10 +15,9 @@
         source.npy    with several sources: number among data.sources, repeats in the folder's name, int32 (N, 2)
         meta.json     CacheMeta
         skipped.txt   images that were left out, with the reasons, if there were any
-    <store_root>/text-<captions>-<encoders>[-int8|-ids]/
+    <store_root>/text-<captions>-<encoders>[-ids]/
         the same files for captions: images.npy has tokens (n, 1, tokens, channels), or their numbers (n, 1, encoders,
-        tokens), which training encodes; text_scale.npy, pooled.npy, and measured.npy: mean and largest relative error
-        of a caption, and the number of tokens that were cut off
+        tokens), which training encodes; pooled.npy, and cut.npy: tokens of a caption that were cut off
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tqdm import tqdm
 
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Kept, Numbers, Statistics
-from ddpm_ds.data.text import Encoded, widened
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.ground.errors import DataError, one_line
 from ddpm_ds.ground.files import open_regular, read_bytes, sha256_of
 from ddpm_ds.schema.choices import SOURCES
@@ -60,7 +59,7 @@ CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 SOURCE = "source"
 """Field of an image's number among ``data.sources``, and of the repeats in its folder's name or 0."""
-TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
+TEXT, POOLED, CUT = "text", "pooled", "cut"
 """Fields of encoded captions; a text cache has the tokens as :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
 """Prefixes of encoded text and of other buckets of aspect in the checksums of images."""
@@ -114,7 +113,7 @@ class StoredField(Kept):
 
     shape: Annotated[tuple[Extent, ...], Field(min_length=1, max_length=3)]
     """(C, h, w), or (K,) for a vector."""
-    values: Literal["uint8", "int8", "int32", "float16", "float32"]
+    values: Literal["uint8", "int32", "float16", "float32"]
     channels: tuple[str, ...] = ()
     """Names of the channels, such as t2m or u.850, if the source has some."""
     offset: tuple[float, ...] = ()
@@ -407,7 +406,7 @@ class DatasetCache:
         if self.text is not None:
             texts = {TEXT: self.text.images, **self.text.others}
             captions = self.others[CAPTIONS]
-            found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != MEASURED}
+            found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != CUT}
         return found if self.tokens is None else found | {TEXT: self.tokens}
 
     def with_others(self, text: DatasetCache | None, buckets: Sequence[DatasetCache] = ()) -> DatasetCache:
@@ -448,7 +447,7 @@ class DatasetCache:
         import torch
 
         found = {name: torch.from_numpy(stored[:1]) for name, stored in self.text.fields.items()}
-        return Encoded(widened(found[IMAGES][:, 0], found.get(TEXT_SCALE)), found.get(POOLED))
+        return Encoded(found[IMAGES][:, 0], found.get(POOLED))
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:

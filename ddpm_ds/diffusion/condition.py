@@ -20,7 +20,7 @@ from torch import Tensor
 from ddpm_ds.data.latents import rectangles
 from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.data.text import Encoded, widened
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.types import Normalise
 from ddpm_ds.unet.spec import CrossAttentionSpec
@@ -333,11 +333,9 @@ class Text:
         self.dropped = no_text(spec, empty)
         """Encoded text in the place of a dropped caption, N = 1."""
 
-    def context(self, tokens: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
-        """Return the context (N, tokens, channels) of stored ``tokens``, float16 or int8 with a ``scale`` (N, tokens),
-        of the images ``index`` (N,).
-        """
-        return self._kept(widened(tokens, scale), self.dropped.tokens, index)
+    def context(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """Return the context (N, tokens, channels) of stored ``tokens``, of the images ``index`` (N,)."""
+        return self._kept(tokens, self.dropped.tokens, index)
 
     def pooled(self, stored: Tensor, index: Tensor) -> Tensor:
         """Return the pooled text (N, channels) of the same images, dropped where their context is."""
@@ -395,10 +393,15 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._encoded.tokens)
 
-    def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return the inputs of images ``index`` (N,) with their prompts, and with what guidance leads away from."""
+    def beside(
+        self, condition: Condition | None, index: Tensor, dropped: Condition | None = None
+    ) -> tuple[Condition, ...]:
+        """Return the inputs of images with the prompts ``index`` (N,), and with what guidance leads away from; then the
+        latter with a ``dropped`` condition, if there is one.
+        """
         mine = index % len(self)
-        return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
+        others = [self._beside(each, self._against, mine * 0) for each in (condition, dropped)]
+        return (self._beside(condition, self._encoded, mine), *others[: 1 if dropped is None else 2])
 
     def _beside(self, condition: Condition | None, text: Encoded, rows: Tensor) -> Condition:
         condition = condition or Condition(torch.empty(0, 0), ())

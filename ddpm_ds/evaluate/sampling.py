@@ -71,7 +71,7 @@ class Setup:
                 raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
         if texts is not None and not texts:
             raise SpecError("prompts = [] has none; use None for the prompts of the run's own pictures")
-        if negative is not None and (self.guide is not None or not self.sampler.guides):
+        if negative is not None and (self.guide is not None or self.sampler.predictions == 1):
             why = f"--guidance is {self.sampler.guidance:g}" if self.guide is None else "another U-Net guides"
             raise SpecError(f'--negative "{negative}" has no effect, since {why}; leave one of them out')
         known = None
@@ -120,10 +120,11 @@ def draw(
     Raises EvaluationError: an image is not finite.
     """
     trained, inputs = setup.trained, setup.inputs
-    condition, dropped, base, placed = None, None, None, index.to(trained.device)
+    condition, dropped, base, placed, turn = None, None, None, index.to(trained.device), index
     with torch.inference_mode():
         if inputs is not None:
-            numbers = (index // members).tolist() if numbers is None else numbers
+            turn = index // members if numbers is None else torch.tensor(numbers)
+            numbers = turn.tolist()
             condition, base = inputs.condition(numbers, trained.device), inputs.base(numbers)
         elif trained.interface.condition_channels or trained.interface.numbers:  # constants, which need no inputs
             condition = trained.conditions.at_rest({}, placed, trained.scale)
@@ -136,7 +137,11 @@ def draw(
             shape=trained.image_shape,
             labels=None if labels is None else labels.to(trained.device),
             no_label=trained.unet_spec.classes,
-            conditions=(condition, dropped) if setup.prompts is None else setup.prompts.beside(condition, placed),
+            conditions=(
+                (condition, dropped)
+                if setup.prompts is None
+                else setup.prompts.beside(condition, turn.to(trained.device), dropped)
+            ),
             guide=None if setup.guide is None else setup.guide.unet,
         )
         for number in range(drawing.calls):

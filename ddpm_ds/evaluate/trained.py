@@ -144,10 +144,12 @@ class Trained:
     def sampler_checks(self) -> dict[str, Any]:
         """Facts about the U-Net for :func:`ddpm_ds.diffusion.spec.check_sampler`."""
         condition = None if self.known_data is None else self.known_data.condition
+        text, dropped = self.unet_spec.text is not None, condition is not None and condition.drop > 0.0
         return {
             "classes": self.unet_spec.classes,
             "latents": self.autoencoder is not None,
-            "drops": self.unet_spec.text is not None or (condition is not None and condition.drop > 0.0),
+            "drops": text or dropped,
+            "drops_both": text and dropped,
             "unbounded": self.are_fields and self.data.is_unbounded,
         }
 
@@ -292,6 +294,7 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
     diffusion, levels = folder.process()
     data, facts = (None, None) if fields is None else (fields.data, fields.facts)
     if decoder is not None:
+        data = data and data.model_copy(update={"autoencoder": decoder.folder})
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
     unclipped = decoder is not None or (data is not None and data.is_unbounded)
     return Trained(

@@ -31,7 +31,7 @@ from ddpm_ds.config.ds_config import (
 from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.ground.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
+from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.ground.units import (
     MOST_BANDWIDTH,
@@ -332,7 +332,7 @@ def check_memory(
     need = memory_need(draft, machine, rank)
     if need.share <= 1 - MEMORY_ERROR:
         return None
-    needs = f"training {draft.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
+    needs = f"training {draft.spec.name} needs about {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
     if need.share <= 1 + MEMORY_ERROR:
         return f"warning      {needs}: it may run out of memory"
     more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"

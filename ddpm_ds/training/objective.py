@@ -88,7 +88,7 @@ class Denoising:
         batch = micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         if batch.text is None:
             return None
-        return self._text.context(batch.text, batch.text_scale, batch.index)
+        return self._text.context(batch.text, batch.index)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
@@ -174,7 +174,6 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
     used = {
         "images": first or last,
         "text": text or (pooled and encodes),
-        "text_scale": text and data.text is not None and data.text.stored == "int8",
         "pooled": pooled and not encodes,
         "sizes": pooled,
         "condition": first and data.condition_is_stored,

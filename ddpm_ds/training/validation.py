@@ -105,14 +105,14 @@ class Previews:
             drawings.append(
                 self._drawing(sampler, torch.arange(images) + (number * replicas + engine.replica) * images)
             )
-        # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
+        # guided evaluations carry several times the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
 
             def context(number: int, visit: int = visits[0]) -> Tensor | None:
                 return drawings[number % rounds].context(visit)
 
-            pipeline = ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1))
+            pipeline = ForwardPipeline(engine, images * (spec.sampler.predictions if guided else 1))
             for some in _parts(visits, self._stops):
                 pipeline.run(
                     rounds * len(some),
@@ -138,19 +138,16 @@ class Previews:
         """Begin the images with the numbers ``index`` (N,); numbers beyond the last take its input."""
         data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
         condition = dropped = None
-        prompts = index.to(device)
-        labels = None if classes is None else index % classes
+        prompted, labels = index, None if classes is None else index % classes
         if self._conditions is not None:
             inputs = index.clamp(max=self.count - 1) // self.members
             condition = self._condition(self._conditions, inputs)
             dropped = self._conditions.dropped(condition)
             if self._conditions.reads:
-                prompts = inputs.to(device)  # the caption of the input
+                prompted = inputs  # the caption of the input
                 if labels is not None:
                     labels = torch.from_numpy(self._store.labels[self._positions[inputs.numpy()]])
-        index = index.to(device)
-        if self._prompts is not None:
-            condition, dropped = self._prompts.beside(condition, prompts)
+        index, prompted, prompts = index.to(device), prompted.to(device), self._prompts
         return Drawing(
             sampler,
             seed=SAMPLE_SEED,
@@ -158,7 +155,7 @@ class Previews:
             shape=data.shape,
             labels=None if labels is None else labels.to(device),
             no_label=classes,
-            conditions=(condition, dropped),
+            conditions=(condition, dropped) if prompts is None else prompts.beside(condition, prompted, dropped),
         )
 
     def _condition(self, conditions: Conditions, inputs: Tensor) -> Condition:
