@@ -241,7 +241,7 @@ def from_one_trainer(content: Iterable[object], found: Found) -> None:
     """Read a list of concepts."""
     for number, given in enumerate(content):
         place = f"concepts.{number}"
-        get = found.check(given, ONE_TRAINER, place).get
+        get = (block := found.check(given, ONE_TRAINER, place)).get
         text = found.check(get("text", {}), ONE_TRAINER_TEXT, f"{place}.text").get
         changes = {key: FLIPS if "flip" in key else ONCE for key in get("image", {}) if key.startswith("enable_")}
         found.check(get("image", {}), dict.fromkeys(get("image", {}), "") | changes, f"{place}.image")
@@ -262,9 +262,8 @@ def from_one_trainer(content: Iterable[object], found: Found) -> None:
             found.share(place, {"held_out_path": str(folder)})
             continue
         among = max(1, len(names)) if get("balancing_strategy") == "SAMPLES" else 1
-        repeats: float = get("balancing", get("repeats", 1.0))
-        weight = get("loss_weight", 1.0)
-        found.sources.append({"path": str(folder), "repeats": round(repeats / among, 6), "loss_weight": weight})
+        repeats = round(get("balancing" if "balancing" in block else "repeats", 1.0) / among, 6)
+        found.sources.append({"path": str(folder), "repeats": repeats, "loss_weight": get("loss_weight", 1.0)})
         drop, mode = text("tag_dropout_probability", 0.0), text("tag_dropout_mode", "FULL")
         if text("tag_dropout_enable") and mode != "RANDOM":
             found.notes.append(

@@ -19,7 +19,7 @@ from ddpm_ds.cli.sample import (
     WeightsOptions,
     different,
     drawn_with,
-    load,
+    loaded,
     one_of,
     texts_of,
 )
@@ -91,20 +91,20 @@ def evaluate(options: EvaluateOptions) -> None:
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is an option for drawn images, and --metrics loss draws none")
-    trained, guide = load(drawing)
-    _, samplers = drawn_with(drawing.sampling, trained, guide)
-    check_recordable(trained)
-    if measures:
-        held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
-    if draws:
-        work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
     tables = []
-    if measures:
-        losses = evaluate_losses(trained, held_out, options.out, drawing.batch_images)
-        tables.append(loss_table(trained.weights, losses))
-    if draws:
-        found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
-        tables.append((ensemble_table if trained.is_conditioned else table)(found))
+    with loaded(drawing) as weights:
+        trained, guide, samplers = drawn_with(drawing.sampling, *weights)
+        check_recordable(trained)
+        if measures:
+            held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
+        if draws:
+            work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
+        if measures:
+            losses = evaluate_losses(trained, held_out, options.out, drawing.batch_images)
+            tables.append(loss_table(trained.weights, losses))
+        if draws:
+            found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
+            tables.append((ensemble_table if trained.is_conditioned else table)(found))
     print(*(f"\n{text}" for text in tables), sep="\n")
 
 

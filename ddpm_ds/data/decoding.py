@@ -27,12 +27,8 @@ from ddpm_ds.schema.types import written
 
 Size = tuple[int, int]  # height and width in pixels
 CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64  # maximum bytes of pixels, and images, in a chunk that one thread decodes
-MOST_DECODING_BYTES = 300_000_000  # maximum memory for decoding one image at full size, its file included
-BIG_BYTES = 2**24  # memory above which an image counts as big: a PNG of 2048 x 2048 pixels
-PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
-"""Measured bytes per pixel of decoders that keep copies; others need the 4 bytes of Pillow's image."""
-CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
-"""Extra bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
+MOST_PIXELS = 2**25  # maximum pixels that are decoded, of a JPEG after it was scaled down; its coefficients are of all
+BIG_PIXELS = 2**22  # pixels above which an image counts as big
 BIG = threading.Lock()  # locked while a thread decodes a big image, so that memory does not grow with threads
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
@@ -66,20 +62,14 @@ def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int, alpha:
     """Decode as :func:`decode`, an image's ``alpha`` alone if asked, and return the sizes of image and crop too."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
-        with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1]):
+        with _within_memory(grey.shape[1::-1]):
             return fit(Image.fromarray(grey), size, channels), _sizes(grey.shape[1::-1], size)
     with Image.open(io.BytesIO(content), formats=formats()) as image:
-        needed, whole = len(content), image.size
-        if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
-            needed += 2 * len(image.getbands()) * image.width * image.height
+        whole = image.size
         # A JPEG can be scaled down while it is decoded, which is faster; twice the final size keeps Lanczos' quality.
         drafted = image.draft(None, (2 * size[1], 2 * size[0]))
         extent = None if drafted is None else drafted[1][2:]
-        copies = CONVERTED_BYTES if image.mode != MODES[channels] else 0
-        copies = OPAQUE_BYTES if image.has_transparency_data else copies
-        copies += CONVERTED_BYTES if _orientation(image, Image.Image.getexif) in UPRIGHT else 0
-        needed += (PIXEL_BYTES.get(image.format or "", 4) + copies) * image.width * image.height
-        with _memory(needed, whole):
+        with _within_memory(whole if "progressive" in image.info else image.size):
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
                 raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
@@ -95,12 +85,12 @@ def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
     return np.array([height, width, *crop, *size], np.float32)
 
 
-def _memory(needed: int, shape: tuple[int, ...]) -> AbstractContextManager[object]:
-    """Return the context in which ``needed`` bytes may be allocated; raises ValueError if they are too many."""
-    if needed > MOST_DECODING_BYTES:
-        size, most = f"{shape[0]} x {shape[1]} pixels", f"{MOST_DECODING_BYTES / 1e6:.0f}"
-        raise ValueError(f"{size} take {needed / 1e6:,.0f} MB to decode, more than {most}; scale it down")
-    return BIG if needed > BIG_BYTES else contextlib.nullcontext()
+def _within_memory(size: tuple[int, ...]) -> AbstractContextManager[object]:
+    """Return the context in which an image of a width and height may be decoded; raises ValueError if it is large."""
+    pixels = math.prod(size)
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"{size[0]} x {size[1]} are more than {MOST_PIXELS:,} pixels; scale it down")
+    return BIG if pixels > BIG_PIXELS else contextlib.nullcontext()
 
 
 def fit(

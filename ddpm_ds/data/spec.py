@@ -140,10 +140,9 @@ class TextSpec(Section):
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """Replacement of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
-    stored: Literal["float16", "int8", "ids", "text"] = "float16"
-    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; as the
-    tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains; or as text, which
-    such a rank tokenizes too."""
+    stored: Literal["float16", "ids", "text"] = "float16"
+    """How captions are stored: encoded in 16 bits; as the tokenizers' ids, in a five-hundredth of the space, which each
+    rank that reads text encodes while it trains; or as text, which such a rank tokenizes too."""
     tags: Annotated[TagsSpec | None, needs("*", "stored=text")] = None
     """How captions that are lists of tags change each time an image is seen; null leaves captions as they are."""
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.unet.layers import Layer, parameter_shapes, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface, UnetSpec
+
+if TYPE_CHECKING:
+    from ddpm_ds.evaluate.sampling import SpaceRanks
 
 WeightsKind = Literal["ema", "raw"]
 """Kinds of weights in a checkpoint: averaged, and as trained."""
@@ -86,6 +89,8 @@ class Trained:
     """(C, H, W), channels of the condition that are the same for all images."""
     other_size: tuple[int, int] | None = None
     """Height and width in pixels that :meth:`resized` asked for; None for the size that the U-Net learned."""
+    ranks: "SpaceRanks | None" = None
+    """Processes that share the rows of each image once the U-Net is :meth:`shared`."""
 
     @property
     def process(self) -> DiffusionSpec:
@@ -188,7 +193,7 @@ class Trained:
         """Regression, on the same device, whose residuals the U-Net draws; None if it draws whole images."""
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
-        found = load_trained(path, device=self.device, dtype=self.dtype)
+        found = replace(load_trained(path, device=self.device, dtype=self.dtype), ranks=self.ranks).shared()
         if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
             fault = f"has other weights than the residuals that {self.origin} learned; bring those back"
             raise CheckpointError(f"data.residual_of = {path}: {found.origin} {fault}")
@@ -236,6 +241,10 @@ class Trained:
         inner, data = replace(self.interface, size=latents), data and data.model_copy(update={"image_size": latents})
         unet = self.unet_spec.model_copy(update=levels)
         return replace(self, unet_spec=unet, interface=inner, other_size=size, known_data=data)
+
+    def shared(self) -> "Trained":
+        """Return the same U-Net, which :attr:`ranks` compute together; raises SpecError if its rows are too few."""
+        return self if self.ranks is None else self.ranks.share(self)
 
 
 def find_trained(path: Path) -> Path:

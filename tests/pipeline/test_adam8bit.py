@@ -137,7 +137,7 @@ def owned(cut: tuple[int, int]) -> tuple[Tensor, list[OwnedPiece]]:
 def optimizer_of(cut: tuple[int, int]) -> tuple[Adam8bit, Tensor, list[OwnedPiece]]:
     flat, pieces = owned(cut)
     optimizer = Adam8bit([flat], **SETTINGS)
-    optimizer.own(pieces)
+    optimizer.own(pieces, SHAPES, seed=3)
     optimizer.found_inf = torch.zeros(())
     return optimizer, flat, pieces
 

@@ -141,7 +141,7 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         for index, (start, stop) in enumerate(pairwise(facts.bounds))
     ]
     (run_dir / "stages.txt").write_text("\n".join(["stage  layers  first  last  parameters", *stages]) + "\n")
-    parts = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "other")
+    parts = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "other", "swap")
     ranks = [
         {
             "rank": rank * layout.replicas + replica,
