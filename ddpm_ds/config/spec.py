@@ -211,6 +211,7 @@ class RunSpec(Section):
                 classes=unet.classes,
                 latents=data.autoencoder is not None,
                 drops=data.text is not None or (data.condition is not None and data.condition.drop > 0.0),
+                drops_both=data.text is not None and data.condition is not None and data.condition.drop > 0.0,
                 unbounded=data.is_unbounded,
             ),
             lambda: check_picture(samples, data.size),

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddpm_ds.data.cache import IMAGES, FieldFacts, Indices
+from ddpm_ds.data.cache import CONDITION, IMAGES, VECTOR, FieldFacts, Indices
 from ddpm_ds.data.cache import Images as Values
 from ddpm_ds.data.decoding import decode, upright_size
-from ddpm_ds.data.fields import CONDITION, VECTOR, joined
+from ddpm_ds.data.fields import joined
 from ddpm_ds.data.origin import looks_of
 from ddpm_ds.data.sources import FIELD_OPENERS, open_source
 from ddpm_ds.data.sources.base import BROKEN, Source, one_line

@@ -4,13 +4,11 @@ Image number I of a request with K members is member I % K of input I // K. A tr
 such inputs, and its residuals are cached as a data set.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache, Indices, Subset, by_field
+from ddpm_ds.data.cache import CONDITION, DatasetCache, Indices, Subset, by_field
 from ddpm_ds.data.captions import first_captions
-from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
@@ -62,14 +59,14 @@ class Inputs:
     """Whether the true images are residuals, as a U-Net draws that was trained on residuals."""
 
     @classmethod
-    def open(cls, conditions: Path, trained: Trained) -> Inputs:
+    def open(cls, conditions: Path, trained: Trained) -> Self:
         """Open the value of ``--conditions``: a file or folder, or the run's held-out images."""
         if str(conditions) == HELD_OUT and not conditions.exists():
             return cls.held_out(trained)
         return cls.at(conditions, trained)
 
     @classmethod
-    def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
+    def held_out(cls, trained: Trained, dataset: Path | None = None) -> Self:
         """Open the held-out images of a run with a condition; raises as :func:`held_out_images`."""
         _conditioned(trained)
         cache, positions = held_out_images(trained, f"--conditions {HELD_OUT}", dataset)
@@ -78,14 +75,14 @@ class Inputs:
         return cls(trained, cache.fields, positions, key, cache.images.read, labels, are_residuals=True)
 
     @classmethod
-    def at(cls, path: Path, trained: Trained) -> Inputs:
+    def at(cls, path: Path, trained: Trained) -> Self:
         """Open conditions in a file or folder; raises DataError if they are not of the kind that the run learned."""
         found = open_inputs(_conditioned(trained), trained.facts, path)
         key = hashlib.sha256(found.key.encode()).hexdigest()
         return cls(trained, found.fields, np.arange(found.count), key, found.truths)
 
     @classmethod
-    def of_states(cls, trained: Trained, states: Tensor) -> Inputs:
+    def of_states(cls, trained: Trained, states: Tensor) -> Self:
         """Return inputs made of drawn images (n, C, H, W) in physical units."""
         fields = {CONDITION: Reading(lambda positions: states.numpy()[positions])}
         return cls(trained, fields, np.arange(len(states)), "")

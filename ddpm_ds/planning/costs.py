@@ -288,15 +288,15 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
 
 
 @functools.lru_cache(maxsize=256)
-def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int) -> Grid:
+def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int, space: int) -> Grid:
     nodes = (rank // devices_per_node for rank in range(stages * replicas * tensor))
-    return Grid(stages, replicas, across, tuple(nodes), tensor)
+    return Grid(stages, replicas, across, tuple(nodes), tensor, space)
 
 
 def grid(machine: Machine, layout: Layout) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
-    per_node = machine.devices_per_node
-    return _grid(layout.stages, layout.data_ranks, layout.axis_over_nodes, per_node, layout.tensor.size)
+    sizes = machine.devices_per_node, layout.tensor.size, layout.space.size
+    return _grid(layout.stages, layout.data_ranks, layout.axis_over_nodes, *sizes)
 
 
 def links(machine: Machine, layout: Layout) -> Links:
@@ -342,10 +342,10 @@ def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> 
 def swap_seconds(job: Workload, machine: Machine, layout: Layout, swaps: Swaps) -> float:
     """Return the seconds of a micro-batch's swaps with a space group: a wait and bytes for each."""
     size = layout.micro_batch_images * swaps.size(job.arithmetic_bytes)
-    crosses = machine.devices_per_node % layout.space.size > 0
-    return swaps.number * machine.sum_seconds + size / (
-        machine.network_bandwidth if crosses else machine.link_bandwidth
-    )
+    wait, bandwidth = machine.swap_speed
+    if grid(machine, layout).split_groups:
+        bandwidth = min(bandwidth, machine.network_bandwidth)
+    return swaps.number * wait + size / bandwidth
 
 
 def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:
@@ -359,7 +359,7 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
 def step_traffic(
     job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
-    """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
+    """Return the bytes of a step: messages between stages, gradients and weights of replicas, what groups exchange."""
     reductions = None
     if programs is not None:  # they may have fewer micro-batches than the layout
         many = max(number for own in programs for one in own for number in one.micro_batches) + 1

@@ -102,14 +102,14 @@ class Previews:
             drawings.append(
                 self._drawing(sampler, torch.arange(images) + (number * replicas + engine.replica) * images)
             )
-        # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
+        # guided evaluations carry several times the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
 
             def context(number: int, visit: int = visits[0]) -> Tensor | None:
                 return drawings[number % rounds].context(visit)
 
-            pipeline = ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1))
+            pipeline = ForwardPipeline(engine, images * (spec.sampler.predictions if guided else 1))
             for some in _parts(visits, self._stops):
                 pipeline.run(
                     rounds * len(some),
@@ -142,9 +142,7 @@ class Previews:
             dropped = self._conditions.dropped(condition)
             if labels is not None and self._conditions.reads:
                 labels = torch.from_numpy(self._store.labels[self._positions[inputs.numpy()]])
-        index = index.to(device)
-        if self._prompts is not None:
-            condition, dropped = self._prompts.beside(condition, index)
+        index, prompts = index.to(device), self._prompts
         return Drawing(
             sampler,
             seed=SAMPLE_SEED,
@@ -152,7 +150,7 @@ class Previews:
             shape=data.shape,
             labels=None if labels is None else labels.to(device),
             no_label=classes,
-            conditions=(condition, dropped),
+            conditions=(condition, dropped) if prompts is None else prompts.beside(condition, index, dropped),
         )
 
     def _condition(self, conditions: Conditions, inputs: Tensor) -> Condition:

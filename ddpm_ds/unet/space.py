@@ -146,8 +146,8 @@ class Band(NamedTuple):
         return self.first + self.rows[self.group.rank]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of images (N, C, H, W)."""
-        return whole[:, :, self.first : self.stop]
+        """Return this rank's rows of images (N, C, H, W), which may have them alone already."""
+        return whole[:, :, self.first : self.stop] if whole.shape[2] == self.height else whole
 
     def wide(self, x: Tensor, above: int = 1, below: int = 1) -> Tensor:
         """Return x (N, C, rows, W) with so many rows of the neighbours beside it, zeros beyond the image."""
@@ -240,13 +240,25 @@ def normalised(
     weight gradients of ``parts``, which read the result.
     """
     beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
-    return _Norm.apply(x, *affine, band, groups, epsilon, silu, beside, *(part.weight for part in beside))
+    how = _How(band, groups, epsilon, silu, beside)
+    return _Norm.apply(x, *affine, how, *(part.weight for part in beside))
+
+
+class _How(NamedTuple):
+    """What a normalisation is given beside tensors: the arguments of :func:`normalised`."""
+
+    band: Band
+    groups: int
+    epsilon: float
+    silu: bool
+    parts: Sequence[Weighted]
 
 
 class _Norm(torch.autograd.Function):
     """Group normalisation over the rows of all ranks, an affine function of each pixel once its statistics are known.
 
-    With mean m and r = 1 / sigma over a group, gain w and offset b of a channel, y = x a + c for a = r w, c = b - m a.
+    With mean m and r = 1 / sigma over a group, gain w and offset b of a channel, u = h w + b for h = (x - m) r, which
+    is a x + c for a = r w, c = b - m a; then y = SiLU(u). ``halo`` has the rows from above and below.
     """
 
     @staticmethod
@@ -257,76 +269,92 @@ class _Norm(torch.autograd.Function):
         bias: Tensor,
         scale: Tensor | None,
         shift: Tensor | None,
-        band: Band,
-        groups: int,
-        epsilon: float,
-        silu: bool,
-        parts: Sequence[Weighted],
+        how: _How,
         *_: Tensor,
     ) -> Tensor:
-        beside = int(silu)
-        dtype = _wide_type(x.dtype)
-        mean = x.mean((2, 3), dtype=dtype).unflatten(1, (groups, -1)).mean(-1)
-        squares = (x - _by_channel(mean, x)[:, :, None, None]).square_().mean((2, 3))
-        own = torch.stack((mean, squares.unflatten(1, (groups, -1)).mean(-1)))  # (2, N, G)
-        top, bottom, both = band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
+        beside, dtype = int(how.silu), _wide_type(x.dtype)
+        means, variances = _moments(x.to(dtype))
+        mean = means.unflatten(1, (how.groups, -1)).mean(-1)
+        squares = variances.add_((means - _by_channel(mean, x)).square_())
+        own = torch.stack((mean, squares.unflatten(1, (how.groups, -1)).mean(-1)))  # (2, N, G)
+        *rows, both = how.band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
+        halo = torch.cat(rows, dim=2)
         # Chan et al. 1979: moments of parts with different means
-        share = _shares(band.rows, dtype, x.device)
+        share = _shares(how.band.rows, dtype, x.device)
         mean = _total(share * both[:, 0])  # (N, G)
         variance = _total(share * (both[:, 1] + (both[:, 0] - mean).square()))
-        rstd = (variance + epsilon).rsqrt()
-        ctx.save_for_backward(x, top, bottom, weight, bias, scale, shift, mean, rstd)
-        ctx.band, ctx.silu, ctx.parts = band, silu, parts
+        rstd = (variance + how.epsilon).rsqrt()
+        ctx.save_for_backward(x, halo, weight, bias, scale, shift, mean, rstd)
+        ctx.how = how
         gain, offset = _gain(weight, bias, scale, shift, dtype)
         a = _by_channel(rstd, x) * gain
-        return _Norm.applied(ctx, x, top, bottom, a, offset - _by_channel(mean, x) * a)[1].to(x.dtype)
-
-    @staticmethod
-    def applied(ctx: Any, x: Tensor, top: Tensor, bottom: Tensor, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x with its neighbours' rows, and y."""
-        wide = torch.cat((top, x, bottom), dim=2) if ctx.silu else x
-        y = torch.addcmul(c[:, :, None, None], wide.to(a.dtype), a[:, :, None, None])
-        return wide, _without_edges(F.silu(y, inplace=True), ctx.band.group) if ctx.silu else y
+        u = _affine(x, halo, a, offset - _by_channel(mean, x) * a)
+        return (_without_edges(F.silu(u, inplace=True), how.band.group) if how.silu else u).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, top, bottom, weight, bias, scale, shift, mean, rstd = ctx.saved_tensors
-        band, beside = ctx.band, int(ctx.silu)
-        gain, offset = _gain(weight, bias, scale, shift, mean.dtype)
+        x, halo, weight, bias, scale, shift, mean, rstd = ctx.saved_tensors
+        band, groups, _, silu, parts = ctx.how
+        rows, beside, dtype = x.shape[2], int(silu), mean.dtype
+        gain, offset = _gain(weight, bias, scale, shift, dtype)
         of_mean, of_rstd = _by_channel(mean, x), _by_channel(rstd, x)
         a = of_rstd * gain
-        wide = torch.cat((top, x, bottom), dim=2) if ctx.silu else x
-        wide, dy = wide.to(a.dtype), dy.to(a.dtype).contiguous(memory_format=torch.channels_last)
-        if ctx.silu:
-            y = torch.addcmul((offset - of_mean * a)[:, :, None, None], wide, a[:, :, None, None])
-            dy = _without_edges(torch.ops.aten.silu_backward(dy, y), band.group)
-        of_c = dy.sum((2, 3))  # (N, C)
-        of_a = (dy * wide).sum((2, 3)) - of_mean * of_c
-        sums = torch.stack([-of_c * a, of_a * gain]).unflatten(2, (mean.shape[1], -1)).sum(-1)  # (2, N, G)
-        end = dy.shape[2] - beside
-        edges = [rows * a[:, :, None, None] for rows in (dy[:, :, :beside], dy[:, :, end:])]
-        finish = band.group.trade(*(rows.to(x.dtype) for rows in edges), sums)
-        of_gain = of_a * of_rstd
+        du = dy.to(dtype)
+        if silu:
+            u = _affine(x, halo, a, offset - of_mean * a)
+            du = _without_edges(torch.ops.aten.silu_backward.grad_input(du, u, grad_input=u), band.group)
+        inner, edges = du[:, :, beside : rows + beside], du[:, :, :: rows + 1][:, :, : 2 * beside]
+        wide = x.to(dtype)
+        both = _sums(wide, inner, of_mean, of_rstd)
+        if silu:
+            both += _sums(halo.to(dtype), edges, of_mean, of_rstd)
+        of_gain, of_offset = both
+        sums = (torch.stack((of_offset, of_gain)) * gain).unflatten(2, (groups, -1)).sum(-1)  # (2, N, G)
+        given = (edges * a[:, :, None, None]).to(x.dtype)
+        finish = band.group.trade(given[:, :, :beside], given[:, :, beside:], sums)
         vectors: list[Tensor | None] = [None, None]
         if scale is not None and shift is not None:
-            vectors = [(of_gain * weight + of_c * bias).to(scale.dtype), of_c.to(shift.dtype)]
-            of_gain, of_bias = of_gain * (1 + scale), of_c * (1 + scale)
-        else:
-            of_bias = of_c
+            vectors = [(of_gain * weight + of_offset * bias).to(scale.dtype), of_offset.to(shift.dtype)]
+            of_gain, of_offset = of_gain * (1 + scale), of_offset * (1 + scale)
+        vectors = [of_gain.sum(0).to(weight.dtype), of_offset.sum(0).to(bias.dtype), *vectors]
         found = dict[Tensor, Tensor]()
-        for part in ctx.parts:
+        for part in parts:
             part.beside.compute([part], [0], found.__setitem__)
-        up, down, both = finish()
-        of_moments = _total(both) / (band.height * x.shape[3] * (x.shape[1] // mean.shape[1]))
-        slope = -_by_channel(of_moments[1] * rstd.pow(3), x)  # twice the variance's gradient
-        dx = dy[:, :, beside:end] * a[:, :, None, None]
-        dx.addcmul_(wide[:, :, beside:end], slope[:, :, None, None])
-        dx = dx.add_((_by_channel(of_moments[0], x) - slope * of_mean)[:, :, None, None]).to(x.dtype)
-        if beside:
+        up, down, every = finish()
+        of_dh = _total(every) / (band.height * x.shape[3] * (x.shape[1] // groups))  # means of dh and of dh h
+        slope = -_by_channel(of_dh[1], x) * of_rstd.square()
+        constant = -_by_channel(of_dh[0], x) * of_rstd - slope * of_mean
+        dx = torch.addcmul(constant[:, :, None, None], inner, a[:, :, None, None], out=inner if silu else None)
+        dx = dx.addcmul_(wide, slope[:, :, None, None]).to(x.dtype)
+        if silu:
             dx[:, :, :1] += up
             dx[:, :, -1:] += down
-        vectors = [of_gain.sum(0).to(weight.dtype), of_bias.sum(0).to(bias.dtype), *vectors]
-        return dx, *vectors, *[None] * 5, *(found[part.weight] for part in ctx.parts)
+        return dx, *vectors, None, *(found[part.weight] for part in parts)
+
+
+def _affine(x: Tensor, halo: Tensor, a: Tensor, c: Tensor) -> Tensor:
+    """Return a x + c in the type of a and c (N, C), between those of the halo's rows, channels-last."""
+    images, channels, rows, width = x.shape
+    y = a.new_empty(images, rows + halo.shape[2], width, channels).permute(0, 3, 1, 2)
+    a, c = a[:, :, None, None], c[:, :, None, None]
+    beside = halo.shape[2] // 2
+    torch.addcmul(c, x.to(a.dtype), a, out=y[:, :, beside : rows + beside])
+    if beside:
+        y[:, :, :: rows + 1] = torch.addcmul(c, halo.to(a.dtype), a)
+    return y
+
+
+def _moments(x: Tensor) -> Tensor:
+    """Return mean and variance of each channel, (2, N, C), without a copy of x."""
+    return torch.stack([torch.stack(torch.batch_norm_update_stats(one, None, None, 0.0)) for one in x.split(1)], dim=1)
+
+
+def _sums(x: Tensor, du: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Return the sums over pixels of du h and of du, (2, N, C), without a copy; mean and rstd are (N, C)."""
+    backward, wanted = torch.ops.aten.native_batch_norm_backward, [False, True, True]
+    images = zip(du.split(1), x.split(1), mean, rstd, strict=True)
+    found = [backward(of, one, None, None, None, m, r, True, 0.0, wanted)[1:] for of, one, m, r in images]
+    return torch.stack([torch.stack(sums) for sums in found], dim=1)
 
 
 def _gain(

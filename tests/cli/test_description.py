@@ -1,7 +1,5 @@
 """The printed plan: its lines on layout, batch and hosts, before and after the ranks have met."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory

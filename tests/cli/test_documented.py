@@ -4,8 +4,6 @@ A comment before a page's block names options that are appended here, so that it
 shows below a block ends as here, numbers aside.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

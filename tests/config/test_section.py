@@ -1,7 +1,5 @@
 """What a printed JSON schema says of a value and what the reader does with it are one thing."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """What files of arrays say of themselves is applied or refused: attributes, dimensions, gaps, codecs, changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -7,8 +7,6 @@ A case has the ladder's ``case``; ``course``, the steps in the order in which th
 ``REPORT_FOLDER/NAME``, what observers report to ``REPORT_FOLDER/rank{r}.json``.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping

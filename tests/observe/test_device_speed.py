@@ -1,7 +1,5 @@
 """Layers' times and the peak of a device: measured once, remembered, and measured again where a cache is damaged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

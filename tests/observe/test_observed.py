@@ -3,8 +3,6 @@
 Events are the schedule, counts are the table's, all time is shared out, and training stays as it is.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Images of a step, a rank's micro-batches of them, and their device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from operator import itemgetter
 
@@ -92,10 +90,8 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
         whole = whole._replace(weight=torch.rand(batch, generator=generator))
     if (text := spec.unet.text) is not None:
         tokens = torch.randn(batch, text.tokens, text.context_channels, generator=generator)
-        scale = tokens.abs().amax(2) / 127
         whole = whole._replace(
-            text=(tokens / scale[:, :, None]).round().to(torch.int8),
-            text_scale=scale,
+            text=tokens.half(),
             pooled=torch.randn(batch, text.pooled_channels or 0, generator=generator).half(),
             sizes=torch.randint(0, 1024, (batch, SIZES), generator=generator).float(),
         )
@@ -114,7 +110,7 @@ def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[Mic
     if engine.stage_id not in (0, engine.loss_stage):
         batch = batch._replace(images=batch.images.new_empty(len(batch.index), 0))
     if not engine.readers:
-        batch = batch._replace(text=None, text_scale=None)
+        batch = batch._replace(text=None)
     for first in range(engine.replica * size, len(batch.index), replicas * size):
         part = batch.each(itemgetter(slice(first, first + size)))
         sized = len(engine.module.sized_layers) > 1 and part.images.numel()

@@ -1,7 +1,5 @@
 """Each assumption about DeepSpeed's insides, so that an upgrade fails here and says what moved."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import inspect

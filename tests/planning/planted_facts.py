@@ -1,7 +1,5 @@
 """Finished runs that nobody trained: their steps are simulated on a made-up machine, with one fault or none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -143,7 +141,7 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         for index, (start, stop) in enumerate(pairwise(facts.bounds))
     ]
     (run_dir / "stages.txt").write_text("\n".join(["stage  layers  first  last  parameters", *stages]) + "\n")
-    parts = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "other")
+    parts = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "other", "swap")
     ranks = [
         {
             "rank": rank * layout.replicas + replica,

@@ -1,7 +1,5 @@
 """Search for layouts, and the decisions that a run leaves to the planner."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -232,7 +230,7 @@ def test_what_can_not_be_laid_out_is_one_line() -> None:
 
 
 def test_the_hosts_are_part_of_the_choice() -> None:
-    stages, _, why = chosen(tiny_spec(unet=LARGE), 1536, "aabb")
+    stages, *_, why = chosen(tiny_spec(unet=LARGE), 1536, "aabb")
     assert stages > 1 and ("across nodes" in why) == (stages == 2)
 
 

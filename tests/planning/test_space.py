@@ -1,7 +1,5 @@
 """Space groups in the planner: what their swaps take, and what a rank holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The verdict names what was planted, and predicts what the change it names would save."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The courses of rung d: tiny trainings in many layouts, and those that go on from the middle of another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

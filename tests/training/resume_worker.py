@@ -7,8 +7,6 @@ turn, into the one engine, and trained to the same end. What was seen goes to
 ``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

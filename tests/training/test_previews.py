@@ -1,7 +1,5 @@
 """Pictures drawn while training for what images are conditioned on: through a pipeline they are those of sampling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -122,7 +120,7 @@ def text_spec(folder: Path, samples: dict[str, Any], **text: Any) -> RunSpec:
     write_encoders(folder / "encoders", ["a", "red", "blue", "circle", "square"], width=12, second=8, pooled=10)
     unet = {"context_channels": 20, "blocks": [1], "heads": [2], "pooled_channels": 10, "size_channels": 8}
     data = {"source": "folder", "path": str(folder / "pictures"), "channels": 3, "store_root": str(folder / "stores")}
-    captions = {"encoders": str(folder / "encoders"), "stored": "int8", "drop_to": "zeros", **text}
+    captions = {"encoders": str(folder / "encoders"), "drop_to": "zeros", **text}
     return tiny_spec(
         data={**data, "horizontal_flips": False, "held_out_images": 4, "text": captions},
         unet={"classes": None, "multipliers": [1], "attention_resolutions": [], "text": unet},

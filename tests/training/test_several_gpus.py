@@ -4,8 +4,6 @@ Each is rehearsed on a CPU with a small U-Net. As a script, with a file of cases
 ranks that compute beside a receive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

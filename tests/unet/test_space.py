@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.schema.layout import SpaceSplit
 from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer, unet_layers
@@ -296,13 +297,24 @@ def test_macs_and_activations_of_a_layer_are_those_of_its_rows(name: str, ranks:
         carry = tuple(part.detach() for part in output)
 
 
-FIELD = UnetSpec(channels=128, multipliers=(1, 1, 2, 2, 2), norm_groups=32)
+FIELD = unet_layers(
+    UnetSpec(channels=128, multipliers=(1, 2, 2, 2, 2), blocks_per_level=4, norm_groups=32),
+    Interface(channels=99, size=(512, 640)),
+)
+"""A field's U-Net of 73 M parameters, with attention in the middle alone."""
+SDXL = unet_layers(load_spec(SPECS / "sdxl.yaml", ["data.path=none"]).unet, Interface(channels=4, size=(256, 256)))
+"""SDXL's U-Net, 2,567 M, for images of 2048 pixels."""
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(2, 0.52), (4, 0.27), (8, 0.15)])
-def test_a_rank_keeps_its_share_of_a_large_field(ranks: int, most: float) -> None:
-    layers = unet_layers(FIELD, Interface(channels=99, size=(512, 640)))
-    kept, whole = (
-        sum(layer.activation_elements for layer in each) for each in (row_layers(layers, SpaceSplit(ranks)), layers)
-    )
+@pytest.mark.parametrize(
+    ("layers", "ranks", "waits", "most"),
+    [(FIELD, 2, 211, 0.52), (FIELD, 4, 211, 0.27), (FIELD, 8, 211, 0.15), (SDXL, 2, 241, 0.58), (SDXL, 4, 361, 0.30)],
+    ids=["field-2", "field-4", "field-8", "sdxl-2", "sdxl-4, rows for heads"],
+)
+def test_a_rank_of_a_large_image_keeps_its_share_and_waits_once_for_a_norm_and_its_convolution(
+    layers: Sequence[Layer], ranks: int, waits: int, most: float
+) -> None:
+    shared = row_layers(layers, SpaceSplit(ranks))
+    assert sum(one.number for one in swaps_of(shared, 0)) == waits
+    kept, whole = (sum(layer.activation_elements for layer in each) for each in (shared, layers))
     assert kept / whole <= most

@@ -11,8 +11,6 @@ Attributes are applied alike: packed numbers are unpacked, missing values become
 dimension.
 """
 
-from __future__ import annotations
-
 import base64
 import difflib
 import errno
@@ -39,7 +37,7 @@ from ddpm_ds.ground.units import rounded
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.types import written
 
-Array: TypeAlias = "npt.NDArray[Any]"
+Array: TypeAlias = npt.NDArray[Any]
 Selection: TypeAlias = Any  # range of the first dimension, or a tuple of slices
 
 STACKS = ("(N, H, W)", "(N, C, H, W)")  # shapes of images and of conditions
@@ -107,8 +105,8 @@ class Variable:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-Variables: TypeAlias = "dict[str, Variable]"  # arrays of a file by name
-Opener: TypeAlias = "Callable[[Path, DataSpec], Variables]"
+Variables: TypeAlias = dict[str, Variable]  # arrays of a file by name
+Opener: TypeAlias = Callable[[Path, DataSpec], Variables]
 """Function that opens a file or folder, and may unpack into the spec's ``store_root``. May raise any error."""
 
 

@@ -51,16 +51,23 @@ _ORIGINAL_BLOCK = {
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
 CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
+CONV_IN = "conv_in.weight"
+"""diffusers' name of the first convolution, (out, in, 3, 3)."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def to_diffusers(
-    state: Mapping[str, Tensor], layers: Sequence[Layer], *, linear_projection: bool = False
+    state: Mapping[str, Tensor],
+    layers: Sequence[Layer],
+    *,
+    linear_projection: bool = False,
+    order: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """Return tensors by diffusers' names from tensors by ours (``4.conv1.weight``), as views.
 
-    The projections around transformer blocks are 1x1 convolutions unless ``linear_projection``.
+    The projections around transformer blocks are 1x1 convolutions unless ``linear_projection``. ``order`` has our
+    numbers of input channels in diffusers' order, if it is another.
     """
     convolved = set() if linear_projection else _projections(layers)
     found: dict[str, Tensor] = {}
@@ -68,15 +75,21 @@ def to_diffusers(
         tensor = state[ours].permute(0, 3, 1, 2) if state[ours].ndim == 4 else state[ours]
         tensor = tensor[:, :, None, None] if ours in convolved else tensor
         found.update(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+    if order:
+        found[CONV_IN] = found[CONV_IN][:, list(order)]
     return found
 
 
-def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Return tensors by our names from tensors by diffusers' names, present or old.
+def from_diffusers(
+    state: Mapping[str, Tensor], layers: Sequence[Layer], order: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Return tensors by our names from tensors by diffusers' names, present or old; ``order`` as :func:`to_diffusers`.
 
     Raises ValueError if diffusers' U-Net with these layers has other names.
     """
     stored, projections = stored_names(state, layers), _projections(layers)
+    if order:
+        state = {**state, CONV_IN: state[CONV_IN][:, sorted(range(len(order)), key=order.__getitem__)]}
     found = {}
     for ours, theirs in tensor_names(layers):
         tensor = torch.cat([state[stored[name]] for name in theirs])
