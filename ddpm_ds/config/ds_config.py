@@ -244,7 +244,7 @@ class ResolvedDsConfig:
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
-        if self.config.optimizer.params.stochastic_rounding:
+        if self.config.rounds:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return config
 

@@ -84,7 +84,7 @@ def update_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
     stepped = ADAM_BYTES + CLIP_BYTES * (not layout.offload)
-    rounded = ROUNDING_BYTES * job.config.optimizer.params.stochastic_rounding
+    rounded = ROUNDING_BYTES * job.config.rounds
     return (EIGHT_BIT_BYTES if job.config.is_8bit else stepped) + rounded + (0 if beside else EMA_BYTES)
 
 
