@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import mmap
@@ -284,17 +285,25 @@ class StoredImages(ByPosition):
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
         self._sizes = [(path / file).stat().st_size for file in self._files]
-        self.image_bytes = stored.nbytes
+        self.image_bytes, self._by_rows = stored.nbytes, False
         means = meta.statistics[name].mean if meta.masked and name in meta.statistics else ()
         self._means = np.array(means, self.dtype)  # (C,), or empty if nothing is masked
         # A file that leaves this cache is closed by its last user: another thread may still read it.
         self._mapped = lru_cache(MOST_OPEN)(lambda number: map_array(path / self._files[number]))
 
+    def rows(self, first: int, stop: int) -> StoredImages:
+        """Return the same whole images without their other rows, which are not read."""
+        found = copy.copy(self)
+        found.inside, found._by_rows = (..., slice(first, stop), slice(None)), True
+        found.shape = (*self.shape[:2], stop - first, self.shape[3])
+        found.image_bytes = self.image_bytes // self.shape[2] * (stop - first)
+        return found
+
     def read(self, positions: Indices, out: Images | None = None, draw: Draw | None = None) -> Images:
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         stored = np.empty(out.shape, self._field.dtype) if self._field.offset else out
         try:
-            if len(self._files) == 1 and self.crop is None:
+            if len(self._files) == 1 and len(self.inside) == 1:
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 np.take(self._opened(0), positions, axis=0, out=stored, mode="clip")
             else:
@@ -302,10 +311,12 @@ class StoredImages(ByPosition):
                 for number in np.unique(files).tolist():
                     mapped, rows = self._opened(number), np.flatnonzero(files == number)
                     places = (positions[rows] - self._starts[number]).tolist()
+                    header = self._sizes[number] - mapped.nbytes
                     for place in places:  # a disk serves all requests together faster than one by one
-                        begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
-                        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-                        mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
+                        for part in mapped[place][self.inside] if self._by_rows else mapped[place : place + 1]:
+                            begin = header + part.ctypes.data - mapped.ctypes.data
+                            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                            mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + part.nbytes - page)
                     for row, place in zip(rows.tolist(), places, strict=True):
                         stored[row] = mapped[place][self.inside]
         except OSError as error:
@@ -506,6 +517,14 @@ class DatasetCache:
         found = images.pop(IMAGES)
         return replace(self, meta=meta, images=found, others={**self.others, **images}, constants=constants)
 
+    def rows(self, first: int, stop: int) -> DatasetCache:
+        """Return this cache with these rows alone of fields of the images' size, but of a mask all."""
+        size, others = self.images.shape[2:], dict(self.others)
+        for name, stored in self.others.items():
+            if name != "mask" and stored.shape[2:] == size:
+                others[name] = stored.rows(first, stop)
+        return replace(self, images=self.images.rows(first, stop), others=others)
+
     @property
     def summary(self) -> str:
         """Line with the number of images in all, left out, and in each class, or in some of many classes."""
@@ -547,6 +566,11 @@ class Subset(NamedTuple):
     @classmethod
     def of(cls, cache: DatasetCache) -> Subset:
         return cls(cache, np.arange(sum(cache.counts)))
+
+    def of_size(self, size: tuple[int, int]) -> Subset:
+        """Return the images of the spec's ``size``, which are in the first bucket of aspect if there are any."""
+        count = self.cache.counts[0] if self.cache.size == size else 0
+        return Subset(self.cache, self.positions[self.positions < count])
 
 
 def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.types import Normalise
+from ddpm_ds.unet.space import Band
 from ddpm_ds.unet.spec import CrossAttentionSpec
 
 LUMA = (0.299, 0.587, 0.114)
@@ -116,6 +117,8 @@ class Given(NamedTuple):
     moves: Moves
     trained: bool
     """Whether conditions are dropped and noised, as in training alone"""
+    band: Band | None = None
+    """Rows that the images have; a stored condition of their size has these too. None for whole images"""
 
 
 class Condition(NamedTuple):
@@ -203,7 +206,9 @@ class Conditions:
         match "stored" if self._is_stored else spec.kind:
             case "stored":
                 assert given.stored is not None, "the stage that makes x_t reads it"
-                parts.append(given.moves.of(self.of_stored(given.moves.signed(given.stored, self._negated))))
+                unit = self._scale.to_unit(given.moves.signed(given.stored, self._negated))
+                by_rows = given.band is not None and unit.shape[2:] == x0.shape[2:]
+                parts.append(given.moves.of(unit if by_rows or self._latents else self._resized(unit, self._size)))
             case "reduced":
                 small = F.avg_pool2d(x0, spec.factor)
                 if spec.noise:
@@ -223,6 +228,8 @@ class Conditions:
                 parts += [x0 * ~hole, hole.float()]
         if self._fixed is not None:
             parts.append(given.moves.of(self._fixed.expand(len(x0), -1, -1, -1)))
+        if given.band is not None:
+            parts = [given.band.cut(part) for part in parts]
         condition, vector = torch.cat(parts, dim=1) if parts else x0[:, :0], given.vector
         if spec.drop:
             dropped = torch.zeros_like(x0[:, 0, 0, 0], dtype=torch.bool)
@@ -274,11 +281,6 @@ class Conditions:
         if not self._latents:
             zeros.others[-1][:, -1] = 1.0
         return zeros
-
-    def of_stored(self, stored: Tensor) -> Tensor:
-        """Return a stored condition (N, c, h, w) on the U-Net's scale and of the images' stored size, float32."""
-        unit = self._scale.to_unit(stored)
-        return unit if self._latents else self._resized(unit, self._size)
 
     def _resized(self, images: Tensor, size: tuple[int, ...]) -> Tensor:
         """Return images (N, C, h, w) of a ``size`` (height, width); an image that becomes smaller is smoothed."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import OptimizerSpec, RunSpec
-from ddpm_ds.data.cache import IMAGES, Subset
+from ddpm_ds.data.cache import IMAGES, DatasetCache, Subset
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
 from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
@@ -73,6 +73,8 @@ class Denoising:
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
         self._conditions = Conditions(data, device, statistics=statistics.get("condition"), constants=constants)
+        self.band: Band | None = None
+        """Rows that micro-batches have; None for whole images. See :func:`rows_read`."""
 
     @functools.cached_property
     def _text(self) -> Text:
@@ -96,14 +98,15 @@ class Denoising:
         stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         flips = spec.data.horizontal_flips and spec.data.autoencoder is None  # latents are read mirrored
-        moves = self._diffusion.moves(draws, stored, size, flips)
+        moves = self._diffusion.moves(draws, stored, None if self.band else size, flips)
         x0, mask = self._moved(batch, moves)
-        (t, eps), labels, classes = self._diffusion.draw(draws, x0.shape), None, spec.unet.classes
+        (t, eps), labels, classes = self._diffusion.draw(draws, (*x0.shape[:2], *size)), None, spec.unet.classes
+        eps = eps if self.band is None else self.band.cut(eps).clone()
         if batch.pairs is not None:
             eps = eps[batch.pairs].contiguous(memory_format=torch.channels_last)
         if classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
-        given = Given(batch.condition, batch.vector, draws, moves, trained=True)
+        given = Given(batch.condition, batch.vector, draws, moves, trained=True, band=self.band)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes), batch.weight)
 
@@ -181,6 +184,19 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
         "mask": last and data.is_masked,
     }
     return frozenset(name for name, reads in used.items() if reads)
+
+
+def rows_read(spec: RunSpec, cache: DatasetCache, band: Band | None) -> Band | None:
+    """Return the rows of images that a rank reads, if it has a ``band`` of them; None if it reads whole images.
+
+    It does for work that needs other rows, and where a band would have the shape of a smaller condition.
+    """
+    data, diffusion, condition = spec.data, spec.diffusion, spec.data.condition or ConditionSpec()
+    looks = condition.kind not in (None, "stored") or diffusion.noise_pairs > 1 or diffusion.input_perturbation > 0.0
+    if band is None or looks or data.size != cache.size:
+        return None
+    smaller = {stored.shape[2:] for stored in cache.others.values()} - {cache.size}
+    return None if (band.stop - band.first, cache.size[1]) in smaller else band
 
 
 def replica_batches(

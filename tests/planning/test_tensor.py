@@ -14,7 +14,7 @@ from ddpm_ds.planning.costs import planned_costs
 from ddpm_ds.planning.decisions import choose_layout, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload
 from ddpm_ds.planning.memory import peak_bytes, pipeline_memory
-from ddpm_ds.schema.layout import Layout, TensorSplit
+from ddpm_ds.schema.layout import Layout, SpaceSplit, TensorSplit
 from ddpm_ds.unet.layers import BlockLayer
 from tests.ds_json import laid_out
 from tests.launching import tiny_spec
@@ -36,7 +36,7 @@ def job_of(channels: int = 32, images: int = 8, **config: Any) -> Workload:
 
 def all_grouped(job: Workload, devices: int) -> list[Layout]:
     splits = tensor_splits(job, devices)
-    return [layout for split in splits for layout in layouts(job, devices, offload=False, tensor=split)]
+    return [layout for split in splits for layout in layouts(job, devices, offload=False, split=(split, SpaceSplit()))]
 
 
 def test_sums_of_a_step_take_their_bytes_on_the_link_and_a_latency_each() -> None:
@@ -122,7 +122,7 @@ def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_amon
 def test_a_lower_bound_without_cuts_is_one() -> None:
     predictor = small_predictor(4, job_of(images=8))
     for split in (TensorSplit(), BY_TWO):
-        for layout in layouts(predictor.job, 4, offload=False, tensor=split):
+        for layout in layouts(predictor.job, 4, offload=False, split=(split, SpaceSplit())):
             if predictor.cut(layout) is not None:
                 assert predictor.least_seconds(layout) <= predictor.predict(layout).step_seconds * (1 + 1e-9)
 

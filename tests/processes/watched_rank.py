@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -27,12 +27,14 @@ def main() -> int:
     )
     rendezvous.close()
     names, stream = [f"rank {peer} (stage {peer})" for peer in range(size)], ThreadPoolExecutor(1)
-    given = stream.submit(lambda: False)  # the last work of what stands for a GPU: a thread that does its work in order
+    given: Future[object] = stream.submit(
+        bool
+    )  # the last work of what stands for a GPU: a thread that does its work in order
     watchdog = Watchdog(rank, names, store, dead_seconds=8, hang_seconds=2, work=DeviceWork(lambda: given.done()))
     for step in range(3):
         watchdog.progress()
         if rank == 3:  # as under NCCL, waits for a device that waits for a rank
-            given = stream.submit(lambda: bool(dist.barrier()))
+            given = stream.submit(dist.barrier)
             given.result()
         elif rank == 2:
             receive(dist.barrier(async_op=True))

@@ -33,6 +33,12 @@ class Layout:
     accumulation: int
     recompute: int = 0
     schedule: str = "1f1b"
+    optimizer: str = "AdamW"
+    on_host: bool = False
+    rounded: bool = False
+    """Whether weights have 16 bits alone, and are rounded at random."""
+    changes: tuple[str, ...] = ()
+    """Changes of the spec."""
 
 
 LAYOUTS = {
@@ -82,17 +88,24 @@ class Courses:
         config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
+        config["optimizer"]["type"] = layout.optimizer
+        if layout.rounded:
+            config["optimizer"]["params"]["stochastic_rounding"] = True
         config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
         config["pipeline"]["partition"] = "flops"
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
-        if precision == "fp32":
+        if precision != "fp16":
             del config["fp16"]
+        if precision == "bf16":
+            config["bf16"] = {"enabled": True}
         return layout.stages * layout.replicas, Course(
             name,
             spec=str(self._folder / "spec.yaml"),
             ds_config=str(write_json(self._folder / f"{name}.json", config)),
             stages=layout.stages,
             accumulation=layout.accumulation,
+            on_host=layout.on_host,
+            changes=layout.changes,
             overflow=precision == "fp16" if overflow is None else overflow,
             sources={source: str(self._checkpoint(source, WHOLE, STEPS)) for source in sources},
         )
@@ -117,6 +130,10 @@ class Courses:
     def end(self, course: str, source: str = WHOLE) -> Reader:
         """The checkpoint at the end of a course."""
         return Reader(self._checkpoint(course, source, 2 * STEPS))
+
+    def half(self, course: str) -> Reader:
+        """The checkpoint in the middle of a course."""
+        return Reader(self._checkpoint(course, WHOLE, STEPS))
 
     def reports(self, course: str, source: str = WHOLE) -> list[dict[str, Any]]:
         """What each rank saw."""
