@@ -210,6 +210,33 @@ class Band(NamedTuple):
         parts = self._by_rank(x)
         return torch.cat(self.group.exchange(parts, [parts[self.group.rank].shape] * self.group.size), dim=3)
 
+    def normalised(
+        self,
+        x: Tensor,
+        vectors: fused_norm.Vectors,
+        groups: int,
+        epsilon: float,
+        *,
+        silu: bool = True,
+        fused: bool = False,
+        parts: Sequence[Weighted] = (),
+    ) -> Tensor:
+        """Return SiLU(norm(x + add) * (1 + scale) + shift), with a row more on either side, zeros beyond the image.
+
+        Without ``silu`` there are neither SiLU nor more rows. The kernels are ``fused`` ones, or PyTorch's. While
+        gradients are swapped the backward computes the weight gradients of ``parts``, which read the result.
+        """
+        beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
+        how = _How(self, groups, epsilon, silu, fused_norm if fused else _Reference, beside)
+        return _Norm.apply(x, *vectors, how, *(part.weight for part in beside))
+
+
+@functools.cache
+def leave_uncompiled() -> None:
+    """Let ``torch.compile`` end a graph where ranks swap; a call, since importing the compiler takes seconds."""
+    for swaps in (Band.wide, Band.gathered, Band.to_heads, Band.to_rows, Band.normalised):
+        setattr(Band, swaps.__name__, torch.compiler.disable(swaps))
+
 
 class _Linear(torch.autograd.Function):
     """Linear exchange of a tensor, and the exchange that its gradient takes back."""
@@ -224,30 +251,8 @@ class _Linear(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def normalised(
-    band: Band,
-    x: Tensor,
-    vectors: fused_norm.Vectors,
-    groups: int,
-    epsilon: float,
-    *,
-    silu: bool = True,
-    fused: bool = False,
-    parts: Sequence[Weighted] = (),
-) -> Tensor:
-    """Return SiLU(norm(x + add) * (1 + scale) + shift) of images whose rows a group shares, with a row on either side.
-
-    Rows beyond the image are zeros. Without ``silu`` there are neither SiLU nor more rows. The kernels are ``fused``
-    ones, or PyTorch's. While gradients are swapped the backward computes the weight gradients of ``parts``, which read
-    the result.
-    """
-    beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
-    how = _How(band, groups, epsilon, silu, fused_norm if fused else _Reference, beside)
-    return _Norm.apply(x, *vectors, how, *(part.weight for part in beside))
-
-
 class _How(NamedTuple):
-    """What a normalisation is given beside tensors: the arguments of :func:`normalised`."""
+    """What a normalisation is given beside tensors: the arguments of :meth:`Band.normalised`."""
 
     band: Band
     groups: int

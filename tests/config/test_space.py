@@ -96,7 +96,6 @@ def test_a_plan_says_which_rows_are_shared_and_what_that_costs(tmp_path: Path) -
         ({"size": 4, "levels": [0, 1]}, ["data.image_size=[6,8]"], {}, "has 3 rows; sizes that work are 1, 2;"),
         ({"size": 4}, ["data.image_size=[2,8]"], {}, "has 2 rows; sizes that work are 1, 2"),
         ({"size": 4, "levels": [0, 1]}, ["data.image_size=[10,8]"], {}, "gives one rank 1.60 shares of 5 rows"),
-        ({"size": 2}, [], {"compile": True}, "compile = true does not go with pipeline.space.size = 2"),
         ({"size": 2}, [], {"pipeline": {"tensor": {"size": 2}}}, "does not go with pipeline.tensor.size = 2"),
         ({"size": 2}, [], {"pipeline": {"tensor": "auto"}}, 'does not go with pipeline.tensor.size = "auto"'),
     ],

@@ -61,6 +61,7 @@ BY_TWO = [
     Case(1, 1, 1, "fp32", 1, micro_batches=2, space=2),
     Case(1, 1, 2, "fp16", 0, micro_batches=2, process="caption", space=2),
     Case(1, 1, 0, "fp32", 2, process="reduced", space=2, levels=(0,)),
+    Case(1, 1, 0, "fp32", 0, compile=True, process="heads", random_programs=8, space=2),
 ]
 BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
@@ -133,6 +134,8 @@ MORE_BY_TWO = [
     *(Case(1, 1, *ways, micro_batches=2, space=2) for ways in (*SOME, (0, "fp16", 1), (0, "bf16", 0), (2, "bf16", 1))),
     *(Case(1, 1, *ways, process="text", micro_batches=2, space=2) for ways in SOME),
     Case(1, 1, 1, "fp32", 0, process="edm", random_programs=31, space=2),
+    Case(1, 1, 1, "fp32", 2, compile=True, process="text", random_programs=17, space=2),
+    Case(1, 1, 2, "fp16", 1, compile=True, micro_batches=2, process="reduced", space=2, levels=(0,)),
     Case(1, 1, 2, "fp16", 2, process="stored", reentrant=True, space=2, levels=(0,)),
     Case(1, 1, 1, "bf16", 0, process="reduced", micro_batches=2, offload=True, space=2),
     Case(1, 1, 2, "fp32", 0, process="weighted", micro_batches=2, eight_bit=True, space=2),
