@@ -6,7 +6,6 @@ import difflib
 import json
 import math
 import os
-import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ddpm_ds.cli.init import NEEDS_PATH
 from ddpm_ds.cli.options import Verb
-from ddpm_ds.config.spec_file import SPECS, load_spec, parse_yaml, preset
+from ddpm_ds.config.spec_file import SPECS, load_spec, preset, rewritten
 from ddpm_ds.ground.errors import OutputError, SpecError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES, read_text, write_file
 from ddpm_ds.ground.formats import parse_json
@@ -29,9 +27,9 @@ NUMBERS = {"num_repeats", "repeats", "balancing", "resolution", "caption_dropout
 MOST = 10**6
 LATENT = 8
 """Pixels, each way, in a latent of SD's and SDXL's autoencoders."""
-DATA = re.compile(r"^data:.*\n(?:(?: .*)?\n|#.*\n(?=(?:#.*\n|\n)* ))*", re.MULTILINE)
-"""Section ``data`` in the text of a spec."""
 
+Block = dict[str, Any]
+"""Values by key, of their file or of our spec."""
 Meanings = Mapping[str, str]
 """Meanings of keys that are not carried over; "" is a key that is read, or that changes nothing here."""
 
@@ -81,16 +79,6 @@ ONE_TRAINER_TEXT = meanings(
         "caps_randomize_enable": "random capitals",
     },
 )
-OF_COLOUR = ("brightness", "contrast", "saturation", "hue")
-ONE_TRAINER_IMAGE = meanings(
-    " ".join(["random_rotate_max_angle resolution_override", *(f"random_{what}_max_strength" for what in OF_COLOUR)]),
-    {
-        "enable_random_flip enable_fixed_flip": FLIPS,
-        "enable_resolution_override": "a resolution of this concept alone",
-        "enable_crop_jitter enable_random_circular_mask_shrink enable_random_mask_rotate_crop": ONCE,
-        " ".join(f"enable_{when}_{what}" for when in ("random", "fixed") for what in ("rotate", *OF_COLOUR)): ONCE,
-    },
-)
 SIMPLE_TUNER = meanings(
     "id type dataset_type instance_data_dir caption_strategy instance_prompt prepend_instance_prompt disabled disable "
     "only_instance_prompt resolution resolution_type repeats caption_shuffle disable_multiline_split crop crop_style "
@@ -114,14 +102,14 @@ class Found:
     """Data sets of another trainer in our words."""
 
     file: Path
-    sources: list[dict[str, Any]] = field(default_factory=list)
-    shared: dict[str, Any] = field(default_factory=dict)
+    sources: list[Block] = field(default_factory=list)
+    shared: Block = field(default_factory=dict)
     """Values that all data sets have here, by key of ``data``; those of the first data set count."""
     captions: dict[Path, dict[str, list[str]]] = field(default_factory=dict)
     """Captions for the ``metadata.jsonl`` of a folder, by name of an image in it."""
     notes: list[str] = field(default_factory=list)
 
-    def check(self, entry: Any, keys: Meanings, place: str) -> dict[str, Any]:
+    def check(self, entry: object, keys: Meanings, place: str) -> Block:
         """Return an entry, and note its keys that are not carried over; raises SpecError for unknown or wrong ones."""
         if not isinstance(entry, dict):
             raise SpecError(f"{self.file}: {place} = {shown(entry)} should be a block of keys; write it again")
@@ -137,7 +125,7 @@ class Found:
                 self.notes.append(f"{place}.{key} = {shown(value)} is not carried over: {keys[key]}")
         return entry
 
-    def share(self, place: str, values: Mapping[str, Any]) -> None:
+    def share(self, place: str, values: Block) -> None:
         """Keep values that one run has once, and note others."""
         for key, value in values.items():
             if self.shared.setdefault(key, value) != value:
@@ -179,18 +167,22 @@ def images_in(folder: Path) -> dict[str, str]:
     return {os.path.splitext(name)[0]: name for name in (os.path.relpath(path, folder) for path in paths)}
 
 
-def tags_of(**keys: Any) -> dict[str, Any]:
+def tags_of(**keys: object) -> Block:
     """Return the keys of ``data.text`` for tags that change, if any do."""
     given = {key: value for key, value in keys.items() if value}
     changes = given.keys() & {"shuffle", "drop", "prefix"}
     return {"text.tags": given, "text.stored": "text"} if changes else {"text.tags": None}
 
 
-def from_sd_scripts(content: Mapping[str, Any], found: Found) -> None:
+def from_sd_scripts(content: Block, found: Found) -> None:
     """Read a data set configuration: keys of a subset, else of its data set, else of all."""
     found.check(content, meanings("general datasets", {}), "file")
     of_all = {key: text for key, text in SD_SCRIPTS.items() if key not in OF_SUBSETS}
-    general, images, regular = found.check(content.get("general", {}), of_all, "general"), 0.0, list[Any]()
+    general, images, regular = (
+        found.check(content.get("general", {}), of_all, "general"),
+        0.0,
+        list[tuple[Block, float]](),
+    )
     for at, dataset in enumerate(content.get("datasets", [])):
         of_set = found.check({**dataset, "subsets": []}, {**of_all, "subsets": ""}, f"datasets.{at}")
         for number, subset in enumerate(dataset.get("subsets", [])):
@@ -245,13 +237,14 @@ def metadata_of(file: Path, folder: Path, mark: str) -> dict[str, list[str]]:
     return captions
 
 
-def from_one_trainer(content: Iterable[Any], found: Found) -> None:
+def from_one_trainer(content: Iterable[object], found: Found) -> None:
     """Read a list of concepts."""
     for number, given in enumerate(content):
         place = f"concepts.{number}"
-        get = found.check(given, ONE_TRAINER, place).get
+        get = (block := found.check(given, ONE_TRAINER, place)).get
         text = found.check(get("text", {}), ONE_TRAINER_TEXT, f"{place}.text").get
-        found.check(get("image", {}), ONE_TRAINER_IMAGE, f"{place}.image")
+        changes = {key: FLIPS if "flip" in key else ONCE for key in get("image", {}) if key.startswith("enable_")}
+        found.check(get("image", {}), dict.fromkeys(get("image", {}), "") | changes, f"{place}.image")
         kind = "VALIDATION" if get("validation_concept") else get("type", "STANDARD")
         if not get("enabled", True):
             continue
@@ -268,9 +261,8 @@ def from_one_trainer(content: Iterable[Any], found: Found) -> None:
         if kind == "VALIDATION":
             found.share(place, {"held_out_path": str(folder)})
             continue
-        repeats = get("balancing", get("repeats", 1.0))
-        if get("balancing_strategy") == "SAMPLES":
-            repeats = round(repeats / max(1, len(names)), 6)
+        among = max(1, len(names)) if get("balancing_strategy") == "SAMPLES" else 1
+        repeats = round(get("balancing" if "balancing" in block else "repeats", 1.0) / among, 6)
         found.sources.append({"path": str(folder), "repeats": repeats, "loss_weight": get("loss_weight", 1.0)})
         drop, mode = text("tag_dropout_probability", 0.0), text("tag_dropout_mode", "FULL")
         if text("tag_dropout_enable") and mode != "RANDOM":
@@ -282,7 +274,7 @@ def from_one_trainer(content: Iterable[Any], found: Found) -> None:
         found.share(place, {"text.missing": "empty"} | tags_of(**kept, shuffle=text("enable_tag_shuffling"), drop=drop))
 
 
-def from_simple_tuner(content: Iterable[Any], found: Found) -> None:
+def from_simple_tuner(content: Iterable[object], found: Found) -> None:
     """Read a list of data backends; those of caches are left out."""
     for number, given in enumerate(content):
         place = f"backends.{number}"
@@ -310,7 +302,7 @@ def from_simple_tuner(content: Iterable[Any], found: Found) -> None:
         tags = {"separator": mark, "keep": shuffle.get("position_start"), "shuffle": shuffle.get("enable")}
         pixels = 1000 * math.sqrt(size) if get("resolution_type") == "area" else size
         side, square = round(pixels / LATENT) * LATENT, get("crop") and get("crop_aspect", "square") == "square"
-        found.share(place, {"image_size": [side, side], "buckets": None if square else {}})
+        found.share(place, {"image_size": [side, side], "buckets": None if square else {"sizes": "nearest"}})
         found.share(place, tags_of(**tags, prefix=prompt if get("prepend_instance_prompt") else ""))
 
 
@@ -340,23 +332,22 @@ def read(file: Path) -> Found:
     return found
 
 
-def spec_with(found: Found, base: str, origin: Path) -> str:
-    """Return the text of a ``base`` spec, which is named ``origin``, with the data sets found and their notes."""
-    values = parse_yaml(base, str(origin))
-    data = {key: value for key, value in values.get("data", {}).items() if key != "path"}
-    per_unit = 1 if data.get("autoencoder") is None else LATENT
-    data |= {"source": "folder", "sources": found.sources}
-    data["text"] = {key: value for key, value in (data.get("text") or {}).items() if key != "captions"}
+def spec_with(found: Found, base: Path) -> str:
+    """Return the text of a ``base`` spec with the data sets found, after their notes; raises SpecError."""
+    of_latents = load_spec(base, reads_data=False).data.autoencoder is not None
+    keys: Block = {"source": "folder", "path": None, "sources": found.sources, "text.captions": "text"}
     for key, value in found.shared.items():
-        section, _, name = key.rpartition(".")
-        if key == "image_size":
-            sides = [side // per_unit for side in value]
-            value = sides[0] if sides[0] == sides[1] else sides
-        (data[section] if section else data)[name] = value
+        if key == "image_size" and of_latents:
+            value = [side // LATENT for side in value]
+        inside = value if isinstance(value, dict) else {}
+        keys |= {key: None if inside else value, **{f"{key}.{name}": each for name, each in inside.items()}}
+    try:
+        changes = [f"data.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        text = NEEDS_PATH.sub(r"\1", rewritten(base, load_spec(base, unasked=changes)))
+    except SpecError as error:
+        raise SpecError(*(fault.replace(f"{base}: ", f"{found.file}: ", 1) for fault in error.args)) from None
     notes = "".join(f"# {line}\n" for note in found.notes for line in textwrap.wrap(note, 116, subsequent_indent="  "))
-    block = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=116)
-    head = f"# Data sets of {found.file.name}, by ddpm-ds import-data.\n{notes}"
-    return head + DATA.sub(lambda _: f"{block}\n", base, count=1)
+    return f"# Data sets of {found.file.name}, by ddpm-ds import-data.\n{notes}{text}"
 
 
 @dataclass(frozen=True)
@@ -387,18 +378,12 @@ def import_data(options: ImportDataOptions) -> None:
         )
         for folder, captions in found.captions.items()
     }
-    load_spec(base, reads_data=False)
+    spec = spec_with(found, base)
     try:
         for path, content in {**files, out: None}.items():
             if path.exists() and (content is None or read_text(path) != content):
                 raise OutputError(f"{path} exists, and is not replaced; move it away")
-        write_file(out, spec_with(found, read_text(base, MOST_CONFIG_BYTES), base).encode())
-        try:
-            load_spec(out)
-        except SpecError:
-            out.unlink()
-            raise
-        for path, content in files.items():
+        for path, content in {out: spec, **files}.items():
             write_file(path, content.encode())
     except OSError as error:
         raise OutputError(f"{error.filename} can't be written ({error.strerror}); choose another place") from None

@@ -20,7 +20,6 @@ from ddpm_ds.ground.units import gib
 from ddpm_ds.processes.supervisor import Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.run_folder import REHEARSAL
 
 
 @dataclass(frozen=True)
@@ -99,15 +98,15 @@ def train(options: StartOptions) -> int:
         raise SpecError(f"--nodes {place.nodes} needs --run-dir DIR, a folder that all hosts share")
     if options.run_dir is None and not options.dry_run:
         run_dir = run_folder.make_run_dir(run_dir)
-    run_folder.check_output(run_dir, options.start_from)
+    run_folder.check_output(run_dir, options.resume)
     print(describe_plan(draft, run_dir), flush=True)
     if options.dry_run:
         return 0
     asked = without(options.arguments, LaunchOptions)
     if draft.chosen is not None:
         asked += ["-p", str(draft.chosen.stages)]
-        if draft.chosen.tensor is not None:
-            asked += ["--set", f"ds.pipeline.tensor={json.dumps(draft.chosen.tensor.block)}"]
+        for key, block in draft.chosen.keys.items():
+            asked += ["--set", f"ds.{key}={json.dumps(block)}"]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
     if options.spec is None and draft.spec_path != DEFAULT_SPEC:
@@ -130,8 +129,7 @@ def train(options: StartOptions) -> int:
     if options.run_dir is None:
         run_folder.remove_if_empty(run_dir)
         again += ["--run-dir", str(run_dir)]
-    rehearsed = options.steps is not None and ended.code == 0
-    log(f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(ended, run_dir, again))
+    log(_outcome(ended, run_dir, again))
     return ended.code
 
 
@@ -150,7 +148,7 @@ def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
 
         return (
             f"{what}; a process was killed, probably because this machine's {gib(host_memory())} of memory were full: "
-            "use a smaller U-Net, or a micro-batch that ddpm-ds fit finds"
+            "use a smaller U-Net, or smaller micro-batches by a larger train.accumulation"
         )
     if ended.code in (1, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS):
         return f"{what}; see the error above"

@@ -28,7 +28,6 @@ exit codes
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     from ddpm_ds.cli.doctor import doctor
-    from ddpm_ds.cli.fit import fit
     from ddpm_ds.cli.import_data import import_data
     from ddpm_ds.cli.init import add_init, prepare, schema
     from ddpm_ds.cli.launch import run, train
@@ -47,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ddpm_ds {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     add_init(verbs)
-    for each in (train, run, doctor, plan, fit, sweep, compare, note, diagnose, send, prepare, schema):
+    for each in (train, run, doctor, plan, sweep, compare, note, diagnose, send, prepare, schema):
         each.add(verbs)
     add_checkpoint(verbs)
     for each in (sample, evaluate, export, import_, import_data):

@@ -29,7 +29,7 @@ from ddpm_ds.tracking.runs import SWEEP, ExperimentError
 from ddpm_ds.tracking.tracker import RunStart, Tracker
 
 COMPARISON = "comparison.txt"
-OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note", "resume", "dry_run", "steps"]
+OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note", "resume", "dry_run"]
 """Options of ``ddpm-ds train`` that the sweep sets for each trial."""
 
 

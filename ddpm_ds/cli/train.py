@@ -6,7 +6,7 @@ import contextlib
 import os
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.cli.options import ConfigOption, Device, OneLineParser, SpecOptions, add_options, read, take_files
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
-from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.ground import errors
 from ddpm_ds.ground.errors import SpecError, UserError, print_to_stderr
@@ -25,7 +24,6 @@ from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import Machine
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan
 from ddpm_ds.processes.ranks import for_good, on_several_hosts, print_for_all, record_exit, set_environment
-from ddpm_ds.schema.types import ALL_SIGMAS
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine, activity
@@ -90,18 +88,9 @@ def checked(options: TrainOptions, world_size: int, hosts: Sequence[str]) -> tup
         if steps and steps[-1] > draft.steps:
             asked = f"{name} {steps[0]}-{steps[-1]}"
             raise SpecError(f"{asked}, but the run has {draft.steps} steps; use steps up to {draft.steps}")
-    if options.steps is not None:
-        draft = replace(draft, spec=_rehearsed(draft.spec))
     run_dir = options.run_dir or run_folder.new_run_dir(draft.spec.name)
-    _check_resume(options.start_from, run_dir)
+    _check_resume(options.resume, run_dir)
     return draft, run_dir
-
-
-def _rehearsed(spec: RunSpec) -> RunSpec:
-    """Return the spec of a rehearsal: its steps are those of the run, and everything else takes little time."""
-    few = {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS}
-    none, sampler = {"every_images": None}, spec.sampler.model_copy(update=few)
-    return spec.model_copy(update={"sampler": sampler, "evaluation": spec.evaluation.model_copy(update=none)})
 
 
 def _has_saved(folder: Path) -> bool:
@@ -134,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except Exception as error:  # an orderly exit of the interpreter would wait for other ranks
         if errors.is_out_of_memory(error):
-            fix = "ddpm-ds fit finds a micro-batch that fits"
-            print_to_stderr(f"{errors.ERROR}rank {os.environ['RANK']} {errors.RAN_OUT}; {fix}")
+            fix = "take smaller micro-batches, by a larger train.accumulation"
+            print_to_stderr(f"{errors.ERROR}rank {os.environ['RANK']} ran out of memory; {fix}")
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         traceback.print_exc()
@@ -145,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> None:
     set_environment()
-    with _reported_to_other_hosts():
+    try:
         options, world_size = parse(arguments), int(os.environ["WORLD_SIZE"])
         draft, run_dir = checked(options, world_size, launched_hosts(world_size))
         if int(os.environ["RANK"]) == 0:
@@ -153,7 +142,7 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
             if options.run_dir is None and not options.dry_run:
                 run_dir = run_folder.make_run_dir(run_dir)
                 screen.callback(run_folder.remove_if_empty, run_dir)
-            run_folder.check_output(run_dir, options.start_from)
+            run_folder.check_output(run_dir, options.resume)
             if not options.described:
                 print(describe_plan(draft, run_dir), flush=True)
         if options.dry_run:
@@ -161,10 +150,9 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
         line = sender = None
         if os.environ["RANK"] == "0":
             line = screen.enter_context(contextlib.closing(ProgressLine(draft.spec.train.images)))
-            if options.steps is None:
-                sender = start_child()  # imports MLflow meanwhile
-                screen.callback(sender.wait)
-                screen.callback(sender.kill)
+            sender = start_child()  # imports MLflow meanwhile
+            screen.callback(sender.wait)
+            screen.callback(sender.kill)
         with for_good(), activity(line, "starting PyTorch and DeepSpeed"):
             # These import torch, so everything cheap is checked first.
             from ddpm_ds.ground.device import choose_device
@@ -176,6 +164,12 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
             warning = check_run_memory(options.overrides, draft, run_dir, machine)
             if warning is not None and os.environ["LOCAL_RANK"] == "0":
                 print(warning, flush=True)
+    except UserError as error:
+        if on_several_hosts():  # their ranks may not have the same error; on one host the parent ends the others
+            from ddpm_ds.processes.rendezvous import refuse_alone
+
+            refuse_alone(error)
+        raise
     _train_with_others(draft, machine, run_dir, device, options, line, sender)
 
 
@@ -196,14 +190,14 @@ def _train_with_others(
     rendezvous = meet(draft, device, asked, line)
     with rendezvous.reporting(), run_folder.disk_errors_reported(run_dir), activity(line, "checking the run's images"):
         plan = run_plan.make_plan(draft, rendezvous.hosts, machine)
-        images = shared_images(draft.spec, run_dir, asked.start_from, rendezvous)
+        images = shared_images(draft.spec, run_dir, asked.resume, rendezvous)
     with started(plan, images, run_dir, device, asked, rendezvous, line) as (prepared, watchdog):
         with watchdog.blamed(), watchdog.pause(), activity(line, "planning the pipeline"):
             plan = run_plan.with_decisions(plan, device)
             seen = prepared.checkpoint.manifest.images if prepared.checkpoint else 0
             ahead = ""
             with errors.faults_logged("forecast", print):
-                ahead = "" if asked.steps else run_plan.forecast(plan, device, seen)
+                ahead = run_plan.forecast(plan, device, seen)
         if line is not None and (news := "\n".join(filter(None, (decided_since(draft, plan), ahead)))):
             print(news, flush=True)
         files = {run_folder.STAGES: stage_table(plan), run_folder.MACHINE: machine_json(plan.machine)}
@@ -269,16 +263,3 @@ def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
             ),
             flush=True,
         )
-
-
-@contextlib.contextmanager
-def _reported_to_other_hosts() -> Iterator[None]:
-    """Report a UserError of this rank to ranks on other hosts, which may not have the same error."""
-    try:
-        yield
-    except UserError as error:
-        if on_several_hosts():  # on one host its parent ends the other ranks
-            from ddpm_ds.processes.rendezvous import refuse_alone
-
-            refuse_alone(error)
-        raise

@@ -236,10 +236,13 @@ def _rewritten(text: str, whole: Mapping[str, Any], new: Mapping[str, Any]) -> s
                 edit(value, values[name], wanted, new.get(name, {}))
             elif values[name] != wanted:
                 first, last = key.end_mark.index, end(value)
-                written = yaml.safe_dump(wanted, default_flow_style=True, width=math.inf).removesuffix("\n...\n")
-                edits.append((first, last, f": {written.rstrip()}".ljust(last - first)))
+                written = yaml.safe_dump(wanted, default_flow_style=True, width=math.inf, allow_unicode=True)
+                written = written.removesuffix("...\n").rstrip()
+                edits.append((first, last, f": {written}".ljust(last - first)))
         if more := {name: value for name, value in new.items() if name not in values}:
-            block = textwrap.indent(yaml.safe_dump(more, sort_keys=False), " " * node.start_mark.column)
+            block = textwrap.indent(
+                yaml.safe_dump(more, sort_keys=False, allow_unicode=True), " " * node.start_mark.column
+            )
             edits.append((at := (text + "\n").index("\n", end(node)), at, f"\n{block.rstrip()}"))
 
     root = yaml.compose(text, Loader=_Loader)

@@ -21,7 +21,6 @@ LONGEST_LINE = 2000
 """Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
 ERROR, COMMAND_ERROR = "ddpm_ds: error: ", "ddpm-ds: error: "
 """Beginning of a line in which a rank, or the command, names its error."""
-RAN_OUT, NEEDS_MORE = "ran out of memory", "needs about"
 LAST_LINES = 8
 """Lines of output that are shown where a program failed without naming an error."""
 MOST_FAULTS = 40

@@ -76,14 +76,9 @@ class Processes:
         self.failed: tuple[int, int] | None = None
         """Number and exit code of the process that was the first to fail, negative for a signal."""
 
-    @property
-    def codes(self) -> list[int | None]:
-        """Exit codes, negative for a signal; None for a process that runs."""
-        return [process.poll() for process in self._all]
-
     def poll(self) -> int | None:
         """Return None while any process runs, and then the exit code of the first that failed, or 0."""
-        codes = self.codes
+        codes = [process.poll() for process in self._all]
         if self.failed is None:
             self.failed = next(((number, code) for number, code in enumerate(codes) if code), None)
         return None if None in codes else self.failed[1] if self.failed else 0

@@ -50,10 +50,9 @@ ASKED_SPEC, ASKED_CONFIG = "asked_spec.yaml", "asked_ds_config.json"
 """Files of a run that it was started with from Python or by a sweep, not from files of the user's."""
 METRICS, EVALUATIONS, OBSERVATIONS = POINTS = ("metrics.jsonl", "evaluations.jsonl", "observations.jsonl")
 """Files of a run with log points, held-out losses and observers' measurements."""
-VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
-"""Files of a run: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
-ANIMATION, RESUMES, LABELS = "progress.gif", "resumes.jsonl", "tags.json"
-"""Files of a run: pictures drawn while training, one after the other; every resume; tags given by a sweep."""
+VERDICT, ANIMATION, RESUMES, LABELS = "verdict.txt", "progress.gif", "resumes.jsonl", "tags.json"
+"""Files of a run: where its time went; pictures drawn while training, one after the other; every resume; tags given by
+a sweep."""
 IDENTITY, LOCK = "identity", ".lock"
 """Files of a run: the identity of its MLflow run, and a file that its process keeps locked."""
 EVENTS = "events.jsonl"
@@ -121,7 +120,7 @@ def check_output(run_dir: Path, resume: str) -> None:
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     # A start that is killed before it has written its spec leaves these.
-    begun_ones = (ASKED_SPEC, ASKED_CONFIG, LOCK, REHEARSAL, f".{REHEARSAL}.tmp", f".{SPEC}.tmp", checkpoints.name)
+    begun_ones = (ASKED_SPEC, ASKED_CONFIG, LOCK, f".{SPEC}.tmp", checkpoints.name)
     others = [path for path in run_dir.glob("*") if path.name not in begun_ones]
     others += [path for path in checkpoints.glob("*") if not path.name.startswith(PROBE)]
     if others and not (run_dir / SPEC).exists():

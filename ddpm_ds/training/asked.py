@@ -8,15 +8,13 @@ from ddpm_ds.ground.options import (
     HIDDEN,
     flag,
     limited_seconds,
-    memory_size,
     option,
-    positive,
     seconds,
     step_range,
     valid_text,
 )
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
-from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, REHEARSAL
+from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""
@@ -47,21 +45,9 @@ class Asked:
     profile_kernels: range = option(
         "steps whose kernels PyTorch's profiler records", "FIRST-LAST", step_range, default=range(0)
     )
-    steps: int | None = option(
-        f"only rehearse: N timed steps and a picture; no MLflow, no checkpoints (RUN_DIR/{REHEARSAL})",
-        "N",
-        positive,
-    )
-    memory_budget: int | None = option(HIDDEN, kind=memory_size)
-    """Most bytes that PyTorch may take of a GPU, for ``ddpm-ds fit``; None is all of it."""
     note: str | None = option("why this run is made; kept with it in MLflow", "TEXT", valid_text)
     parent_run: str | None = option(HIDDEN)
     """Identity of this run's parent run in MLflow, for ``ddpm-ds sweep``."""
-
-    @property
-    def start_from(self) -> str:
-        """``auto``, ``never``, as in a rehearsal, or the path of a checkpoint or of a run's folder."""
-        return self.resume if self.steps is None else "never"
 
     def traced(self, steps: int) -> range:
         """Return the steps to trace in a run of ``steps`` steps."""

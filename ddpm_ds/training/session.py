@@ -1,5 +1,5 @@
 """Training of a started run on one process: the engine, the record, and the loop, which steps, logs, validates and
-saves, and rolls back or stops if the numbers are bad. A rehearsal is a few timed steps and one picture.
+saves, and rolls back or stops if the numbers are bad.
 """
 
 import contextlib
@@ -7,14 +7,13 @@ import json
 import math
 import platform
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,7 @@ from ddpm_ds.data.cache import CONSTANTS, Subset
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.loader import MicroBatch, Share, ordered
 from ddpm_ds.data.text import TextEncoders
-from ddpm_ds.ground.device import wait_for_device
 from ddpm_ds.ground.errors import BadNumbersError, LauncherLostError, OutputError, Preempted
-from ddpm_ds.ground.files import write_file
 from ddpm_ds.ground.units import gib
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
@@ -35,8 +32,8 @@ from ddpm_ds.observe.observer import Observer, Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.deepspeed_insides import named_builds
-from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
-from ddpm_ds.pipeline.messages import all_gather_objects, barrier, runs_behind
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.messages import barrier
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.inputs import layers_for
 from ddpm_ds.planning.run_plan import RunPlan, picture_seconds
@@ -47,13 +44,13 @@ from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.recorder import Recorder, recorded
-from ddpm_ds.tracking.run_folder import DS_CONFIG, REHEARSAL, SPEC, disk_errors_reported
+from ddpm_ds.tracking.run_folder import DS_CONFIG, SPEC, disk_errors_reported
 from ddpm_ds.tracking.tracker import RunStart
 from ddpm_ds.training.asked import Asked
 from ddpm_ds.training.ema import Ema, averages_of
 from ddpm_ds.training.held_out_loss import HeldOutLoss
-from ddpm_ds.training.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.training.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
+from ddpm_ds.training.meters import Interval, Meter, gather, is_due, metrics
+from ddpm_ds.training.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches, rows_read
 from ddpm_ds.training.saving import Saver
 from ddpm_ds.training.start import Prepared
 from ddpm_ds.training.validation import Previews, Validation, prompts_of
@@ -68,41 +65,6 @@ SPIKE_POINTS = 10
 REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_images or gradient_clipping 1.0"
 
 
-class Rehearsal(Observer):
-    """Observer that ends a run after ``steps`` timed steps, and writes their seconds and all ranks' peak memory."""
-
-    def __init__(self, engine: UnetPipelineEngine, run_dir: Path, steps: int, checkpoint_interval: int) -> None:
-        self._engine, self._file, self._steps = engine, run_dir / REHEARSAL, steps
-        self._checkpoint_interval = checkpoint_interval
-        self._warm_up = CAUTIOUS_STEPS if runs_behind(engine.device) else 1  # they allocate moments, and connect
-        self._began, self._seconds = 0.0, list[float]()
-
-    def begin_step(self, step: int) -> None:
-        wait_for_device(self._engine.device)
-        self._began = time.perf_counter()
-
-    def ended(self) -> bool:
-        """Count the step that has ended, and return whether it was the last; the same on all ranks."""
-        wait_for_device(self._engine.device)
-        if not self._warm_up:
-            self._seconds.append(time.perf_counter() - self._began)
-        elif self._engine.was_step_applied():
-            self._warm_up -= 1
-        return len(self._seconds) >= self._steps
-
-    def finish(self) -> None:
-        device = self._engine.device
-        peak = peak_reserved_bytes(device) or peak_memory_bytes(device)
-        seconds, peaks = zip(*all_gather_objects([self._seconds, peak], Any), strict=True)
-        if dist.get_rank() == 0:
-            found = {
-                "step_seconds": [max(step) for step in zip(*seconds, strict=True)],  # of the slowest rank
-                "rank_peak_bytes": peaks,
-                "checkpoint_interval": self._checkpoint_interval,
-            }
-            write_file(self._file, f"{json.dumps(found)}\n".encode())
-
-
 @dataclass
 class Training:
     """State that the training loop works with, on every rank."""
@@ -112,15 +74,12 @@ class Training:
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[MicroBatch] | None]
     """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
-    saver: Saver | None
-    """None in a rehearsal."""
+    saver: Saver
     requests: Requests
     watchdog: Watchdog
     validation: Validation
     observer: Observer
     recorder: Recorder
-    ended: Callable[[], bool]
-    """Function that is called once after each step, and returns whether it was the last."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
 
@@ -145,7 +104,7 @@ def train(run: Training) -> Interval:
             run.requests.listen()  # all ranks have something to save
             run.recorder.first_loss(loss)
             first = False
-        asked, seen, done = run.requests.poll(), engine.images_seen, run.ended()
+        asked, seen, done = run.requests.poll(), engine.images_seen, engine.images_seen >= spec.train.images
         save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
         read = save or is_due(spec.logging.log_every_images, before, seen)
         trouble = _scale_floor(engine) if read or engine.global_steps % FLOOR_STEPS == 0 else None
@@ -154,7 +113,7 @@ def train(run: Training) -> Interval:
             run.recorder.point(metrics(interval, engine, run.macs), engine.global_steps, fp16=engine.fp16_enabled())
             trouble = _bad_loss(run, interval, done)
         if trouble:
-            if spec.bad_numbers.policy == "stop" or run.saver is None:
+            if spec.bad_numbers.policy == "stop":
                 raise BadNumbersError(trouble)
             with run.watchdog.pause():  # a checkpoint is read as fast as the disk is
                 what = run.saver.roll_back(trouble, spec.bad_numbers.max_rollbacks)
@@ -168,7 +127,7 @@ def train(run: Training) -> Interval:
                 run.validation.after_step(before, done)
             asked = run.requests.poll()  # a signal may have come meanwhile
             save = save or asked.save or asked.stop
-        if run.saver is not None and save:
+        if save:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():  # waits for the one before
                 seconds = run.saver.save()
             run.recorder.checkpoint(seconds, engine.global_steps)
@@ -230,38 +189,41 @@ def run_training(
 ) -> Iterator[Ended | None]:
     """Train a run that has started (:func:`ddpm_ds.training.start.started`) to its end, as :func:`train`. Collective.
 
-    The body finishes the record (:meth:`Recorder.finish`), unless it gets None: from a rehearsal, or from a run that
-    had seen all its images before. ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's
-    folder, by file name. ``sender`` is the child that sends the record; None records nothing.
+    The body finishes the record (:meth:`Recorder.finish`), unless it gets None from a run that had seen all its images
+    before. ``progress``, and ``sender``, the child that sends the record, are None on all ranks but 0. ``files`` are
+    texts to keep in the run's folder, by file name.
     """
     device, (store, _), doing = prepared.device, prepared.images.trained, partial(activity, progress)
     encoders = encoders_of(plan.spec.data.text, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
     other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
+    empty = store.empty_text or encoders
+    objective = Denoising(plan.spec, device, store.meta.statistics, store.constants, empty)
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), named_builds(doing), for_good():
         engine = build_engine(
             plan.layers,
             plan.bounds,
-            plan.ds if asked.steps is None else plan.ds.with_keys({"graphs": False}),  # each of a few steps is timed
-            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
+            plan.ds,
+            objective,
             seed=plan.spec.train.seed,
             programs=plan.programs,
             others=[layers_for(plan.spec, size, *plan.ds.layout.split) for size in other_sizes],
-            drawn=asked.steps is not None or not (prepared.checkpoint or prepared.initial),
+            drawn=not (prepared.checkpoint or prepared.initial),
             verbose=asked.verbose,
         )
+        objective.band = rows_read(plan.spec, store, engine.module.band)
         engine.rate = rate_of(plan.spec.optimizer, plan.spec.train.images)
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
             numbers = [engine.module.size_number(each.size) for each in store.caches]
             order, _ = ordered(prepared.images.trained, plan.spec.data.folders, plan.spec.train.seed, group)
             engine.size_of = lambda index: numbers[order.bucket_at(index)]
-    recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
+    recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder())
     if progress is not None and sender is not None:
         recording = _recorded(plan, prepared, asked, progress, files, sender)
     with disk_errors_reported(prepared.claim.run_dir), recording as recorder:
         engine.graph.log = recorder.log
-        if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
+        if plan.ds.config.graphs == "auto" and device.type == "cuda":
             engine.graph.log_why_eager()
         if encoders is not None:
             each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
@@ -320,19 +282,9 @@ def _batches(
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index
+    if (band := rows_read(spec, images.cache, engine.module.band)) is not None:
+        images = images._replace(cache=images.cache.rows(band.first, band.stop))
     return replica_batches(spec, images, share, engine.device, fields=fields, start_images=start, encoders=encoders)
-
-
-def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
-    flops, precision, layers = plan.ds.config.flops_profiler, plan.ds.precision, whole_layers(plan.layers)
-    return Observers(
-        [
-            FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs),
-            KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
-            PauseClock(run_dir if dist.get_rank() == 0 else None),
-        ]
-    )
 
 
 def _train(
@@ -347,18 +299,20 @@ def _train(
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
     spec, run_dir, images = plan.spec, prepared.claim.run_dir, prepared.images
-    rehearsal = saver = None
     with watchdog.blamed(), watchdog.pause():
-        if asked.steps is not None:
-            rehearsal = Rehearsal(engine, run_dir, asked.steps, plan.ds.layout.interval)
-        else:
-            about, log = prepared.about, recorder.log
-            saver = Saver(engine, ema, run_dir, spec.checkpoint, about, log=log, store=watchdog.store)
-            if prepared.checkpoint is not None:
-                saver.load(prepared.checkpoint)
-            elif prepared.initial is not None:
-                saver.start_from(prepared.initial)
-        observer = rehearsal or _observers(plan, run_dir, engine, recorder, asked)
+        about, log = prepared.about, recorder.log
+        saver = Saver(engine, ema, run_dir, spec.checkpoint, about, log=log, store=watchdog.store)
+        if prepared.checkpoint is not None:
+            saver.load(prepared.checkpoint)
+        elif prepared.initial is not None:
+            saver.start_from(prepared.initial)
+        flops, precision = plan.ds.config.flops_profiler, plan.ds.precision
+        observers = [
+            FlopsProfile(engine, whole_layers(plan.layers), flops, run_dir / "flops", recorder, steps=plan.steps),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.work),
+            KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
+            PauseClock(run_dir if dist.get_rank() == 0 else None),
+        ]
     if (first := engine.images_seen) >= spec.train.images:
         handle(STOP_SIGNALS, signal.SIG_IGN)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
@@ -371,12 +325,12 @@ def _train(
         drawn_for = images.held_out
     prompts, stops = prompts_of(spec, prepared.prompts, engine.device), lambda: requests.poll().stop
     previews, every = Previews(spec, engine, watchdog, drawn_for, prompts, stops), spec.samples.every_images
-    measure_every = spec.evaluation.every_images
-    seconds = picture_seconds(plan) if rehearsal is None else 0.0  # a rehearsal's picture has one step
+    measure_every, seconds = spec.evaluation.every_images, picture_seconds(plan)
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
-    ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
-    run = Training(spec, plan.macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
+    run = Training(
+        spec, plan.work, engine, batches, saver, requests, watchdog, validation, Observers(observers), recorder
+    )
     try:
         with watchdog.blamed(), disk_errors_reported(run_dir):
             last = train(run)
@@ -388,15 +342,14 @@ def _train(
         _finish(run)
         raise
     _finish(run)
-    return Ended(engine, recorder, last.loss, engine.images_seen - first) if rehearsal is None else None
+    return Ended(engine, recorder, last.loss, engine.images_seen - first)
 
 
 def _finish(run: Training) -> None:
     """Let no rank leave before the last checkpoint is on the disk; raises OutputError if it could not be written."""
     try:
         with run.watchdog.pause(), run.recorder.doing("writing the last checkpoint"):
-            if run.saver is not None:
-                run.saver.check_saved()
+            run.saver.check_saved()
             barrier()
     finally:
         run.engine.graph.drop()  # NCCL would wait for it when its groups are destroyed

@@ -26,7 +26,7 @@ from ddpm_ds.data.latents import check_steps, pixels_of
 from ddpm_ds.data.prepare import How
 from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.text import check_text
-from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, memory_bytes, share_threads
+from ddpm_ds.ground.device import DTYPES, MESSAGE_ENVIRONMENT, share_threads
 from ddpm_ds.ground.errors import HostError, SpecError, one_line
 from ddpm_ds.ground.units import gib
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -38,6 +38,7 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import flatten
+from ddpm_ds.schema.types import written
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.run_folder import disk_errors_reported
 from ddpm_ds.training import resume
@@ -84,8 +85,6 @@ def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: Progress
 
     UserError if they would run something else or share a GPU, or if the device lacks kernels or a compiler.
     """
-    if asked.memory_budget is not None and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(asked.memory_budget / memory_bytes(device), 1.0), device)
     use_host_accelerator()
     share_threads(device)
     with activity(progress, "waiting for all processes"):
@@ -103,12 +102,12 @@ def meet(draft: RunDraft, device: torch.device, asked: Asked, progress: Progress
     return rendezvous
 
 
-def shared_images(spec: RunSpec, run_dir: Path, start_from: str, rendezvous: Rendezvous) -> Images:
+def shared_images(spec: RunSpec, run_dir: Path, resume_from: str, rendezvous: Rendezvous) -> Images:
     """Prepare the images together, once on each host, and check that all hosts have the same. Collective."""
     check_text(spec.data.text, spec.unet.text)
     check_steps(spec.data, len(spec.unet.multipliers))
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
-    own = resume.images_learned(run_dir, start_from) if first_on_host else None
+    own = resume.images_learned(run_dir, resume_from) if first_on_host else None
     learned = (one["checksums"] for one in rendezvous.agree("learned", {"checksums": own}))
     store, held_out = prepare_all(
         spec.data,
@@ -143,7 +142,7 @@ def started(
     with rendezvous.reporting(), disk_errors_reported(run_dir), activity(progress, "checking the run's files"):
         claim = resume.claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
         about = described(spec, plan.ds, plan.layers, images.checksums, images.trained.cache.meta.facts)
-        checkpoint = agreed(partial(resume.find_checkpoint, claim.run_dir, asked.start_from, log), rank, gather)
+        checkpoint = agreed(partial(resume.find_checkpoint, claim.run_dir, asked.resume, log), rank, gather)
         changed, initial, prompts = list[str](), None, None
         if checkpoint is not None:
             changed = resume.check_resume(checkpoint, about, claim.run_dir)
@@ -199,7 +198,13 @@ def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | Non
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    parts(spec.data, store, held_out)
+    trained, others = parts(spec.data, store, held_out)
+    shown = (others if len(others.positions) else trained).of_size(spec.data.size)
+    if spec.data.buckets and spec.data.condition and spec.samples.every_images and not len(shown.positions):
+        raise SpecError(
+            f"samples.every_images = {spec.samples.every_images} draws for the conditions of images of "
+            f"data.image_size = {written(spec.data.size)}, and its bucket has none; use null, or another size"
+        )
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):

@@ -147,8 +147,8 @@ class Band(NamedTuple):
         return self.first + self.rows[self.group.rank]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of images (N, C, H, W)."""
-        return whole[:, :, self.first : self.stop]
+        """Return this rank's rows of images (N, C, H, W), which may have them alone already."""
+        return whole[:, :, self.first : self.stop] if whole.shape[2] == self.height else whole
 
     def wide(self, x: Tensor, above: int = 1, below: int = 1) -> Tensor:
         """Return x (N, C, rows, W) with so many rows of the neighbours beside it, zeros beyond the image."""

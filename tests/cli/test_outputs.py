@@ -1,7 +1,5 @@
 """Files that a user names are written whole, and replace a file only with --overwrite, by every program."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -21,12 +19,9 @@ from ddpm_ds.ground.outputs import writing
 from tests.evaluate.planted import FAST, plant
 
 PLAN = ["plan", "--spec", "SPEC", "--deepspeed_config", "JSON", "--processes", "1"]
-FIT = ["fit", "--spec", "SPEC", "--deepspeed_config", "JSON"]
 VERBS = {
     "plan --out": [*PLAN, "--out", "FILE"],
     "plan --timeline": [*PLAN, "--timeline", "FILE"],
-    "fit --out": [*FIT, "--out", "FILE"],
-    "fit --json": [*FIT, "--json", "FILE"],
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
 """Words of each verb that writes a file; all paths but FILE are missing, since the file is checked first."""

@@ -1,7 +1,5 @@
 """No order of messages locks: the model's sweep, the locks it must find, and that the engines post what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

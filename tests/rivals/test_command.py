@@ -1,7 +1,5 @@
 """``launch/bench.py``, started as by a user."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run keeps in its folder between two processes, however the first one ended."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
@@ -284,15 +282,15 @@ def test_a_start_that_is_killed_after_any_file_leaves_a_folder_that_the_next_tak
     assert any(path.startswith("checkpoints/.probe-") for path in left)
 
 
-def test_a_rehearsal_is_no_reason_to_refuse_a_folder_and_other_files_are(tmp_path: Path) -> None:
+def test_a_start_that_was_killed_is_no_reason_to_refuse_a_folder_and_other_files_are(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "rehearsal.json").touch()
+    (tmp_path / ".lock").touch()
     check_output(tmp_path, "auto")
     (tmp_path / "checkpoints" / "of another program").touch()
     with pytest.raises(OutputError, match="is neither empty nor the folder of a run"):
         check_output(tmp_path, "auto")
-    with pytest.raises(OutputError, match=r"rehearsal.json is no folder; remove it, or name another run folder"):
-        check_output(tmp_path / "rehearsal.json", "auto")
+    with pytest.raises(OutputError, match=r"\.lock is no folder; remove it, or name another run folder"):
+        check_output(tmp_path / ".lock", "auto")
     with claim_folder(tmp_path), pytest.raises(OutputError, match="is in use by a run that is still going"):
         claim_folder(tmp_path)
 

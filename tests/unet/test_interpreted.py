@@ -1,8 +1,6 @@
 """Triton's kernels in its interpreter, on any machine: the fused GroupNorm + SiLU against float64, dropout's masks
 bit for bit, and the draws of a micro-batch."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

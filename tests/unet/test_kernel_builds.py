@@ -1,7 +1,5 @@
 """Compilation of the Triton kernels for an H100 on any machine: the interpreter accepts more than the compiler."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
