@@ -282,6 +282,7 @@ class _Norm(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         band, groups, epsilon, silu, kernels, _ = how
+        x = x.contiguous(memory_format=torch.channels_last)  # as the fused kernels read it
         rows, beside, vectors = x.shape[2], int(silu), (weight, bias, add, scale, shift)
         own = kernels.moments(x, add, groups)  # (2, N, G)
         *others, both = band.group.trade(x[:, :, :beside], x[:, :, rows - beside :], own)()
@@ -339,7 +340,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Reference:
-    """The functions of :mod:`ddpm_ds.unet.fused_norm` as operations of PyTorch, with as few passes as it has."""
+    """The functions of :mod:`ddpm_ds.unet.fused_norm` in operations of PyTorch, with few passes over memory."""
 
     @staticmethod
     def moments(x: Tensor, add: Tensor | None, groups: int) -> Tensor:
@@ -363,7 +364,7 @@ class _Reference:
     @staticmethod
     def normalise(x: Tensor, y: Tensor, given: Sequence[Tensor], silu: bool) -> None:
         a, c, _, _ = given
-        u = torch.addcmul(_wide(c), x.to(a.dtype), _wide(a), out=y if y.dtype is a.dtype else None)
+        u = torch.addcmul(_per_pixel(c), x.to(a.dtype), _per_pixel(a), out=y if y.dtype is a.dtype else None)
         u = F.silu(u, inplace=True) if silu else u
         if u is not y:
             y.copy_(u)
@@ -373,7 +374,7 @@ class _Reference:
         a, c, m, r = given
         x, du = x.to(a.dtype), dy.to(a.dtype)
         if silu:
-            u = torch.addcmul(_wide(c), x, _wide(a))
+            u = torch.addcmul(_per_pixel(c), x, _per_pixel(a))
             du = torch.ops.aten.silu_backward.grad_input(du, u, grad_input=u)
         backward, wanted = torch.ops.aten.native_batch_norm_backward, [False, True, True]
         images = zip(du.split(1), x.split(1), m, r, strict=True)
@@ -385,11 +386,11 @@ class _Reference:
         a, _, m, r = given
         of_dh, of_dh_h = of_dh.repeat_interleave(a.shape[1] // of_dh.shape[2], dim=2)
         slope = -of_dh_h * r.square()
-        dx = torch.addcmul(_wide(-of_dh * r - slope * m), du, _wide(a), out=du if silu else None)
-        return dx.addcmul_(x.to(a.dtype), _wide(slope)).to(x.dtype)
+        dx = torch.addcmul(_per_pixel(-of_dh * r - slope * m), du, _per_pixel(a), out=du if silu else None)
+        return dx.addcmul_(x.to(a.dtype), _per_pixel(slope)).to(x.dtype)
 
 
-def _wide(vectors: Tensor) -> Tensor:
+def _per_pixel(vectors: Tensor) -> Tensor:
     """Return vectors (N, C) for every pixel."""
     return vectors[:, :, None, None]
 
