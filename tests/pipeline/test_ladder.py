@@ -203,7 +203,7 @@ MORE_BY_FOUR = [
     Case(1, 2, 2, "fp32", 1, across="replicas", process="text", tensor=2),
     Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, process="caption", tensor=2),
     *(Case(2, 1, *ways, space=2) for ways in SOME),
-    *(Case(2, 1, *ways, schedule="folded", process="text", random_programs=22, space=2) for ways in SOME[:2]),
+    *(Case(2, 1, *ways, schedule="folded", process="text", random_programs=22, space=2) for ways in SOME),
     *(Case(2, 1, *ways, schedule="folded", process="flow", random_programs=22, space=2) for ways in SOME[2:]),
     *(Case(1, 1, *ways, process="uneven", space=4, levels=(0, 1)) for ways in (*SOME, (1, "bf16", 0), (0, "bf16", 2))),
     *(Case(1, 2, *ways, process="reduced", space=2) for ways in (*SOME, (0, "fp16", 0))),
