@@ -42,14 +42,14 @@ class SignalThread:
     """
 
     def __init__(self, receive: Callable[[int], None]) -> None:
-        received, self.wakeup = socket.socketpair()
+        self._received, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno())
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
 
-        def run() -> None:
-            with received:
-                while numbers := received.recv(1):
+        def run() -> None:  # keeps self, whose sockets would be closed with it
+            with self._received:
+                while numbers := self._received.recv(1):
                     if numbers[0] in STOP_SIGNALS:
                         receive(numbers[0])
 
