@@ -364,7 +364,7 @@ def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) ->
 
 
 def _ways_key(data: DataSpec) -> str:
-    """Return the end of the name of a cache of latents, a hash of what is stored beside those of images; or ""."""
+    """Return the end of the name of a cache of latents: a hash of the keys that add others to those of images."""
     kept = {"kind", "scaled", "cut", "variants", "unmasked"}
     ways = {} if data.condition is None else data.condition.model_dump(include=kept)
     ways |= {"horizontal_flips": True} if data.horizontal_flips else {}
