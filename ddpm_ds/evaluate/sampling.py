@@ -385,8 +385,11 @@ def request_for(
     if regresses and members not in (None, 1):
         raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
     members = members or (1 if regresses else USUAL_MEMBERS)
-    count = count or min(len(inputs) - first, USUAL_COUNT)
-    if not 0 < count <= len(inputs) - first:
+    prompts, there = 0 if setup.prompts is None else len(setup.prompts), len(inputs)
+    if prompts and there == 1:  # is drawn for each of them
+        there = max(prompts, first + (count or 1))
+    count = count or min(there - first, USUAL_COUNT)
+    if not 0 < count <= there - first:
         fault = f"--conditions has {len(inputs):,} inputs; name some of these"
         raise SpecError(f"--first {first} and --count {count:,}: {fault}")
     if labels == "all":

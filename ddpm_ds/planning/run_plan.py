@@ -250,7 +250,7 @@ def in_replicas(layout: Layout) -> str:
     """Return the options with which ranks of space groups become replicas."""
     ranks, batch = layout.data_ranks, layout.batch_images
     more = f" --set train.batch_images={-(-batch // ranks) * ranks}" if batch % ranks else ""
-    return f"--set ds.pipeline.space.size=1{more}"
+    return f"--set 'ds.pipeline.space={{}}'{more}"
 
 
 def picture_seconds(plan: RunPlan) -> float:

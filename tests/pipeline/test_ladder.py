@@ -54,6 +54,8 @@ BY_TWO = [
     Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
     # text: cuts inside of transformers, intervals that begin before, at and after an entry
     Case(2, 1, 2, "fp32", 2, schedule="folded", random_programs=13, process="caption", cuts=(4, 9, 13)),
+    # masked latents with 9 channels
+    Case(2, 1, 1, "fp32", 0, process="cut"),
     # micro-batches of three sizes
     Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
     # frozen parts: all but the last layer, the first, one level, and attention; a rank that trains nothing
@@ -72,6 +74,8 @@ BY_TWO = [
     Case(1, 1, 1, "fp32", 1, micro_batches=2, space=2),
     Case(1, 1, 2, "fp16", 0, micro_batches=2, process="caption", space=2),
     Case(1, 1, 0, "fp32", 2, process="reduced", space=2, levels=(0,)),
+    Case(1, 1, 2, "fp16", 0, micro_batches=2, process="cut", space=2),
+    Case(1, 1, 1, "fp32", 0, process="cut", tensor=2),
 ]
 BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
@@ -101,6 +105,7 @@ ONE_PROCESS = [
     Case(1, 1, 0, "fp32", 5, micro_batches=2, process="text"),
     Case(1, 1, 1, "fp32", 0, compile=True, process="text", random_programs=17),
     Case(1, 1, 2, "bf16", 0, process="buckets"),
+    Case(1, 1, 0, "fp16", 0, micro_batches=2, process="cut"),
     Case(1, 1, 0, "fp32", 0, compile=True, process="buckets"),
 ]
 MORE_BY_TWO = [
@@ -131,6 +136,7 @@ MORE_BY_TWO = [
     Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
     Case(2, 1, 1, "fp16", 1, random_programs=14, process="caption", cuts=(14,)),
     Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=11, process="regression"),
+    Case(1, 2, 2, "bf16", 0, process="cut"),
     Case(1, 2, 1, "bf16", 0, micro_batches=2, process="reduced"),
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME if ways != (1, "fp16", 0)),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),

@@ -159,9 +159,11 @@ def test_several_gpus_compute_beside_a_receive(kind: Kind, tmp_path: Path) -> No
 def swaps() -> list[float]:
     """Seconds of swaps with the other rank: a row of 64 channels to and fro, and the statistics of 8 groups."""
     rows = torch.ones(1, 256, 1, 64, device=own_device()).permute(0, 3, 2, 1)
-    both: Any = dist.new_group([0, 1])
-    space, numbers = SpaceGroup(dist.get_rank(), 2, both), torch.ones(2, 1, 8, device=rows.device)
-    return [seconds(lambda: space.trade(rows, rows, numbers)()) for _ in range(4 * ROUNDS)]
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    space = SpaceGroup(dist.get_rank(), 2, group)
+    statistics = torch.ones(2, 1, 8, device=rows.device)
+    return [seconds(lambda: space.trade(rows, rows, statistics)()) for _ in range(4 * ROUNDS)]
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
