@@ -192,6 +192,14 @@ def tiny_text_spec(levels: int = 2, tokens: int = 5, **sections: dict[str, Any])
     return tiny_spec(**values)
 
 
+def error_of(kind: Any, call: Callable[..., Any], *given: Any, **how: Any) -> str:
+    """The error that a call raises, which is one line."""
+    with pytest.raises(kind) as caught:
+        call(*given, **how)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
 def place_program(folder: Path, name: str, script: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(script)

@@ -1,7 +1,5 @@
 """What scripts import from ddpm_ds: the example of docs/python.md runs, names are light, and errors are one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

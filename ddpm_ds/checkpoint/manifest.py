@@ -40,8 +40,8 @@ BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
 _BLANK = "0" * 64
 
-VALUES = "F32"
-"""Data type of all values but codes, as safetensors names it."""
+VALUES, NARROW = "F32", "BF16"
+"""Data type of all values but codes, as safetensors names it, and that of weights that are trained in 16 bits alone."""
 CODES = "U8"
 """Data type of codes of 8 bits (:mod:`ddpm_ds.checkpoint.reader`), which stand beside their blocks' scales."""
 EMA, MASTER = "ema", "master"
@@ -269,7 +269,8 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
             continue
         coded = span is not None and span.kind in MOMENTS and dtype == CODES
         known = span is not None and span.kind in manifest.kinds and span.name in manifest.parameters
-        known = known and (coded or dtype == VALUES) and len(shape) == 1
+        narrow = span is not None and span.kind in KINDS.values() and dtype == NARROW
+        known = known and (coded or narrow or dtype == VALUES) and len(shape) == 1
         if span is None or not known or not span.is_within(math.prod(manifest.parameters[span.name])):
             raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in fp32")
         found.append(span)
@@ -363,7 +364,8 @@ def divides(shard: Shard, elements: int) -> bool:
 def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[Span]) -> tuple[str, ...]:
     """Return the kinds among ``fragments``.
 
-    Raises ValueError unless the fragments of each kind have every element of every parameter once, whole or in parts.
+    Raises ValueError unless the fragments of each kind have every element of every parameter once, whole or in parts;
+    both of Adam's moments may lack a parameter, which is not trained then.
     """
     spans: dict[tuple[str, str], dict[Shard | None, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in fragments:
@@ -376,6 +378,8 @@ def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterabl
     for kind in kinds:
         for name, shape in parameters.items():
             found = spans[kind, name]
+            if kind in MOMENTS and not any(spans[moment, name] for moment in MOMENTS):
+                continue
             for end in _ends(Span(kind, name, math.prod(shape), 0), found):
                 at = 0
                 for span in (*sorted(found[end.shard]), end):

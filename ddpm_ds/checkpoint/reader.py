@@ -182,7 +182,7 @@ class Reader:
                 blocks, first = blocks_of(low, high - low), span.start // BLOCK
                 scales = self._files[file].get_slice(span.scales_key)[blocks.start - first : blocks.stop - first]
                 piece = decoded(span.kind, low, piece, scales)
-            values.numpy()[low - wanted.start : high - wanted.start] = piece.numpy()
+            values.numpy()[low - wanted.start : high - wanted.start] = piece.float().numpy()
             at = high
         if at != wanted.stop:
             self.verify()  # names the file whose header is damaged

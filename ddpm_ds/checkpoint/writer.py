@@ -34,7 +34,18 @@ from ddpm_ds.checkpoint.folder import (
     set_aside,
     tidy,
 )
-from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of, readable
+from ddpm_ds.checkpoint.manifest import (
+    CODES,
+    MANIFEST,
+    NARROW,
+    STATE,
+    VALUES,
+    Description,
+    Part,
+    Span,
+    manifest_of,
+    readable,
+)
 from ddpm_ds.checkpoint.reader import Header, write_tensors
 from ddpm_ds.ground.errors import UserError
 from ddpm_ds.ground.files import replace_file, write_file
@@ -48,7 +59,7 @@ class Fragment(NamedTuple):
     kind: str
     name: str
     start: int
-    values: Tensor  # (length,) fp32, or codes of 8 bits, any device
+    values: Tensor  # (length,) fp32, bf16, or codes of 8 bits, any device
     scales: Tensor | None = None  # of the codes' blocks, fp32
     shard: Shard | None = None
 
@@ -58,7 +69,7 @@ STAGING_BYTES = 2**28
 
 
 class HostCopy:
-    """Concatenated copy of tensors in fp32 and then of 8-bit codes, in memory that is reused for the next copy::
+    """Concatenated copy of tensors in fp32, then in bf16, then of 8-bit codes, in memory that is reused for the next::
 
         CUDA device ─▶ two page-locked buffers, in turn ─▶ copy
 
@@ -71,7 +82,7 @@ class HostCopy:
 
     def take(self, pieces: Sequence[Tensor]) -> None:
         """Copy all values; return when the tensors may change again. Without memory, :meth:`raw` says so."""
-        dtypes = [torch.uint8 if piece.dtype is torch.uint8 else torch.float32 for piece in pieces]
+        dtypes = [piece.dtype if piece.dtype in (torch.uint8, torch.bfloat16) else torch.float32 for piece in pieces]
         sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
         self._used, buffer_bytes = sum(sizes), min(STAGING_BYTES, sum(sizes))
         try:
@@ -92,7 +103,8 @@ class HostCopy:
 
         for raw, dtype, piece in zip(self._bytes[: self._used].split(sizes), dtypes, pieces, strict=True):
             if not piece.is_cuda:  # torch would restart its threads for every piece
-                raw.view(dtype).numpy()[:] = piece.detach().numpy()
+                piece, kind = piece.detach(), torch.int16 if dtype is torch.bfloat16 else dtype
+                raw.view(kind).numpy()[:] = (piece.view(kind) if dtype is torch.bfloat16 else piece).numpy()
                 continue
             most = buffer_bytes // dtype.itemsize
             for target, part in zip(raw.view(dtype).split(most), piece.detach().split(most), strict=True):
@@ -158,13 +170,13 @@ class Writer:
         self._completion.attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
         spans = [Span(kind, name, start, values.numel(), shard) for kind, name, start, values, _, shard in fragments]
-        floats, codes = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
+        kinds: dict[str, list[tuple[str, Tensor]]] = {VALUES: [], NARROW: [], CODES: []}
         for span, fragment in zip(spans, fragments, strict=True):
-            (floats if fragment.scales is None else codes).append((span.key, fragment.values))
-            floats += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
-        self._host.take([values for _, values in floats + codes])
-        tensors: list[Header] = [(key, VALUES, (values.numel(),)) for key, values in floats]
-        tensors += [(key, CODES, (values.numel(),)) for key, values in codes]
+            kind = VALUES if fragment.scales is None else CODES
+            kinds[NARROW if fragment.values.dtype is torch.bfloat16 else kind].append((span.key, fragment.values))
+            kinds[VALUES] += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
+        self._host.take([values for named in kinds.values() for _, values in named])
+        tensors: list[Header] = [(key, kind, (len(values),)) for kind, named in kinds.items() for key, values in named]
         text = json.dumps(dict(state), indent=2) + "\n"
         copies = f"{part}.safetensors", tensors, spans, description.model_copy(deep=True), text
         self._thread = threading.Thread(target=self._write, args=copies, name="checkpoint", daemon=True)

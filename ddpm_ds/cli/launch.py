@@ -105,8 +105,8 @@ def train(options: StartOptions) -> int:
     asked = without(options.arguments, LaunchOptions)
     if draft.chosen is not None:
         asked += ["-p", str(draft.chosen.stages)]
-        if draft.chosen.tensor is not None:
-            asked += ["--set", f"ds.pipeline.tensor={json.dumps(draft.chosen.tensor.block)}"]
+        for key, block in draft.chosen.keys.items():
+            asked += ["--set", f"ds.{key}={json.dumps(block)}"]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
     if options.spec is None and draft.spec_path != DEFAULT_SPEC:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -28,11 +29,11 @@ from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import Exchange, Grid, traffic
 from ddpm_ds.planning import run_plan
 from ddpm_ds.planning.inputs import KINDS, NEARLY, TIGHT, Machine, Workload
-from ddpm_ds.planning.run_plan import RunDraft
+from ddpm_ds.planning.run_plan import MOST_SWAPPING, USE_REPLICAS, RunDraft
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
-from ddpm_ds.unet.shards import is_asked, swaps_of
+from ddpm_ds.unet.shards import is_asked, swaps_of, whole_layers
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
@@ -47,6 +48,7 @@ WIDTH, NAMED, MOST_RANKS, MOST_STAGES = 100, 13, 10, 16
 LEAST = ("GB on wires", "images/s", "GiB/host", "replicas")
 LEAST_OF_STAGES = ("forward GFLOP/image", "last")
 """Columns of the two tables that are left out, in this order, until a table is no wider than a line."""
+FEWEST_PIXELS = 64 * 64  # below which space groups are slower than one device (docs/space.md)
 MOST_WHOLE = 3
 """Maximum names of whole layers that a line gives for one reason."""
 
@@ -60,7 +62,7 @@ class PlanOptions(ConfigOption, SpecOptions):
     tflops: float | None = option("TFLOP/s that a device reaches in convolutions", "X", teraflops)
     bandwidth: float | None = option("speed between devices of a node, such as 300GB/s", "Y", link_speed)
     inter_node: float | None = option("speed to another node, such as 200Gbit/s", "Z", link_speed)
-    measure: bool = flag("time the layers on this machine; times are cached")
+    measure: bool = flag("time layers, and a swap of space groups, on this machine; times are cached")
     top: int = option("layouts to print (default 10)", "N", positive, default=10)
     out: Path | None = option("write the DeepSpeed JSON of the first one", "FILE")
     timeline: Path | None = option("draw the step of the first one", "PNG")
@@ -86,6 +88,8 @@ def plan(options: PlanOptions) -> None:
     if options.measure and options.tflops:
         raise LayoutError("--tflops has no effect on layers that --measure times; leave one of them out")
     set_environment()
+    if options.measure and options.processes > 1:
+        _measure_swap("cpu" if options.device_kind == "cpu" else "auto")
     on = options.device_kind or "devices like this machine's"
     print(f"planning {spec.name} for {counted(options.processes, 'process')} on {on}", file=sys.stderr, flush=True)
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
@@ -104,9 +108,8 @@ def plan(options: PlanOptions) -> None:
             top=options.top,
         )
     job, devices = found.predictor.job, found.predictor.machine
-    parameters = sum(layer.parameters for layer in job.layers)
     timed = "timed on this machine" if options.measure else "computed, not timed (--measure times them)"
-    print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
+    print(f"U-Net    {spec.name}: {_parameters(job.layers)}, {job.precision}, {spec.train.batch_images} images a step")
     line = textwrap.fill(f"devices  {devices.words()}", WIDTH, subsequent_indent=" " * 9)
     print(f"{line}\nlayers   {timed}\n\n{report(found)}")
     if options.out is not None:
@@ -120,6 +123,13 @@ def plan(options: PlanOptions) -> None:
         _draw(found, spec.name, options.timeline, overwrite=options.overwrite)
 
 
+def _parameters(layers: Sequence[Layer]) -> str:
+    """Return the number of parameters in words, and of those that are trained if some are not."""
+    layers = whole_layers(layers)
+    total, trained = (sum(getattr(layer, what) for layer in layers) for what in ("parameters", "trained"))
+    return f"{total:,} parameters{f' ({trained:,} trained)' if trained < total else ''}"
+
+
 def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     if (first := found.best[0].layout).stages == 1:
         print(f"{path}: not drawn, since layout 1 has one stage, which waits for no other")
@@ -131,6 +141,15 @@ def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     with writing(path, overwrite=overwrite) as file:
         draw_step(step.events, step.step_seconds, list(map(str, range(len(step.events)))), title, file)
     print(f"{path}: the step of 1")
+
+
+def _measure_swap(wanted: str) -> None:
+    """Measure a swap between two devices, which space groups wait for."""
+    from ddpm_ds.ground.device import choose_device, described
+    from ddpm_ds.observe.device_speed import measure_swap
+
+    device = choose_device(wanted)
+    measure_swap("cpu" if device.type == "cpu" else described(1)[0], device)
 
 
 def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:
@@ -189,8 +208,9 @@ def why(found: Plan) -> str:
         longer, more = other.step_seconds / first.step_seconds - 1, other.peak.total - first.peak.total
         by = f"longer: {_difference(first, other)}" if longer >= 0 else f"less, and needs {gib(more)} more"
         sentences.append(f"{found.best.index(other) + 1} ({other.layout.words()}) takes {abs(longer):.1%} {by}.")
-    if found.in_groups is not None:
-        sentences.append(_of_groups(first, found.in_groups, machine.link_bandwidth))
+    sentences += [_of_groups(first, best, machine) for best in (found.in_groups, found.in_space) if best is not None]
+    if all(one.layout.space.size > 1 for one in found.best):
+        sentences.append(f"One image does not fit: {first.layout.space.size} ranks share it.")
     sentences += found.lacking
     if machine.nodes > 1:
         sentences.append(_bytes_between_nodes(first, found.other_axis))
@@ -205,21 +225,29 @@ def why(found: Plan) -> str:
     return " ".join(sentences)
 
 
-def _of_groups(first: Prediction, best: Prediction, link_bandwidth: float) -> str:
-    share = best.summing_seconds / best.step_seconds
-    summing = f"its sums take {share:.0%} of a step over links of {link_bandwidth / 1e9:.3g} GB/s"
-    if first.layout.tensor.size > 1:
-        return f"1 has tensor groups of {first.layout.tensor.size}: {summing}."
+def _of_groups(first: Prediction, best: Prediction, machine: Machine) -> str:
+    """Return a sentence on the first layout in groups of the kind of the ``best`` one, or else on that one."""
+    share, shares_rows = best.summing_seconds / best.step_seconds, best.layout.space.size > 1
+    summing = f"its sums take {share:.0%} of a step over links of {machine.link_bandwidth / 1e9:.3g} GB/s"
+    if shares_rows:
+        wait, how = rounded(1e6 * machine.swap_speed[0]), "measured" if machine.swap else "assumed, not measured"
+        summing = f"its swaps take {share:.0%} of a step, with a wait of {wait} µs each ({how})"
+        summing += f"; {USE_REPLICAS}" if share > MOST_SWAPPING else ""
+    kind, size = ("space", first.layout.space.size) if shares_rows else ("tensor", first.layout.tensor.size)
+    if size > 1:
+        return f"1 has {kind} groups of {size}: {summing}."
     less = f"; it would fit in {gib(best.peak.total)} where 1 needs {gib(first.peak.total)}"
     memory = less if best.peak.total < first.peak.total else ""
     ratio = best.step_seconds / first.step_seconds
-    return f"Tensor groups: the best, {best.layout.words()}, takes {ratio:.2f} times as long: {summing}{memory}."
+    return (
+        f"{kind.title()} groups: the best, {best.layout.words()}, takes {ratio:.2f} times as long: {summing}{memory}."
+    )
 
 
 def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
     """Return a sentence on bytes between nodes, and on these with the layout's ``other`` axis across nodes."""
     wires = first.traffic
-    sizes = {kind: getattr(wires, kind) for kind in ("activations", "gradients", "weights", "sums")}
+    sizes = {kind: getattr(wires, kind) for kind in ("activations", "gradients", "weights", "sums", "swaps")}
     named = " and ".join(f"{size / 1e9:.3f} GB of {kind}" for kind, size in sizes.items() if size) or "nothing"
     line = f"1 has its {first.layout.axis_over_nodes} across nodes: {named} between them in a step, and "
     line += f"{wires.busiest / 1e9:.3f} GB from the busiest node"
@@ -249,6 +277,7 @@ def _difference(first: Prediction, other: Prediction) -> str:
 def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
     rows = list[dict[str, str]]()
     grouped, recomputing = (any(one.layout.tensor.size > 1 for one in best), any(one.layout.interval for one in best))
+    shared = any(one.layout.space.size > 1 for one in best)
     for place, prediction in enumerate(best, start=1):
         layout, wires, size = prediction.layout, prediction.traffic, prediction.peak.total
         rate, again = layout.batch_images / prediction.step_seconds, f"every {layout.checkpoint_interval}"
@@ -257,6 +286,7 @@ def _layout_table(best: Sequence[Prediction], machine: Machine) -> list[str]:
             "": str(place),
             "stages": str(layout.stages),
             "tensor": ", ".join(filter(None, tensor)) if grouped else "",
+            "space": str(layout.space.size) if shared else "",
             "replicas": str(layout.replicas),
             "schedule": layout.schedule if layout.stages > 1 else "-",
             "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
@@ -353,7 +383,7 @@ def hosts_line(grid: Grid, exchange: Exchange) -> str | None:
     sizes, wires = list(Counter(grid.hosts).values()), traffic(grid, exchange)
     equal = len(set(sizes)) == 1
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
-    kinds = {name: getattr(wires, name) for name in ("activations", "gradients", "weights")}
+    kinds = {name: getattr(wires, name) for name in ("activations", "gradients", "weights", "swaps")}
     named = [f"{_megabytes(size)} of {name}" for name, size in kinds.items() if size]
     if not named:  # a single tensor group, on which hosts_warning has a line
         return None
@@ -419,6 +449,14 @@ def _space_line(plan: RunDraft) -> str | None:
     return f"space        {groups} of {layout.space.size} ranks share images, {rows} rows on {levels}{rest}; {cost}"
 
 
+def _small_warning(plan: RunDraft) -> str | None:
+    """Return a line if ranks share the rows of images that are too small for it."""
+    if plan.ds.layout.space.size == 1 or math.prod(size := plan.spec.data.size) >= FEWEST_PIXELS:
+        return None
+    images = f"warning      images of {'x'.join(map(str, size))} take a device less time than swaps"
+    return f"{images}; {USE_REPLICAS}: {run_plan.in_replicas(plan.ds.layout)}"
+
+
 def _messages_line(plan: RunDraft) -> str | None:
     """Return a line on the bytes between stages, and those of a relay; None for one stage."""
     layout = plan.ds.layout
@@ -458,7 +496,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {data.source}, {', '.join(sides)}",
-        f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
+        f"U-Net        {_parameters(plan.layers)} in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
@@ -467,6 +505,7 @@ def describe_plan(plan: RunDraft, run_dir: Path) -> str:
         plan.chosen and plan.chosen.line,
         _tensor_line(plan.layers, layout, max(plan.exchange.sums, default=0)),
         _space_line(plan),
+        _small_warning(plan),
         hosts_warning(plan.grid, plan.exchange),
         _messages_line(plan),
         hosts_line(plan.grid, plan.exchange),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 from pydantic import ValidationError
 
 from ddpm_ds.cli.options import OVERWRITE, Device, Verb
+from ddpm_ds.config.ds_model import MOST_SPACE
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.evaluate import USUAL_MEMBERS
 from ddpm_ds.ground.errors import OptionError, SpecError
@@ -38,7 +40,7 @@ FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Format for each suffix of --out."""
 WEIGHTS = "CHECKPOINT|RUN_DIR|EXPORT"
 MOST_PROMPTS_BYTES = 2**26
-FLAGS = ("steps", "eta", "spacing", "variance", "clip", "shift", "guidance_between")
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "shift", "condition_guidance", "guidance_between")
 """Fields of the sampler with an option of the same name and a single value."""
 
 T = TypeVar("T")
@@ -100,10 +102,14 @@ class SamplerOptions:
     clip: str | None = option("how predicted clean images are brought into range", choices=_choices("clip"))
     shift: float | None = option("shift of flow matching's times (default diffusion.shift)", "S", float)
     guidance: tuple[float, ...] = option("1 is none; without --guide 0 leaves out the class", "W", _weights, default=())
+    condition_guidance: float | None = option("guidance to the condition, beside that to text", "W", float)
     guidance_between: tuple[float, float] | None = option(
         "guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma", "LOW,HIGH", _interval
     )
     guide: Path | None = option("averaged weights of a worse U-Net to lead away from (autoguidance)", WEIGHTS)
+
+
+_ranks = partial(whole, lowest=1, highest=MOST_SPACE, what=f"a number of devices from 1 to {MOST_SPACE}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,7 @@ class DrawingOptions(WeightsOptions):
     precision: Precision = option("default fp32", default="fp32")
     seed: int = option("seed of all noise (default 0)", "N", seed, default=0)
     batch_images: int = option("images drawn at once (default 64)", "N", batch, default=64)
+    space: int = option("devices of this machine that share the rows of each image (default 1)", "S", _ranks, default=1)
     sampling: SamplerOptions = SamplerOptions()
 
 
@@ -167,28 +174,35 @@ class SampleOptions:
     drawing: DrawingOptions = DrawingOptions()
 
 
-def load(options: DrawingOptions) -> tuple[Trained, Trained | None]:
-    """Load weights and guide, which may be None."""
+@contextlib.contextmanager
+def loaded(options: DrawingOptions) -> Iterator[tuple[Trained, Trained | None]]:
+    """Yield weights and guide, which may be None; the other processes of --space end with the body."""
+    from ddpm_ds.evaluate.sampling import SpaceRanks
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.ground.device import DTYPES, choose_device
 
     device, (_, dtype), guide = choose_device(options.device), DTYPES[options.precision], options.sampling.guide
-    load_weights = partial(load_trained, autoencoder=options.autoencoder, device=device, dtype=dtype)
-    trained = load_weights(options.path, weights=options.weights)
-    return trained, None if guide is None else load_weights(guide)
+    with SpaceRanks(options.space, device) as ranks:
+
+        def load(path: Path, weights: Literal["ema", "raw"] = "ema") -> Trained:
+            found = load_trained(path, weights=weights, autoencoder=options.autoencoder, device=device, dtype=dtype)
+            return replace(found, ranks=ranks)
+
+        yield load(options.path, options.weights), None if guide is None else load(guide)
 
 
 def drawn_with(
     options: SamplerOptions, trained: Trained, guide: Trained | None, size: tuple[int, int] | None = None
-) -> tuple[Trained, list[SamplerSpec]]:
-    """Return the U-Net for images of a ``size``, and the samplers that are asked for."""
+) -> tuple[Trained, Trained | None, list[SamplerSpec]]:
+    """Return U-Net and guide for images of a ``size``, and the samplers that are asked for."""
     from ddpm_ds.evaluate.sampling import check_guide
 
     drawing = trained if size is None else trained.resized(size)
     samplers = samplers_from(options, trained.sampler, drawing.process, **trained.sampler_checks)
     if guide is not None:
         check_guide(guide, trained, samplers)
-    return drawing, samplers
+        guide = (guide if size is None else guide.resized(size)).shared()
+    return drawing.shared(), guide, samplers
 
 
 def samplers_from(
@@ -405,8 +419,8 @@ def _requests(options: SampleOptions, trained: Trained, guide: Trained | None) -
 
     found = []
     for part, texts in _parts(options, trained):
-        drawing, (sampler,) = drawn_with(part.drawing.sampling, trained, guide, part.size)
-        labels, setup = _labels(part, drawing), Setup(drawing, sampler, guide, _inputs(part, drawing))
+        drawing, its_guide, (sampler,) = drawn_with(part.drawing.sampling, trained, guide, part.size)
+        labels, setup = _labels(part, drawing), Setup(drawing, sampler, its_guide, _inputs(part, drawing))
         setup = setup.with_prompts(texts, part.text.negative)
         request = request_for(
             setup,
@@ -435,13 +449,18 @@ def sample(options: SampleOptions) -> int:
       ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
     """
     set_environment()
+    if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
+        raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
+    with loaded(options.drawing) as (trained, guide):
+        return _sample(options, trained, guide)
+
+
+def _sample(options: SampleOptions, trained: Trained, guide: Trained | None) -> int:
+    """Draw the images that are asked for, and return the exit code."""
     from ddpm_ds.evaluate import outputs
     from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
 
-    if max(len(options.drawing.sampling.sampler), len(options.drawing.sampling.guidance)) > 1:
-        raise SpecError("sample takes one --sampler and one --guidance; ddpm-ds evaluate compares several")
-    trained, guide = load(options.drawing)
     channel, (out, kind) = _channel(options, trained), _output(options, trained)
     requests = _requests(options, trained, guide)
     work = [(*one, outputs.DrawnImages(out.parent / f".{out.name}.{one[1].key}", one[1])) for one in requests]

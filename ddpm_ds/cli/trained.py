@@ -19,7 +19,7 @@ from ddpm_ds.cli.sample import (
     WeightsOptions,
     different,
     drawn_with,
-    load,
+    loaded,
     one_of,
     texts_of,
 )
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.trained import Trained
 
 MANY = 10_000
-OF_PICTURES = ("inception_weights", "clip_model", "prompt", "prompts", "negative")
-"""Options of ``evaluate`` that runs with conditions don't have."""
-OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
+OF_DRAWN = ("count", "members", "conditions", "inception_weights", "prompt", "prompts", "negative")
 """Options of ``evaluate`` on drawn images and their scores."""
 DRAWN_AT_ONCE = 16
 _metrics = different(partial(one_of, words=METRICS))
@@ -56,7 +54,6 @@ class EvaluateOptions:
     dataset: Path | None = option("folder of the prepared real images, for an export or if it has moved", "DIR")
     inception_weights: Path | None = option("torch-fidelity's weights, instead of a download", "FILE")
     out: Path | None = option("folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)", "DIR")
-    clip_model: Path | None = option("CLIP model, which scores how well images fit their prompts", "DIR|OWNER/NAME")
     text: TextOptions = TextOptions()
     drawing: DrawingOptions = DrawingOptions()
 
@@ -66,10 +63,9 @@ def evaluate(options: EvaluateOptions) -> None:
     """Score a checkpoint or an export against the real images.
 
     Draws images and compares them with those of the prepared data set: FID, KID, precision and recall of Inception
-    features (extra [fid] and a download), and a Fréchet distance of raw pixels. For a U-Net with text, --clip-model
-    scores how well images fit their prompts. For a run with conditions, it draws ensembles for the held-out images:
-    error of the mean, CRPS and spread over skill by channel, and spectra. --metrics loss measures the held-out loss by
-    noise level, as training does, and draws nothing.
+    features (extra [fid] and a download), and a Fréchet distance of raw pixels. For a run with conditions, it draws
+    ensembles for the held-out images: error of the mean, CRPS and spread over skill by channel, and spectra. --metrics
+    loss measures the held-out loss by noise level, as training does, and draws nothing.
 
     Lists of samplers and guidances are evaluated one by one. The numbers go to one table, to folders
     RUN_DIR/evaluations/NAME, and into MLflow as children of the run (docs/evaluation.md). If interrupted, drawn images
@@ -79,7 +75,7 @@ def evaluate(options: EvaluateOptions) -> None:
       ddpm-ds evaluate runs/cifar10 --weights raw --metrics loss
       ddpm-ds evaluate runs/faces --guidance 1,1.5,2,3 --guidance-between 0.3,5
       ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
-      ddpm-ds evaluate runs/shapes --prompts held-out --metrics clip --clip-model openai/clip-vit-large-patch14
+      ddpm-ds evaluate runs/shapes --prompts held-out --count 1000 --metrics fid
       ddpm-ds evaluate runs/downscaling --members 16
     """
     set_environment()
@@ -95,20 +91,20 @@ def evaluate(options: EvaluateOptions) -> None:
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is an option for drawn images, and --metrics loss draws none")
-    trained, guide = load(drawing)
-    _, samplers = drawn_with(drawing.sampling, trained, guide)
-    check_recordable(trained)
-    if measures:
-        held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
-    if draws:
-        work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
     tables = []
-    if measures:
-        losses = evaluate_losses(trained, held_out, options.out, drawing.batch_images)
-        tables.append(loss_table(trained.weights, losses))
-    if draws:
-        found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
-        tables.append((ensemble_table if trained.is_conditioned else table)(found))
+    with loaded(drawing) as weights:
+        trained, guide, samplers = drawn_with(drawing.sampling, *weights)
+        check_recordable(trained)
+        if measures:
+            held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
+        if draws:
+            work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
+        if measures:
+            losses = evaluate_losses(trained, held_out, options.out, drawing.batch_images)
+            tables.append(loss_table(trained.weights, losses))
+        if draws:
+            found: list[Any] = [work(Setup(trained, sampler, guide)) for sampler in samplers]
+            tables.append((ensemble_table if trained.is_conditioned else table)(found))
     print(*(f"\n{text}" for text in tables), sep="\n")
 
 
@@ -121,22 +117,13 @@ def _refuse(options: EvaluateOptions, names: Sequence[str], why: str) -> None:
 
 
 def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, list[Score]]]:
-    from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
     _refuse(options, ("members", "conditions"), f": {trained.origin} was trained without conditions")
-    by_clip = "clip" in (options.metrics or ())
-    if trained.unet_spec.text is None and (by_clip or options.clip_model):
-        asked = "--metrics clip" if by_clip else f"--clip-model {options.clip_model}"
-        raise SpecError(f"{asked}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out")
-    if by_clip and options.clip_model is None:
-        raise SpecError("--metrics clip needs --clip-model, such as openai/clip-vit-large-patch14")
     count = MANY if options.count is None else options.count
     if not FEWEST_IMAGES <= count <= MOST_COUNT:
         raise SpecError(f"--count {count} should be {FEWEST_IMAGES} to {MOST_COUNT:,}; fewer images can't be compared")
-    clip = None if options.clip_model is None else Clip(options.clip_model)
-    reference = None if options.metrics == ("clip",) else open_reference(trained, options.dataset)
-    scorer = Scorer(options.metrics, reference, options.inception_weights, clip)
+    scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
     numbers = {"seed": options.drawing.seed, "count": count, "batch_images": options.drawing.batch_images}
     texts, negative = texts_of(options.text, trained), options.text.negative
     return lambda setup: evaluate(setup.with_prompts(texts, negative), scorer, options.out, **numbers)
@@ -144,15 +131,19 @@ def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], 
 
 def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
-    from ddpm_ds.evaluate.inputs import Inputs
+    from ddpm_ds.evaluate.inputs import Inputs, held_out_captions
 
     why = f" is an option for runs without conditions, and {trained.origin} has some"
-    _refuse(options, ("metrics", *OF_PICTURES), why)
-    given, drawing = options.conditions, options.drawing
+    _refuse(options, ("metrics", "inception_weights"), why)
+    given, drawing, texts = options.conditions, options.drawing, texts_of(options.text, trained)
     inputs = Inputs.held_out(trained, options.dataset) if given is None else Inputs.open(given, trained)
+    if texts is None and given is None and trained.unet_spec.text is not None:
+        texts = held_out_captions(trained)
     evaluated = partial(evaluate_ensembles, count=options.count, members=options.members)
     numbers = {"seed": drawing.seed, "batch_images": drawing.batch_images}
-    return lambda setup: evaluated(replace(setup, inputs=inputs), options.out, **numbers)
+    return lambda setup: evaluated(
+        replace(setup, inputs=inputs).with_prompts(texts, options.text.negative), options.out, **numbers
+    )
 
 
 _samples = partial(whole, lowest=0, highest=64, what="a number from 0 to 64")

@@ -18,7 +18,7 @@ from ddpm_ds.ground.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES
 from ddpm_ds.ground.formats import DEEPEST, parse_json, read_json
 from ddpm_ds.ground.units import MOST_BATCH, MOST_PROCESSES, Precision, counted
-from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule, SpaceSplit, TensorSplit, divisors
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, Layout, Schedule, SpaceSplit, Split, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED, shown, unused, value_at
 
 T = TypeVar("T")
@@ -69,12 +69,15 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
         fix = f"use --set {shlex.quote(f'ds.pipeline.tensor.levels={shown(few)}')}"
         fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
         faults.add("pipeline.tensor.levels", fault)
-    if checked.pipeline.space.size > 1 and spec.data.buckets is not None:
+    if space_split(checked).size > 1 and spec.data.buckets is not None:
         fault = f"= {checked.pipeline.space.size} needs images of one height; use --set ds.pipeline.space.size=1 or "
         faults.add("pipeline.space.size", f"{fault}--set data.buckets=null")
     if (shared := checked.pipeline.space.levels) != "auto" and shared[-1] > most:
         fault = f"= {shown(shared)} names level {shared[-1]}, but the U-Net has levels 0 to {most}; use --set "
         faults.add("pipeline.space.levels", f"{fault}{shlex.quote(f'ds.pipeline.space.levels={[*range(most + 1)]}')}")
+    if checked.pipeline.use_reentrant and spec.optimizer.train:
+        fault = "= true loses gradients where optimizer.train leaves out the first layers; use --set "
+        faults.add("pipeline.use_reentrant", f"{fault}ds.pipeline.use_reentrant=false")
     warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
     if "scheduler" not in checked.model_fields_set and warmup and decay is None:
         fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
@@ -98,13 +101,15 @@ def tensor_split(config: DsConfig) -> TensorSplit:
 
 
 def space_split(config: DsConfig) -> SpaceSplit:
-    """Return the levels whose rows space groups share in a config."""
-    return SpaceSplit(config.pipeline.space.size, config.pipeline.space.levels)
+    """Return the levels whose rows space groups share in a config: none if the planner chooses groups."""
+    space = config.pipeline.space
+    return SpaceSplit() if space.size == "auto" else SpaceSplit(space.size, space.levels)
 
 
-def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
-    """Return a config that splits other layers."""
-    return changed(config, {"pipeline.tensor": split.block})
+def with_split(config: DsConfig, split: Split) -> DsConfig:
+    """Return a config whose groups of ranks share other layers or rows."""
+    tensor, space = split
+    return changed(config, {"pipeline.tensor": tensor.block, "pipeline.space": space.block})
 
 
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
@@ -135,12 +140,11 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
     for key, fault, others in unused(config):
         faults.add(key, fault, *others)
     space, tensor = config.pipeline.space.size, config.pipeline.tensor.size
-    if space > 1 and tensor != 1:
-        fault = (
-            f"= {space} does not go with pipeline.tensor.size = {shown(tensor)}; use --set ds.pipeline.space.size=1 "
-        )
-        faults.add("pipeline.space.size", f"{fault}or --set 'ds.pipeline.tensor={{}}'", "pipeline.tensor.size")
-    if space > 1 and config.compile:
+    if space != 1 and tensor != 1 and not space == tensor == "auto":
+        fault = f"= {shown(space)} does not go with pipeline.tensor.size = {shown(tensor)}; use --set "
+        fault += "'ds.pipeline.space={}' or --set 'ds.pipeline.tensor={}'"
+        faults.add("pipeline.space.size", fault, "pipeline.tensor.size")
+    if space not in (1, "auto") and config.compile:
         faults.add("compile", f"= true does not go with pipeline.space.size = {space}; use --set ds.compile=false")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
@@ -240,6 +244,8 @@ class ResolvedDsConfig:
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
+        if self.config.rounds:
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return config
 
     def with_keys(self, values: Mapping[str, object]) -> ResolvedDsConfig:
@@ -343,7 +349,12 @@ def resolve(
 def leaves_stages_open(config: DsConfig, world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     given = config.pipeline.stages != "auto" or isinstance(config.pipeline.partition, tuple)
-    return world_size > tensor_split(config).size * config.pipeline.space.size and not given
+    return world_size > tensor_split(config).size * space_split(config).size and not given
+
+
+def leaves_space_open(config: DsConfig) -> bool:
+    """Return whether a checked DeepSpeed JSON leaves space groups to the planner."""
+    return config.pipeline.space.size == "auto"
 
 
 def leaves_tensor_open(config: DsConfig) -> bool:
@@ -353,10 +364,14 @@ def leaves_tensor_open(config: DsConfig) -> bool:
 
 
 def leaves_layout_open(config: DsConfig, world_size: int, stages: int | None) -> bool:
-    """Return whether the planner chooses stages or tensor groups; ``stages`` are those of ``-p``, if given."""
+    """Return whether the planner chooses stages or groups of ranks; ``stages`` are those of ``-p``, if given."""
     if world_size == 1:
         return False
-    return leaves_tensor_open(config) or (stages is None and leaves_stages_open(config, world_size))
+    return (
+        leaves_tensor_open(config)
+        or leaves_space_open(config)
+        or (stages is None and leaves_stages_open(config, world_size))
+    )
 
 
 def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
@@ -445,7 +460,7 @@ def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> i
     if stages < 1 or groups % stages:
         fitting = " or ".join(map(str, divisors(groups)))
         more = f", or --processes {-(-groups // stages) * stages * ranks}" if stages > 0 else ""
-        kind = "tensor" if pipeline.space.size == 1 else "space"
+        kind = "tensor" if pipeline.space.size in (1, "auto") else "space"
         what = f"{groups} processes" if ranks == 1 else f"{groups * ranks} processes in {kind} groups of {ranks}"
         raise LayoutError(f"{name} makes {stages} stages, which don't divide {what}; use {fitting} stages{more}")
     cuts = [count * stages - 1 for count in per_rank]

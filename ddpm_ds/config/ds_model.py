@@ -144,6 +144,9 @@ class OptimizerParams(Section):
     """PyTorch's variant. AdamW8bit ignores it."""
     foreach: Annotated[bool | None, PYTORCHS, only_with("fused=null|false")] = None
     """PyTorch's variant. AdamW8bit ignores it."""
+    stochastic_rounding: Annotated[bool, only_with("optimizer.type=AdamW8bit", "bf16.enabled", WITH_ZERO)] = False
+    """This project's key: weights in bf16 alone, without fp32 masters; each step is rounded at random, so that small
+    ones count on the mean. Weights and moments take 4 bytes a parameter."""
 
 
 class Optimizer(Section):
@@ -203,8 +206,8 @@ class TensorGroups(Section):
 class SpaceGroups(Section):
     """Groups of neighbouring ranks that share the rows of each image, all with the same weights (docs/space.md)."""
 
-    size: Annotated[int, Field(ge=1, le=MOST_SPACE)] = 1
-    """Number of ranks of a group; 1 shares nothing."""
+    size: Annotated[Annotated[int, Field(ge=1, le=MOST_SPACE)] | Auto, needs("auto", "levels=auto")] = 1
+    """Number of ranks of a group; 1 shares nothing. "auto" leaves size and levels to the planner."""
     levels: Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...], AfterValidator(_from_0)] | Auto = "auto"
     """Levels of the U-Net whose rows are shared, 0 (full size) to some level; each rank computes lower ones whole.
     "auto": down to the lowest at which no rank has more than 1.1 times its share."""
@@ -231,8 +234,10 @@ class Pipeline(Section):
         TensorGroups()
     )
     """This project's key: layers that tensor groups split. Without it nothing is split; "auto" asks the planner."""
-    space: Annotated[SpaceGroups, BeforeValidator(_block_of_auto, json_schema_input_type=SpaceGroups)] = SpaceGroups()
-    """This project's key: ranks that share the rows of each image. Without it each replica has whole images."""
+    space: Annotated[SpaceGroups, BeforeValidator(_block_of_auto, json_schema_input_type=SpaceGroups | Auto)] = (
+        SpaceGroups()
+    )
+    """This project's key: ranks that share the rows of each image. Without it none do; "auto" asks the planner."""
     activation_checkpoint_interval: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Auto = "auto"
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False
@@ -327,6 +332,11 @@ class DsConfig(Section):
     def is_8bit(self) -> bool:
         """Whether Adam keeps the moments of weights in 8 bits."""
         return self.optimizer.type == EIGHT_BIT
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights have 16 bits alone, and are rounded at random."""
+        return self.optimizer.params.stochastic_rounding
 
     @property
     def fp16_needs_zero(self) -> bool:

@@ -8,19 +8,33 @@ How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpee
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ddpm_ds.data.spec import DataSpec, check_buckets, check_condition, check_flips, check_images, check_source
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec, check_process, check_sampler
 from ddpm_ds.ground.units import MOST_IMAGES
-from ddpm_ds.schema.section import Section, needs, only_with, unused
+from ddpm_ds.schema.section import Section, broken_rule, needs, only_with, unused
 from ddpm_ds.schema.types import MOST_LEARNING_RATE, Batch, Factor, FilePath, Fraction, Images, Small, Title
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.names import trained_layers
 from ddpm_ds.unet.spec import UnetSpec, check_cross_attention, check_levels, check_widths
 
 MOST_PICTURE_PIXELS = 2**26  # maximum pixels of a picture of samples drawn during training
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise broken_rule(f"should be a regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_compiles)]
 
 
 class OptimizerSpec(Section):
@@ -44,6 +58,11 @@ class OptimizerSpec(Section):
     """Share of the learning rate at which cosine and rex end."""
     reference_images: Images | None = None
     """Images during which inverse_sqrt keeps the learning rate constant; EDM2 uses 70,000 batches."""
+    train: tuple[Pattern, ...] = ()
+    """Parameters to train, by regular expressions that are found anywhere in their names in diffusers, such as attn;
+    [] trains all (docs/text.md)."""
+    rates: dict[Pattern, Annotated[float, Field(gt=0.0, le=1e6)]] = {}  # noqa: RUF012 - pydantic copies it
+    """Factors on the learning rate of parameters by such patterns; those of several patterns are multiplied."""
 
 
 class TrainSpec(Section):
@@ -192,6 +211,7 @@ class RunSpec(Section):
                 classes=unet.classes,
                 latents=data.autoencoder is not None,
                 drops=data.text is not None or (data.condition is not None and data.condition.drop > 0.0),
+                drops_both=data.text is not None and data.condition is not None and data.condition.drop > 0.0,
                 unbounded=data.is_unbounded,
             ),
             lambda: check_picture(samples, data.size),
@@ -200,6 +220,11 @@ class RunSpec(Section):
         for check in checks:
             try:
                 check()
+            except ValueError as error:
+                faults += error.args
+        if not faults:  # else the U-Net may have no layers
+            try:
+                trained_layers(unet_layers(unet, data.interface), optimizer.train, optimizer.rates)
             except ValueError as error:
                 faults += error.args
         if faults := [*dict.fromkeys(faults), *(message for message, broken in rules.items() if broken)]:

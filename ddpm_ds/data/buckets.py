@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ddpm_ds.data.cache import Indices
 from ddpm_ds.data.decoding import Size, upright_size
-from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of, parts_of
+from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, beside_of, captions_of, parts_of
 from ddpm_ds.data.spec import BucketsSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import read_bytes, replace_file
@@ -244,6 +244,8 @@ class Members:
         self.classes: tuple[str, ...] = self.source.classes
         self.labels: Labels = self.source.labels[self.positions]
         self.parts = None if (parts := parts_of(self.source)) is None else parts[self.positions]
+        beside = beside_of(self.source).items()
+        self.beside = {name: [files[i] for i in self.positions.tolist()] for name, files in beside}
         self.captions: Captions | None = None
         if (captions := captions_of(self.source)) is not None:  # all texts, so that buckets share the encoded ones
             self.captions = copy.copy(captions)

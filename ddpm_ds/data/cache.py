@@ -9,19 +9,20 @@
                                         meta.json has their shapes and types
         constants.npy   float32 (C, H, W), fields that all images share
         labels.npy    int64 (N,)
+        images-mirrored.npy, condition-1.npy, ...   other latents of the same images: :func:`variant`
         sizes.npy, captions.npy   with captions: float32 (N, 6), and lines of captions.jsonl, int32 (N, most captions)
         captions.jsonl   distinct captions, each a JSON text; the first is empty
         source.npy    with several sources: number among data.sources, repeats in the folder's name, int32 (N, 2)
         meta.json     CacheMeta
         skipped.txt   images that were left out, with the reasons, if there were any
-    <store_root>/text-<captions>-<encoders>[-int8|-ids]/
+    <store_root>/text-<captions>-<encoders>[-ids]/
         the same files for captions: images.npy has tokens (n, 1, tokens, channels), or their numbers (n, 1, encoders,
-        tokens), which training encodes; text_scale.npy, pooled.npy, and measured.npy: mean and largest relative error
-        of a caption, and the number of tokens that were cut off
+        tokens), which training encodes; pooled.npy, and cut.npy: tokens of a caption that were cut off
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import mmap
@@ -44,19 +45,22 @@ from tqdm import tqdm
 
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Kept, Numbers, Statistics
-from ddpm_ds.data.text import Encoded, widened
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.ground.errors import DataError, one_line
 from ddpm_ds.ground.files import open_regular, read_bytes, sha256_of
+from ddpm_ds.schema.choices import SOURCES
+from ddpm_ds.schema.types import MOST_VARIANTS
 
 FORMAT: Final = 1
 LABELS, META, SKIPPED = "labels.npy", "meta.json", "skipped.txt"
 CONSTANTS = "constants.npy"
 IMAGES: Final = "images"
 """Name of the field that every cache has."""
+CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 SOURCE = "source"
 """Field of an image's number among ``data.sources``, and of the repeats in its folder's name or 0."""
-TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
+TEXT, POOLED, CUT = "text", "pooled", "cut"
 """Fields of encoded captions; a text cache has the tokens as :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
 """Prefixes of encoded text and of other buckets of aspect in the checksums of images."""
@@ -86,6 +90,11 @@ def shard_name(number: int, name: str = IMAGES) -> str:
     return f"{name}.{number}.npy" if number else f"{name}.npy"
 
 
+def variant(name: str, number: int, mirrored: bool) -> str:
+    """Return the name of the field with another of an image's latents, or of their masks; the first has no number."""
+    return f"{name}{f'-{number}' if number else ''}{'-mirrored' if mirrored else ''}"
+
+
 def by_field(checksums: Mapping[str, str]) -> dict[str, str]:
     """Return one checksum of each field's files, that of their checksums if there are several, under the first name."""
     files = defaultdict[str, list[tuple[int, str]]](list)
@@ -105,7 +114,7 @@ class StoredField(Kept):
 
     shape: Annotated[tuple[Extent, ...], Field(min_length=1, max_length=3)]
     """(C, h, w), or (K,) for a vector."""
-    values: Literal["uint8", "int8", "int32", "float16", "float32"]
+    values: Literal["uint8", "int32", "float16", "float32"]
     channels: tuple[str, ...] = ()
     """Names of the channels, such as t2m or u.850, if the source has some."""
     offset: tuple[float, ...] = ()
@@ -210,7 +219,7 @@ class CacheMeta(Kept):
     @property
     def facts(self) -> FieldFacts | None:
         """Facts that a run on these fields keeps; None for pictures and latents."""
-        if not self.fields or self.fields.keys() & {CAPTIONS, SOURCE}:
+        if not self.fields or self.kind == "latents" or not getattr(SOURCES.get(self.source), "arrays", False):
             return None
         of_place = tuple(each for each in self.coordinates if each.along != "image")
         return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=of_place)
@@ -276,17 +285,25 @@ class StoredImages(ByPosition):
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
         self._sizes = [(path / file).stat().st_size for file in self._files]
-        self.image_bytes = stored.nbytes
+        self.image_bytes, self._by_rows = stored.nbytes, False
         means = meta.statistics[name].mean if meta.masked and name in meta.statistics else ()
         self._means = np.array(means, self.dtype)  # (C,), or empty if nothing is masked
         # A file that leaves this cache is closed by its last user: another thread may still read it.
         self._mapped = lru_cache(MOST_OPEN)(lambda number: map_array(path / self._files[number]))
 
+    def rows(self, first: int, stop: int) -> StoredImages:
+        """Return the same whole images without their other rows, which are not read."""
+        found = copy.copy(self)
+        found.inside, found._by_rows = (..., slice(first, stop), slice(None)), True
+        found.shape = (*self.shape[:2], stop - first, self.shape[3])
+        found.image_bytes = self.image_bytes // self.shape[2] * (stop - first)
+        return found
+
     def read(self, positions: Indices, out: Images | None = None, draw: Draw | None = None) -> Images:
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         stored = np.empty(out.shape, self._field.dtype) if self._field.offset else out
         try:
-            if len(self._files) == 1 and self.crop is None:
+            if len(self._files) == 1 and len(self.inside) == 1:
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 np.take(self._opened(0), positions, axis=0, out=stored, mode="clip")
             else:
@@ -294,10 +311,12 @@ class StoredImages(ByPosition):
                 for number in np.unique(files).tolist():
                     mapped, rows = self._opened(number), np.flatnonzero(files == number)
                     places = (positions[rows] - self._starts[number]).tolist()
+                    header = self._sizes[number] - mapped.nbytes
                     for place in places:  # a disk serves all requests together faster than one by one
-                        begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
-                        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-                        mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
+                        for part in mapped[place][self.inside] if self._by_rows else mapped[place : place + 1]:
+                            begin = header + part.ctypes.data - mapped.ctypes.data
+                            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                            mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + part.nbytes - page)
                     for row, place in zip(rows.tolist(), places, strict=True):
                         stored[row] = mapped[place][self.inside]
         except OSError as error:
@@ -314,6 +333,28 @@ class StoredImages(ByPosition):
         if (now := (self._path / name).stat().st_size) != before:
             raise damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
         return self._mapped(number)
+
+
+class Variants(ByPosition):
+    """Field of which each image has several: ``copies`` others, and then as many of the mirrored image, if any."""
+
+    def __init__(self, fields: Sequence[StoredImages], copies: int) -> None:
+        self._fields, self._copies = fields, copies
+        self.shape, self.dtype, self.image_bytes = fields[0].shape, fields[0].dtype, fields[0].image_bytes
+
+    def read(self, positions: Indices, out: Images | None = None, draw: Draw | None = None) -> Images:
+        if draw is None:
+            return self._fields[0].read(positions, out)
+        from ddpm_ds.ground.keyed import Stream  # imports torch
+
+        found = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
+        which = draw(Stream.CUT, 1)[:, 0] * self._copies >> 32
+        if len(self._fields) > self._copies:
+            which = which + self._copies * (draw(Stream.FLIP, 1)[:, 0] >> 31)
+        for number in np.unique(which).tolist():
+            own = which == number
+            found[own] = self._fields[number].read(positions[own])
+        return found
 
 
 class CaptionText(ByPosition):
@@ -365,12 +406,18 @@ class DatasetCache:
 
     @property
     def fields(self) -> Mapping[str, ByPosition]:
-        """All fields, images included, by name; an image's text is one of its captions."""
-        found: dict[str, ByPosition] = {IMAGES: self.images, **self.others}
+        """All fields, images included, by name; an image's text is one of its captions, its latents are drawn too."""
+        stored = {IMAGES: self.images, **self.others}
+        found: dict[str, ByPosition] = {**stored}
+        for name in (IMAGES, CONDITION, MASK):
+            copies = sum(variant(name, number, False) in stored for number in range(MOST_VARIANTS))
+            each = [variant(name, number, mirrored) for mirrored in (False, True) for number in range(copies)]
+            if len(each := [other for other in each if other in stored]) > 1:
+                found[name] = Variants([stored[other] for other in each], copies)
         if self.text is not None:
             texts = {TEXT: self.text.images, **self.text.others}
             captions = self.others[CAPTIONS]
-            found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != MEASURED}
+            found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != CUT}
         return found if self.tokens is None else found | {TEXT: self.tokens}
 
     def with_others(self, text: DatasetCache | None, buckets: Sequence[DatasetCache] = ()) -> DatasetCache:
@@ -411,7 +458,7 @@ class DatasetCache:
         import torch
 
         found = {name: torch.from_numpy(stored[:1]) for name, stored in self.text.fields.items()}
-        return Encoded(widened(found[IMAGES][:, 0], found.get(TEXT_SCALE)), found.get(POOLED))
+        return Encoded(found[IMAGES][:, 0], found.get(POOLED))
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
@@ -470,6 +517,14 @@ class DatasetCache:
         found = images.pop(IMAGES)
         return replace(self, meta=meta, images=found, others={**self.others, **images}, constants=constants)
 
+    def rows(self, first: int, stop: int) -> DatasetCache:
+        """Return this cache with these rows alone of fields of the images' size, but of a mask all."""
+        size, others = self.images.shape[2:], dict(self.others)
+        for name, stored in self.others.items():
+            if name != "mask" and stored.shape[2:] == size:
+                others[name] = stored.rows(first, stop)
+        return replace(self, images=self.images.rows(first, stop), others=others)
+
     @property
     def summary(self) -> str:
         """Line with the number of images in all, left out, and in each class, or in some of many classes."""
@@ -511,6 +566,11 @@ class Subset(NamedTuple):
     @classmethod
     def of(cls, cache: DatasetCache) -> Subset:
         return cls(cache, np.arange(sum(cache.counts)))
+
+    def of_size(self, size: tuple[int, int]) -> Subset:
+        """Return the images of the spec's ``size``, which are in the first bucket of aspect if there are any."""
+        count = self.cache.counts[0] if self.cache.size == size else 0
+        return Subset(self.cache, self.positions[self.positions < count])
 
 
 def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:

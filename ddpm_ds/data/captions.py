@@ -1,9 +1,8 @@
 """Captions of images, and prompts of samples, on their way through the text encoders.
 
-Each distinct caption is encoded once and stored in 16 or 8 bits, or is stored as the numbers of its tokens::
+Each distinct caption is encoded once and stored in 16 bits, or is stored as the numbers of its tokens::
 
     "a cat"    ──encode──▶ tokens (77, C) float16                       ─▶ images.npy, pooled.npy of the text's cache
-               ──────────▶ int8 (77, C) x scale (77,) of each token     ─▶ images.npy, text_scale.npy
                ──tokenize▶ numbers (encoders, 77) int32                 ─▶ images.npy, encoded while training
 
 With ``data.text.stored: text`` there is no text cache: training tokenizes the images' captions, whose tags may change.
@@ -27,17 +26,15 @@ import numpy as np
 from ddpm_ds.data import cache
 from ddpm_ds.data.sources.base import Captions, Source, captions_of
 from ddpm_ds.data.spec import DataSpec, TagsSpec, TextSpec
-from ddpm_ds.data.text import Encoded, TextEncoders, widened
+from ddpm_ds.data.text import Encoded, TextEncoders
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.ground.errors import DataError, shortened
 from ddpm_ds.ground.files import open_regular
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 CHUNK_TEXTS = 64  # texts that are written together
-STEPS = 127  # largest int8, to which a token's largest value is scaled
 MOST_FLOAT16 = 65504.0
 ENCODERS = "encoders"  # key of the encoders in the checksums of encoded text
 PROMPTS = "prompts.npz"  # file of the prompts in a run's folder
@@ -52,8 +49,8 @@ def known_captions(source: Source, spec: DataSpec) -> Captions | None:
     assert spec.text is not None
     raise DataError(
         f"data.text: {len(missing):,} of {len(source.labels):,} images of data.source = {spec.source} have no caption, "
-        f"first {source.name(missing[0])}; "
-        + (captions.advice or f"give each a .txt of its name or a text under {spec.text.captions}, or leave these out")
+        f"first {source.name(missing[0])}; give each a .txt of its name or a text under {spec.text.captions}, name "
+        "another key with --set data.text.captions=KEY, or leave these out"
     )
 
 
@@ -155,16 +152,13 @@ def text_sources(images: cache.DatasetCache, encoders: TextEncoders) -> dict[str
 
 def text_fields(encoders: TextEncoders) -> dict[str, cache.StoredField]:
     """Return the fields of one encoded caption, or of the numbers of its tokens."""
-    measured = {cache.MEASURED: cache.StoredField(shape=(3,), values="float32")}
+    found = {cache.CUT: cache.StoredField(shape=(1,), values="int32")}
     if encoders.spec.stored == "ids":
-        return {cache.IMAGES: cache.StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
-    small, shape = encoders.spec.stored == "int8", (1, encoders.tokens, encoders.channels)
-    fields = {cache.IMAGES: cache.StoredField(shape=shape, values="int8" if small else "float16")}
-    if small:
-        fields[cache.TEXT_SCALE] = cache.StoredField(shape=(encoders.tokens,), values="float32")
+        return {cache.IMAGES: cache.StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **found}
+    found[cache.IMAGES] = cache.StoredField(shape=(1, encoders.tokens, encoders.channels), values="float16")
     if encoders.pooled_channels is not None:
-        fields[cache.POOLED] = cache.StoredField(shape=(encoders.pooled_channels,), values="float16")
-    return fields | measured
+        found[cache.POOLED] = cache.StoredField(shape=(encoders.pooled_channels,), values="float16")
+    return found
 
 
 def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chunk]:
@@ -173,54 +167,33 @@ def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chun
 
     for first in range(0, len(texts), CHUNK_TEXTS):
         part = list(texts[first : first + CHUNK_TEXTS])
-        cut = torch.tensor(encoders.excess(part), dtype=torch.float32)
-        fields: dict[str, Tensor] = {}
-        mean = largest = torch.zeros_like(cut)
+        fields = {cache.CUT: torch.tensor(encoders.excess(part), dtype=torch.int32)[:, None]}
         if encoders.spec.stored == "ids":
             stored = encoders.ids(part)
         else:
             tokens, pooled = encoders.encode(part).on(torch.device("cpu"))
-            tokens = tokens.float()
             if not all(values.abs().amax() <= MOST_FLOAT16 for values in (tokens, pooled) if values is not None):
                 raise DataError(
                     f"data.text.encoders = {encoders.spec.encoders} make a value beyond float16 from a caption such as "
                     f"{part[0]!r}; use other encoders"
                 )
             stored = tokens.half()
-            if encoders.spec.stored == "int8":
-                stored, fields[cache.TEXT_SCALE] = in_8_bits(tokens)
-            read = widened(stored.float(), fields.get(cache.TEXT_SCALE))
-            errors = (read - tokens).norm(dim=2) / tokens.norm(dim=2).clamp(min=1e-30)  # (n, tokens)
-            mean, largest = errors.mean(dim=1), errors.amax(dim=1)
             if pooled is not None:
                 fields[cache.POOLED] = pooled.half()
-        fields[cache.MEASURED] = torch.stack((mean, largest, cut), dim=1)
         others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
         yield Chunk([row.data for row in stored.numpy()], [0] * len(stored), [], others)
 
 
-def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (N, tokens, channels) divided by a scale, as int8, and each token's scale (N, tokens) float32."""
-    import torch
-
-    scale = tokens.abs().amax(dim=2) / STEPS
-    steps = tokens / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
-    return steps.round().clamp(-STEPS, STEPS).to(torch.int8), scale
-
-
 def warnings_of(text: cache.DatasetCache) -> list[str]:
-    """Return warnings about encoded captions: captions cut, 8-bit error."""
-    mean, largest, cut = text.others[cache.MEASURED][:].T
-    found = []
-    if cuts := int((cut > 0).sum()):
-        tokens = text.meta.shape[2 if text.meta.stored[cache.IMAGES].values == "int32" else 1]
-        found.append(
-            f"{cuts:,} of {len(text):,} captions have more than {tokens} tokens and are cut, as by diffusers' "
-            f"pipelines; the longest loses {int(cut.max()):,}"
-        )
-    if text.meta.stored[cache.IMAGES].values == "int8":
-        found.append(f"int8: relative error of a token {mean.mean():.2%} on average, {largest.max():.2%} at most")
-    return found
+    """Return a warning about captions that were cut, if there are some."""
+    cut = text.others[cache.CUT][:]
+    if not (cuts := int((cut > 0).sum())):
+        return []
+    tokens = text.meta.shape[2 if text.meta.stored[cache.IMAGES].values == "int32" else 1]
+    return [
+        f"{cuts:,} of {len(text):,} captions have more than {tokens} tokens and are cut, as by diffusers' pipelines; "
+        f"the longest loses {cut.max():,}"
+    ]
 
 
 def _read_field(images: cache.DatasetCache, positions: cache.Indices, name: str) -> cache.Images:
@@ -280,13 +253,12 @@ class EncodedPrompts:
         """Return the first captions, and their encoded text, of the images at ``positions``; raises DataError."""
         import torch
 
-        names = [name for name in (cache.TEXT, cache.TEXT_SCALE, cache.POOLED) if name in images.fields]
-        found = {name: torch.from_numpy(_read_field(images, positions, name)) for name in names}
-        scale, empty = found.get(cache.TEXT_SCALE), images.empty_text
+        empty = images.empty_text
         assert empty is not None, "the cache has text"
-        tokens = torch.cat((widened(found[cache.TEXT], scale), empty.tokens)).half()
-        pooled = None if empty.pooled is None else torch.cat((found[cache.POOLED], empty.pooled))
-        return cls(first_captions(images, positions), Encoded(tokens, pooled))
+        tokens, pooled = torch.from_numpy(_read_field(images, positions, cache.TEXT)), empty.pooled
+        if pooled is not None:
+            pooled = torch.cat((torch.from_numpy(_read_field(images, positions, cache.POOLED)), pooled))
+        return cls(first_captions(images, positions), Encoded(torch.cat((tokens, empty.tokens)), pooled))
 
     def content(self) -> bytes:
         """Return the content of the file that :meth:`read` reads."""

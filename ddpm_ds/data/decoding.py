@@ -3,8 +3,6 @@
 An image is decoded within limits, turned upright, scaled and cropped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -13,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -20,17 +19,16 @@ import numpy.typing as npt
 from PIL import ExifTags, Image
 
 from ddpm_ds.data.cache import CAPTIONS, SIZES
-from ddpm_ds.data.sources.base import Pixels, Source, formats, one_line
+from ddpm_ds.data.sources.base import WHOLE, Pixels, Source, beside_of, formats, one_line, read_file
+from ddpm_ds.data.spec import ALPHA
 from ddpm_ds.data.writing import Chunk
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.schema.types import written
 
 Size = tuple[int, int]  # height and width in pixels
 CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64  # maximum bytes of pixels, and images, in a chunk that one thread decodes
-MOST_DECODING_BYTES = 300_000_000  # maximum memory for decoding one image at full size, its file included
-BIG_BYTES = 2**24  # memory above which an image counts as big: a PNG of 2048 x 2048 pixels
-PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
-"""Measured bytes per pixel of decoders that keep copies; others need the 4 bytes of Pillow's image."""
-CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
-"""Extra bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
+MOST_PIXELS = 2**25  # maximum pixels that are decoded, of a JPEG after it was scaled down; its coefficients are of all
+BIG_PIXELS = 2**22  # pixels above which an image counts as big
 BIG = threading.Lock()  # locked while a thread decodes a big image, so that memory does not grow with threads
 Sizes = npt.NDArray[np.float32]
 """Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
@@ -60,29 +58,23 @@ def upright_size(content: bytes | Pixels) -> Size:
         return image.size if _orientation(image, Image.Image.getexif) in SIDEWAYS else image.size[::-1]
 
 
-def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int) -> tuple[Pixels, Sizes]:
-    """Decode as :func:`decode`, and return the sizes of the upright image and of its crop too."""
+def decode_with_sizes(content: bytes | Pixels, size: Size, channels: int, alpha: bool = False) -> tuple[Pixels, Sizes]:
+    """Decode as :func:`decode`, an image's ``alpha`` alone if asked, and return the sizes of image and crop too."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
-        with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1]):
+        with _within_memory(grey.shape[1::-1]):
             return fit(Image.fromarray(grey), size, channels), _sizes(grey.shape[1::-1], size)
     with Image.open(io.BytesIO(content), formats=formats()) as image:
-        needed, whole = len(content), image.size
-        if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
-            needed += 2 * len(image.getbands()) * image.width * image.height
+        whole = image.size
         # A JPEG can be scaled down while it is decoded, which is faster; twice the final size keeps Lanczos' quality.
         drafted = image.draft(None, (2 * size[1], 2 * size[0]))
         extent = None if drafted is None else drafted[1][2:]
-        copies = CONVERTED_BYTES if image.mode != MODES[channels] else 0
-        copies = OPAQUE_BYTES if image.has_transparency_data else copies
-        copies += CONVERTED_BYTES if _orientation(image, Image.Image.getexif) in UPRIGHT else 0
-        needed += (PIXEL_BYTES.get(image.format or "", 4) + copies) * image.width * image.height
-        with _memory(needed, whole):
+        with _within_memory(whole if "progressive" in image.info else image.size):
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
                 raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
             turned = whole[::-1] if _orientation(image) in SIDEWAYS else whole
-            return fit(image, size, channels, extent), _sizes(turned, size)
+            return fit(image, size, channels, extent, alpha), _sizes(turned, size)
 
 
 def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
@@ -93,20 +85,22 @@ def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
     return np.array([height, width, *crop, *size], np.float32)
 
 
-def _memory(needed: int, shape: tuple[int, ...]) -> AbstractContextManager[object]:
-    """Return the context in which ``needed`` bytes may be allocated; raises ValueError if they are too many."""
-    if needed > MOST_DECODING_BYTES:
-        size, most = f"{shape[0]} x {shape[1]} pixels", f"{MOST_DECODING_BYTES / 1e6:.0f}"
-        raise ValueError(f"{size} take {needed / 1e6:,.0f} MB to decode, more than {most}; scale it down")
-    return BIG if needed > BIG_BYTES else contextlib.nullcontext()
+def _within_memory(size: tuple[int, ...]) -> AbstractContextManager[object]:
+    """Return the context in which an image of a width and height may be decoded; raises ValueError if it is large."""
+    pixels = math.prod(size)
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"{size[0]} x {size[1]} are more than {MOST_PIXELS:,} pixels; scale it down")
+    return BIG if pixels > BIG_PIXELS else contextlib.nullcontext()
 
 
-def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, float] | None = None) -> Pixels:
+def fit(
+    image: Image.Image, size: Size, channels: int, extent: tuple[float, float] | None = None, alpha: bool = False
+) -> Pixels:
     """Turn an image upright, scale it (Lanczos) until it just covers ``size`` (height, width), and crop the centre.
 
     Returns uint8 (height, width, ``channels``); transparent pixels become white. ``extent`` is the width and height
     without padding at the right and lower edge: a JPEG of 500 x 333, read at a quarter of its size, has 125 x 84 pixels
-    and an extent of 125 x 83.25.
+    and an extent of 125 x 83.25. ``alpha`` returns how opaque pixels are, 0 to 255.
     """
     orientation, (rows, columns) = _orientation(image), size
     order = -1 if orientation in SIDEWAYS else 1
@@ -120,6 +114,8 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
     box = (left, top, left + wide, top + high)
     if upright.mode.startswith("I"):  # 16 bits ("I" for PGM); Pillow's own conversion clips instead of scaling
         upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    if alpha:
+        upright = upright.convert("RGBA").getchannel("A")
     if upright.has_transparency_data:
         upright = upright.convert("RGBA")
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
@@ -145,9 +141,11 @@ class Decoding:
         shape: tuple[int, int, int],
         threads: int,
         others: Mapping[str, npt.NDArray[np.int32]] = MappingProxyType({}),
+        beside: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.source, self.shape, self.threads = source, shape, threads
         self.others = others  # rows that are stored of each image, (N, numbers), by field
+        self.beside = beside  # channels of the pictures that are read beside each image, by field
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
@@ -166,7 +164,8 @@ class Decoding:
 
     def _chunk(self, numbers: range, stopped: threading.Event) -> Chunk:
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
-        others: dict[str, list[bytes]] = {name: [] for name in (*self.others, *[SIZES] * (CAPTIONS in self.others))}
+        names = (*self.others, *self.beside, *[SIZES] * (CAPTIONS in self.others))
+        others: dict[str, list[bytes]] = {name: [] for name in names}
         channels, *size = self.shape
         for i in numbers:
             if stopped.is_set():
@@ -175,6 +174,9 @@ class Decoding:
             try:
                 content = self.source.read(i)
                 pixels, sizes = decode_with_sizes(content, (size[0], size[1]), channels)
+                beside = {name: self._beside(name, i, content, sizes) for name in self.beside}
+            except DataError:
+                raise
             except Exception as error:  # a decoder may raise anything on broken bytes
                 if content is None and not isinstance(error, (OSError, ValueError, MemoryError)):
                     raise  # a bug of the source
@@ -184,6 +186,26 @@ class Decoding:
             labels.append(int(self.source.labels[i]))
             for name, rows in self.others.items():
                 others[name].append(rows[i].tobytes())
+            for name, picture in beside.items():
+                others[name].append(picture.transpose(2, 0, 1).tobytes())
             if SIZES in others:
                 others[SIZES].append(sizes.tobytes())
         return Chunk(images, labels, skipped, others)
+
+    def _beside(self, name: str, i: int, content: bytes | Pixels, sizes: Sizes) -> Pixels:
+        """Return the mask or condition of an image of these contents and sizes, cropped like it."""
+        file, (_, height, width) = beside_of(self.source)[name][i], self.shape
+        if file == WHOLE:
+            return np.full((height, width, 1), 255, np.uint8)
+        if file == ALPHA:
+            return decode_with_sizes(content, (height, width), 1, alpha=True)[0]
+        try:
+            pixels, own = decode_with_sizes(read_file(Path(file)), (height, width), self.beside[name])
+        except Exception as error:  # a decoder may raise anything on broken bytes
+            raise ValueError(f"{file}: {one_line(error)}") from error
+        if (own[:2] != sizes[:2]).any():
+            there, here = (written((int(each[0]), int(each[1]))) for each in (own, sizes))
+            raise DataError(
+                f"data.{name}: {file} has {there} pixels, and {self.source.name(i)} has {here}; give both one size"
+            )
+        return pixels

@@ -15,8 +15,6 @@ Other modules treat residuals as fields, with statistics of their own; condition
 Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmospheric downscaling" (CorrDiff).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -25,12 +23,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
+from ddpm_ds.data.cache import (
+    CONDITION,
+    IMAGES,
+    MASK,
+    VECTOR,
+    CacheMeta,
+    Coordinate,
+    DatasetCache,
+    StoredField,
+    StoredImages,
+)
 from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
 from ddpm_ds.data.sources.base import BROKEN, Labels, files_below, labelled, one_line
@@ -54,7 +62,6 @@ from ddpm_ds.data.writing import Chunk
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import sha256_of
 
-CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 Values = Literal["uint8", "float16", "float32"]
 TOGETHER_BYTES = 2**22  # bytes of the images in a chunk, at least one image
 WHOLE_BYTES = 2**32  # maximum bytes of a source that is recognised by the checksums of its files
@@ -130,7 +137,7 @@ class FieldSource:
         count = min(len(self.labels), MOST_SAMPLED, max(1, SAMPLED_BYTES // image_bytes))
         return np.linspace(0, len(self.labels) - 1, count).astype(int).tolist()
 
-    def centred(self) -> FieldSource:
+    def centred(self) -> Self:
         """Return this source with offsets of float16 fields whose mean exceeds their spread: the means of some images.
 
         Offsets of whole numbers are whole; float16 arrays have none.
@@ -283,6 +290,8 @@ def coordinates_of(variable: Variable, arrays: Arrays) -> Iterator[Coordinate]:
 
 def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
     """Raise DataError if a cache's fields have other channels than the spec, or can't be normalised."""
+    if not spec.reads_arrays:
+        return
     asked = spec.condition or ConditionSpec()
     counted = {
         "data.condition.channels": (asked.channels, meta.fields.get(CONDITION)),

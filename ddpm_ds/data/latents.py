@@ -6,9 +6,10 @@
                                                               │ drawn by a sampler
     pixels  uint8 (N, 3, H, W) ◀──────────decode──────────────┘
 
-A latent is (mean of the encoder's posterior - shift) x scale, with shift_factor and scaling_factor of the autoencoder's
-config.json, or numbers of the spec. Other modules treat latents as images of another size and number of channels.
-Source: Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models".
+A mask becomes its means over the pixels of each latent. Latents of a condition, and of mirrored images, are fields of
+their own. A latent is (mean of the encoder's posterior - shift) x scale, with shift_factor and scaling_factor of the
+autoencoder's config.json, or numbers of the spec. Other modules treat latents as images of another size and number of
+channels. Source: Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models".
 """
 
 from __future__ import annotations
@@ -27,9 +28,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.data.cache import BUCKETS, TEXTS, DatasetCache
+from ddpm_ds.data.cache import (
+    BUCKETS,
+    CONDITION,
+    IMAGES,
+    MASK,
+    TEXTS,
+    DatasetCache,
+    Images,
+    StoredField,
+    field_of,
+    variant,
+)
 from ddpm_ds.data.hub import from_hub
-from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.ground.errors import DataError
 from ddpm_ds.ground.files import read_bytes, sha256_of, until_changed
 from ddpm_ds.ground.formats import open_tensors, parse_json
@@ -37,8 +49,6 @@ from ddpm_ds.schema.section import shown
 from ddpm_ds.schema.types import MOST_LEVELS, MOST_SIDE, Blocks, Channels, LatentChannels, written
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
     from torch import Tensor
 
@@ -51,6 +61,8 @@ MOVED_PIXELS = 2**22
 """Pixels that are encoded before the model moves back from the device to the host, at least one image."""
 SMALLEST_ELEMENT_BYTES = 2
 MOST_FLOAT16 = 65504.0
+CUT_SEED = 0
+"""Seed of the rectangles that are cut out before images are encoded, independent of the run's seed."""
 AUTOENCODER, PIXELS = "autoencoder", "pixels/"
 """Key of the autoencoder, and prefix of the pixels' files, in the checksums of latents."""
 ToPixels = Callable[["Tensor"], "Tensor"]
@@ -318,12 +330,21 @@ class Coder:
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
         return model.eval().requires_grad_(False)
 
-    def encode(self, images: Tensor) -> Tensor:
-        """Return the latents (N, C, h, w) float32 of pixels (N, 3, H, W) uint8, on their device."""
+    def encode(self, images: Tensor, holes: Tensor | None = None, *, scaled: bool = True) -> Tensor:
+        """Return the latents (N, C, h, w) float32 of pixels (N, 3, H, W) uint8, on their device.
+
+        Pixels in ``holes`` (N, 1, H, W), bool, are 0 in [-1, 1]. Latents that are not ``scaled`` are the encoder's.
+        """
         pixels = images.float().div_(127.5).sub_(1.0)
+        if holes is not None:
+            pixels.masked_fill_(holes, 0.0)
         latents = self._mapped(lambda model, part: model.encode(part).latent_dist.mean, pixels, images[0, 0].numel())
+        return self.scaled(latents) if scaled else latents
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        """Return the encoder's latents (N, C, h, w) on the U-Net's scale."""
         scale, shift = (_by_channel(each, latents) for each in (self.autoencoder.scale, self.autoencoder.shift))
-        return latents.sub_(shift).mul_(scale)
+        return latents.sub(shift).mul_(scale)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels (N, 3, H, W) uint8 of latents (N, C, h, w), on their device."""
@@ -357,24 +378,116 @@ class Coder:
         return torch.cat(done)
 
 
-def encoded(cache: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, npt.NDArray[np.float16]]]:
-    """Yield positions and latents (n, C, h, w) of the images ``numbers``, in batches; raises DataError."""
+def condition_of(coder: Coder, spec: ConditionSpec, images: Tensor, given: Tensor) -> Tensor:
+    """Return the condition (N, C', h, w) float32 of images (N, 3, H, W) uint8 as a U-Net on latents takes it.
+
+    ``given`` are pictures like ``images``, or the holes (N, 1, H, W) bool that are cut out of them: latents of the cut
+    images, and a channel that is 1 in a hole.
+    """
     import torch
 
-    together = max(1, MOVED_PIXELS // math.prod(cache.meta.shape[1:]))
+    if spec.kind == "stored":
+        return coder.encode(given, scaled=spec.scaled)
+    factor = coder.autoencoder.factor
+    return torch.cat((coder.encode(images, given), given[..., ::factor, ::factor].float()), dim=1)
+
+
+def condition_pixels(coder: Coder, spec: ConditionSpec, condition: Tensor) -> Tensor:
+    """Return pixels (N, 3, H, W) uint8 of a result of :func:`condition_of`."""
+    latents = condition[:, : coder.autoencoder.channels]
+    return coder.decode(latents if spec.scaled else coder.scaled(latents))
+
+
+def rectangles(drawn: Tensor, cut: tuple[float, float], size: tuple[int, int]) -> Tensor:
+    """Return masks, true in a rectangle, (N, 1, H, W); uniform draws (N, 4) make its sides and place, ``cut`` limits
+    the share of the sides.
+    """
+    import torch
+
+    low, high = cut
+    inside = []
+    for axis, pixels in enumerate(size):
+        extent = ((low + (high - low) * drawn[:, axis]) * pixels).round().clamp(min=1.0)  # (N,)
+        begin = (drawn[:, 2 + axis] * (pixels - extent + 1.0)).floor()
+        along = torch.arange(pixels, device=drawn.device)
+        inside.append((along >= begin[:, None]) & (along < (begin + extent)[:, None]))  # (N, pixels)
+    return (inside[0][:, :, None] & inside[1][:, None, :])[:, None]
+
+
+def latent_fields(pixels: DatasetCache, data: DataSpec) -> dict[str, StoredField]:
+    """Return all fields of a cache of latents."""
+    images = field_of("latents", data.shape)
+    found = {name: each for name, each in pixels.meta.fields.items() if name not in (CONDITION, MASK)}
+    kinds = {IMAGES: (images, 1)}
+    if MASK in pixels.others:
+        kinds[MASK] = (StoredField(shape=(1, *data.size), values="uint8"), 1)
+    if data.condition is not None:
+        shape = (data.interface.condition_channels, *data.size)
+        kinds[CONDITION] = (images.model_copy(update={"shape": shape}), data.condition.copies)
+    for name, (stored, copies) in kinds.items():
+        for mirrored in (False, True)[: 1 + data.horizontal_flips]:
+            found |= {variant(name, number, mirrored): stored for number in range(copies)}
+    return found
+
+
+def encoded(
+    cache: DatasetCache, coder: Coder, data: DataSpec, numbers: range
+) -> Iterator[tuple[slice, dict[str, Images]]]:
+    """Yield positions of the images ``numbers`` and the fields that are made of them, in batches; raises DataError."""
+    import torch
+
+    together, factor = max(1, MOVED_PIXELS // math.prod(cache.meta.shape[1:])), coder.autoencoder.factor
+    spec = data.condition or ConditionSpec()
     for first in range(numbers.start, numbers.stop, together):
         part = slice(first, min(first + together, numbers.stop))
-        latents = coder.encode(torch.from_numpy(cache.images[part]))
-        largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN if any value is
-        beyond = ~(largest <= MOST_FLOAT16)
-        if beyond.any():
-            which = int(beyond.int().argmax())
-            raise DataError(
-                f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} from image "
-                f"{first + which} of {cache.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
-                f"or a smaller scaling_factor in its {CONFIG}"
-            )
-        yield part, latents.half().numpy()
+        found: dict[str, Tensor] = {}
+        images = torch.from_numpy(cache.images[part])
+        given = [] if data.condition is None else _given(cache, spec, part)
+        for mirrored in (False, True)[: 1 + data.horizontal_flips]:
+            found[variant(IMAGES, 0, mirrored)] = coder.encode(_turned(mirrored, images))
+            if MASK in cache.others:
+                mask = _turned(mirrored, torch.from_numpy(cache.others[MASK][part]))
+                found[variant(MASK, 0, mirrored)] = torch.nn.functional.avg_pool2d(mask.float(), factor).round()
+            for number, each in enumerate(given):
+                made = condition_of(coder, spec, _turned(mirrored, images), _turned(mirrored, each))
+                found[variant(CONDITION, number, mirrored)] = made
+        for values in found.values():
+            largest = values.abs().amax(dim=(1, 2, 3))  # (n,), NaN if any value is
+            beyond = ~(largest <= MOST_FLOAT16)
+            if beyond.any():
+                which = int(beyond.int().argmax())
+                raise DataError(
+                    f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} from image "
+                    f"{first + which} of {cache.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another "
+                    f"autoencoder, or a smaller scaling_factor in its {CONFIG}"
+                )
+        yield part, {name: values.numpy() for name, values in found.items()}
+
+
+def _turned(mirrored: bool, images: Tensor) -> Tensor:
+    """Return images (N, C, H, W), which may be ``mirrored``."""
+    return images.flip(-1) if mirrored else images
+
+
+def _given(cache: DatasetCache, spec: ConditionSpec, part: slice) -> list[Tensor]:
+    """Return what :func:`condition_of` takes for each condition of some images: their second pictures, or holes, which
+    are masks or rectangles or everything.
+    """
+    import torch
+
+    from ddpm_ds.ground.keyed import Draws, Stream
+
+    stored = torch.from_numpy(cache.others[CONDITION][part]) if CONDITION in cache.others else None
+    if spec.kind == "stored":
+        assert stored is not None, "the source has it"
+        return [stored]
+    size, positions = cache.size, torch.arange(part.start, part.stop)
+    found: list[Tensor] = []
+    for number in range(spec.copies):
+        drawn = Draws(CUT_SEED, positions * spec.copies + number, {Stream.CUT: 5}).uniform(Stream.CUT)
+        holes = rectangles(drawn, spec.cut, size) if stored is None else stored >= 128
+        found.append(holes | (drawn[:, 4] < spec.unmasked)[:, None, None, None])
+    return found
 
 
 def _weights(folder: Path) -> Path:

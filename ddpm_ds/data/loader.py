@@ -217,8 +217,7 @@ class MicroBatch(NamedTuple):
     condition: Tensor | None = None  # (n, C, h, w), the stored condition, of its own size and dtype
     mask: Tensor | None = None  # (n, 1 or C, H, W) uint8, 1 where a pixel counts in the loss
     vector: Tensor | None = None  # (n, K) float32
-    text: Tensor | None = None  # the caption: (n, tokens, channels) float16 or int8, or (n, encoders, tokens) int32
-    text_scale: Tensor | None = None  # (n, tokens) float32, factor of the tokens in int8
+    text: Tensor | None = None  # the caption: (n, tokens, channels) float16, or (n, encoders, tokens) int32
     pooled: Tensor | None = None  # (n, channels) float16, the pooled text
     sizes: Tensor | None = None  # (n, 6) float32, sizes of the original image and of its crop
     pairs: Tensor | None = None  # (n,) int64, whose noise each image takes

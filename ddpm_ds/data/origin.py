@@ -1,7 +1,5 @@
 """Source of a run's images, opened once, and the checks by which a cache notices that the source has changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -17,8 +15,8 @@ from ddpm_ds.data.cache import Look, Origin
 from ddpm_ds.data.captions import written
 from ddpm_ds.data.fields import SAMPLED, FieldSource, open_fields
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.sources.base import Source, captions_of, files_below, parts_of, printable
-from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.data.sources.base import WHOLE, Source, beside_of, captions_of, files_below, parts_of, printable, read_file
+from ddpm_ds.data.spec import ALPHA, BESIDE, DataSpec
 from ddpm_ds.data.writing import lock_of
 from ddpm_ds.ground.errors import DataError
 
@@ -34,14 +32,15 @@ class LazySource:
 
     def __init__(self, data: DataSpec, progress: bool) -> None:
         self.data, self._progress = data, progress
-        condition_path = None if data.condition is None else data.condition.path
-        self.paths = [*(each.path for each in data.folders), *([] if condition_path is None else [condition_path])]
+        masks = () if data.reads_arrays else (each.mask for each in data.folders if each.mask not in (ALPHA, BESIDE))
+        others = (*(each.condition for each in data.folders), *masks)
+        self.paths = [*(each.path for each in data.folders), *map(Path, dict.fromkeys(filter(None, others)))]
 
     @cached_property
     def looks(self) -> list[dict[str, Look]]:
-        """Sizes and times under each path, taken before it is read; several sources count as one, by absolute names."""
+        """Sizes and times under each path, taken before it is read; several folders count as one, by absolute names."""
         found = [looks_of(path, self.data.reads_arrays) for path in self.paths]
-        if not self.data.sources:
+        if self.data.reads_arrays or len(found) == 1:
             return found
         pairs = zip(map(os.path.realpath, self.paths), found, strict=True)
         return [{os.path.join(path, name): look for path, looks in pairs for name, look in looks.items()}]
@@ -94,9 +93,15 @@ class LazySource:
         keys |= data.named_arrays
         if (condition_path := keys.pop("data.condition.path", None)) is not None:
             keys["data.condition.path"] = os.path.realpath(condition_path)
+        if "data.mask" in keys and not data.reads_arrays:
+            keys["data.mask"] = _real(str(data.mask))
         named = {key: value for key, value in {**keys, "data.buckets": buckets}.items() if value is not None}
         path = b"" if data.path is None else os.fsencode(os.path.realpath(data.path))  # resolve() fails on link loops
-        places = [[os.path.realpath(each.path), each.captions, each.caption] for each in data.sources]
+        places = [
+            [os.path.realpath(each.path), each.captions, each.caption]
+            + [_real(str(given)) for given in (each.mask, each.condition) if given]
+            for each in data.sources
+        ]
         named |= {"data.sources": places} if places else {}
         if not (path or named):  # the source has pixels, and no files to decode
             return ""
@@ -151,6 +156,7 @@ def sampled(source: Source) -> tuple[str, bool]:
         digest.update(written(known.texts) + known.table.tobytes())
     if (parts := parts_of(source)) is not None:
         digest.update(parts.tobytes())
+    beside = [*beside_of(source).values()]
     count, sizes, encoded = len(source.labels), list[int](), True
     some = np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int)
     for part in (some, np.setdiff1d(np.arange(count), some)):
@@ -159,13 +165,22 @@ def sampled(source: Source) -> tuple[str, bool]:
         for i in part.tolist():
             try:
                 content = source.read(i)
+                others = [
+                    file.encode() if file in (WHOLE, ALPHA) else read_file(Path(file))
+                    for file in (files[i] for files in beside)
+                ]
             except Exception:  # decoding will report the reason
                 continue
             encoded = isinstance(content, bytes)
             content = content if isinstance(content, bytes) else content.tobytes()
-            digest.update(content)
+            digest.update(b"".join((content, *others)))
             sizes.append(len(content))
     return digest.hexdigest(), encoded
+
+
+def _real(given: str) -> str:
+    """Return the path of a folder of masks or conditions without links."""
+    return given if given in (ALPHA, BESIDE) else os.path.realpath(given)
 
 
 def looks_of(path: Path, whole: bool) -> dict[str, Look]:

@@ -27,9 +27,17 @@ from ddpm_ds.data import cache, captions
 from ddpm_ds.data.buckets import Bucket, Shapes, filled_buckets, kept_sizes, moved, own_sizes, sizes_of
 from ddpm_ds.data.decoding import Decoding, Size
 from ddpm_ds.data.fields import REGRESSION, Regression, check_fields, fields_of, made_of, residuals
-from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, encoded, pixels_behind, sources_of
+from ddpm_ds.data.latents import (
+    Autoencoder,
+    Coder,
+    autoencoder_of,
+    encoded,
+    latent_fields,
+    pixels_behind,
+    sources_of,
+)
 from ddpm_ds.data.origin import LazySource, sampled
-from ddpm_ds.data.sources.base import parts_of
+from ddpm_ds.data.sources.base import beside_of, parts_of
 from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import Chunk, Content, lock_of, write_cache
@@ -136,7 +144,7 @@ class Recipes:
         path = data.store_root / (name + source.key(None if bucket is None else bucket.key))
         base = Recipe(path, whole, source, bucket)
         if autoencoder is not None:
-            path = path.with_name(f"{path.name}-latents-{autoencoder.digest[:8]}")
+            path = path.with_name(f"{path.name}-latents-{autoencoder.digest[:8]}{_ways_key(data)}")
         elif data.residual_of is not None:
             of_run = sha256(os.fsencode(os.path.realpath(data.residual_of))).hexdigest()[:8]
             path = path.with_name(f"{path.name}-residual-{of_run}")
@@ -342,16 +350,27 @@ def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
 
 def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) -> Content:
     """Return the content of a cache of latents, encoded from all ``pixels``."""
+    fields = latent_fields(pixels, data)
 
     def chunks(numbers: range) -> Iterator[Chunk]:
-        for part, latents in encoded(pixels, coder, numbers):
-            others = {name: [row.data for row in stored[part]] for name, stored in pixels.others.items()}
-            yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
+        for part, found in encoded(pixels, coder, data, numbers):
+            rows = {
+                name: stored[part] for name, stored in pixels.others.items() if name in fields.keys() - found
+            } | found
+            others = {name: [fields[name].rounded(row).data for row in each] for name, each in rows.items()}
+            yield Chunk(others.pop(cache.IMAGES), pixels.labels[part].tolist(), [], others)
 
-    fields = pixels.meta.fields and {**pixels.meta.fields, cache.IMAGES: cache.field_of("latents", data.shape)}
-    made_from = {"fields": fields, "sha256": sources_of(pixels, coder.autoencoder)}
+    made_from = {"fields": fields if len(fields) > 1 else {}, "sha256": sources_of(pixels, coder.autoencoder)}
     meta = pixels.meta.model_copy(update={"kind": "latents", "shape": data.shape, **made_from})
     return Content(meta, chunks, captions=captions.written(captions.texts_of(pixels)) if data.text else None)
+
+
+def _ways_key(data: DataSpec) -> str:
+    """Return the end of the name of a cache of latents, a hash of what is stored beside those of images; or ""."""
+    kept = {"kind", "scaled", "cut", "variants", "unmasked"}
+    ways = {} if data.condition is None else data.condition.model_dump(include=kept)
+    ways |= {"horizontal_flips": True} if data.horizontal_flips else {}
+    return f"-{sha256(repr(ways).encode()).hexdigest()[:8]}" if ways else ""
 
 
 def residuals_content(fields: cache.DatasetCache, regression: Regression) -> Content:
@@ -386,8 +405,12 @@ def source_content(recipe: Recipe) -> Content:
     stored |= {name: cache.StoredField(shape=(each.shape[1],), values="int32") for name, each in others.items()}
     if texts is not None:
         stored[cache.SIZES] = cache.StoredField(shape=(6,), values="float32")
+    of_condition = data.channels if data.condition is not None and data.condition.kind == "stored" else 1
+    beside = {name: of_condition if name == cache.CONDITION else 1 for name in beside_of(pictures)}
+    for name, channels in beside.items():
+        stored[name] = cache.StoredField(shape=(channels, *data.stored_size), values="uint8")
     threads = max(1, processors() // processes_on_host()) if are_files else 1
-    decoding = Decoding(pictures, data.stored_shape, threads, others)
+    decoding = Decoding(pictures, data.stored_shape, threads, others, beside)
     meta = _meta_of("pixels", stored, count, classes=pictures.classes, origin=source.origin(content), **known)
     kept = None if texts is None else captions.written(texts.texts)
     return Content(meta, decoding.chunks, " ".join([content, *of_files]), captions=kept, max_bad_fraction=most)

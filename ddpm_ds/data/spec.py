@@ -1,7 +1,5 @@
 """Section `data` of the run spec: images, conditions, captions, buckets of aspect. Does not import torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +11,10 @@ from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import Section, needs, only_with, plain, refuse
 from ddpm_ds.unet.spec import Interface
 
+ALPHA, BESIDE = "alpha", "beside"
+"""Values of ``data.mask`` for a picture's own alpha, and for a file beside it that is named as by OneTrainer."""
+Name = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(lambda name: str(expanded(name)))]
+
 
 class ConditionSpec(Section):
     """Condition of each image: channels beside x_t that are never noised, and a vector beside the time embedding.
@@ -22,24 +24,31 @@ class ConditionSpec(Section):
 
     kind: Annotated[
         Literal["stored", "reduced", "grey", "cut_out"] | None,
-        needs("stored", types.OF_ARRAYS, "channels"),
-        needs("grey", "data.channels=3"),
+        needs("stored", types.OF_FILES, "channels or data.source=folder"),
+        needs("reduced", types.PIXELS),
+        needs("grey", "data.channels=3", types.PIXELS),
     ] = None
-    """Source of the condition's channels: a second array of the same images, or the image itself: reduced by `factor`
-    and enlarged again (super-resolution), its grey values (colourisation), or the image with a rectangle cut out and a
-    channel that is 1 there (inpainting). Null has none of these."""
-    path: Annotated[types.FilePath | None, only_with("kind=stored or constants or vector", types.OF_ARRAYS)] = None
-    """File or folder of the stored condition; null means `data.path`."""
-    held_out_path: Annotated[types.FilePath | None, only_with("path", "data.held_out_path")] = None
-    """File or folder of the stored condition of the images in `data.held_out_path`, if `path` is given."""
+    """Source of the condition's channels: a second array or picture of each image, or the image itself: reduced by
+    `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a part cut out
+    and a channel that is 1 there (inpainting). Null has none of these."""
+    path: Annotated[types.FilePath | None, only_with("kind=stored|cut_out or constants or vector", types.OF_FILES)] = (
+        None
+    )
+    """File of arrays with the stored condition; null means `data.path`. Of a folder of images, a folder with a picture
+    of the same name and size for each image: the condition or, for cut_out, a mask that is white where to cut."""
+    held_out_path: Annotated[types.FilePath | None, only_with("path or data.sources", "data.held_out_path")] = None
+    """The same for the images in `data.held_out_path`."""
     variables: Annotated[tuple[types.Variable, ...], only_with("kind=stored", types.OF_ARRAYS)] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
     condition, or the only one in a `path` of its own."""
-    channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored")] = 0
-    """Channels of the stored condition; made channels are not counted here."""
+    channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored", types.OF_ARRAYS)] = 0
+    """Channels of the stored condition of arrays; pictures have those of the images."""
+    scaled: Annotated[bool, only_with("kind=stored", types.LATENTS)] = True
+    """Whether latents of the stored condition are scaled as the images' (Marigold) or as the encoder makes them
+    (InstructPix2Pix)."""
     resize: Annotated[Literal["nearest", "bilinear", "bicubic"], only_with("kind=stored|reduced")] = "bilinear"
     """How a condition of another size is resized to the image's."""
-    normalise: Annotated[types.Normalise, only_with("kind=stored or constants")] = None
+    normalise: Annotated[types.Normalise, only_with("kind=stored or constants", types.OF_ARRAYS)] = None
     """Scaling of the stored condition and the constants, by channel, as `data.normalise` scales fields."""
     factor: Annotated[int, Field(ge=2, le=64), only_with("kind=reduced")] = 4
     """Pixels of the image, each way, in one pixel of the reduced image."""
@@ -48,12 +57,16 @@ class ConditionSpec(Section):
     has a random level up to this one, which the U-Net also reads. Samples have level 0."""
     cut: Annotated[tuple[types.Small, types.Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
+    variants: Annotated[int, Field(ge=1, le=types.MOST_VARIANTS), only_with("kind=cut_out", types.LATENTS)] = 4
+    """Number of cut images whose latents are stored for each image; each time one of them is drawn."""
+    unmasked: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=cut_out", types.LATENTS)] = 0.1
+    """Share of these from which everything is cut out."""
     constants: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "constant_channels")] = ()
     """Names of arrays in `path`, (H, W) or (C, H, W), that all images share, such as the land's height; they are
     stored once."""
     constant_channels: Annotated[int, Field(ge=0, le=256), needs("*", "constants")] = 0
     """Channels of all `constants`."""
-    grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
+    grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4), only_with(types.PIXELS)] = 0
     """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
     right."""
     vector: Annotated[tuple[types.Variable, ...], only_with(types.OF_ARRAYS), needs("*", "vector_size")] = ()
@@ -62,18 +75,25 @@ class ConditionSpec(Section):
     vector_size: Annotated[int, Field(ge=0, le=4096), needs("*", "vector")] = 0
     """Numbers in all arrays of `vector` together."""
     drop: types.Fraction = 0.0
-    """Share of the images whose condition, vector included, is replaced by zeros, with a flag for the U-Net; needed for
-    guidance."""
+    """Share of the images whose condition, vector included, is replaced by zeros; needed for guidance. The U-Net gets a
+    flag, unless it learns latents. With `data.text.drop` one draw decides both, and the half of its images with the
+    lower draws keep their condition."""
 
     def input_channels(self, image_channels: int) -> int:
         """Return all channels of the condition."""
-        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
+        made = {"reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
+        made["stored"] = self.channels or image_channels
         return (made[self.kind] if self.kind else 0) + self.constant_channels + self.grid_channels
 
     @property
     def numbers(self) -> int:
         """Size of the U-Net's vector: the data's numbers, and a flag of a dropped condition."""
         return self.vector_size + (self.drop > 0.0)
+
+    @property
+    def copies(self) -> int:
+        """Number of latents of the condition that are stored for each image; given masks differ by `unmasked` alone."""
+        return self.variants if self.kind == "cut_out" and (self.path is None or self.unmasked) else 1
 
 
 class TagsSpec(Section):
@@ -120,10 +140,9 @@ class TextSpec(Section):
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """Replacement of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
-    stored: Literal["float16", "int8", "ids", "text"] = "float16"
-    """How captions are stored: encoded in 16 bits; in 8 bits with a scale for each token, in half of the space; as the
-    tokenizers' ids, in a five-hundredth, which each rank that reads text encodes while it trains; or as text, which
-    such a rank tokenizes too."""
+    stored: Literal["float16", "ids", "text"] = "float16"
+    """How captions are stored: encoded in 16 bits; as the tokenizers' ids, in a five-hundredth of the space, which each
+    rank that reads text encodes while it trains; or as text, which such a rank tokenizes too."""
     tags: Annotated[TagsSpec | None, needs("*", "stored=text")] = None
     """How captions that are lists of tags change each time an image is seen; null leaves captions as they are."""
 
@@ -171,6 +190,10 @@ class SourceSpec(Section):
     """Name of the captions in this folder; null means `data.text.captions`."""
     caption: Annotated[str, Field(max_length=10_000)] | None = None
     """Caption of images without one. Null means the name in a folder such as `10_cat`, or else none."""
+    mask: Name | None = None
+    """Masks of these images; null means `data.mask`, or else that they count whole."""
+    condition: types.FilePath | None = None
+    """Folder of the conditions of these images; null means `data.condition.path`."""
 
 
 class DataSpec(Section):
@@ -217,13 +240,12 @@ class DataSpec(Section):
     """Scaling of fields, by channel: "statistics" subtracts the mean and divides by the standard deviation, "range"
     maps the smallest and the largest value to -1 and 1. Both are computed while the data are prepared, and undone in
     samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
-    mask: Annotated[types.Variable | None, only_with(types.OF_ARRAYS, types.PIXELS)] = None
+    mask: Annotated[Name | None, only_with(types.OF_FILES)] = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
     elsewhere; or "nan", which masks NaN in the fields. Masked values, and NaN in a condition, are read as the mean of
-    their channel. Null refuses fields that are not finite."""
-    missing_chunks: Annotated[Literal["refuse", "fill"], only_with(types.OF_ARRAYS)] = "refuse"
-    """Response to missing chunks of a Zarr or HDF5 array: refuse the array, or read its fill value for them, which is
-    right if the writer leaves out chunks that have only this value."""
+    their channel. Null refuses fields that are not finite. Of a folder of images, a folder with a picture of the same
+    name and size for each image, whose greys are weights; or "alpha" for the images' own; or "beside" for files such as
+    `1-masklabel.png` beside `1.png`. The last two count images without a mask whole."""
     held_out: types.HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
@@ -233,7 +255,7 @@ class DataSpec(Section):
     flips_negate: Annotated[tuple[types.Variable | int, ...], only_with("horizontal_flips", types.OF_FIELDS)] = ()
     """Channels whose sign changes in a mirrored image, such as eastward wind: numbers from 0, first the fields' and
     then the stored condition's, or names in `variables`, if each variable has one channel."""
-    condition: Annotated[ConditionSpec | None, only_with(types.PIXELS, types.ONE_SIZE)] = None
+    condition: Annotated[ConditionSpec | None, only_with("autoencoder or buckets=null")] = None
     """Condition of each image; null learns images alone."""
     autoencoder: types.FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL or
@@ -257,8 +279,8 @@ class DataSpec(Section):
     """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields:
     the residuals are learned, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes
     them; null learns the fields themselves."""
-    horizontal_flips: Annotated[bool, only_with(types.PIXELS)] = False
-    """Mirror an image with probability 1/2 each time it is seen."""
+    horizontal_flips: bool = False
+    """Mirror an image with probability 1/2 each time it is seen. Latents of mirrored images are stored too."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Number of images that are held out of training, for the held-out loss. This number and `held_out` alone decide
     which images; each bucket of aspect gives about the same share. 0 holds out none, or all of `held_out_path`."""
@@ -272,8 +294,12 @@ class DataSpec(Section):
 
     @property
     def folders(self) -> tuple[SourceSpec, ...]:
-        """Sources of a kind that reads folders of images; the only one has the defaults."""
-        return self.sources or (() if self.path is None else (SourceSpec(path=self.path),))
+        """Sources of a kind that reads folders of images, with their masks and conditions; one of `path` alone."""
+        usual = {"mask": self.mask, "condition": None if self.condition is None else self.condition.path}
+        given = self.sources or (() if self.path is None else (SourceSpec(path=self.path),))
+        return tuple(
+            each.model_copy(update={key: getattr(each, key) or value for key, value in usual.items()}) for each in given
+        )
 
     @property
     def origin(self) -> str:
@@ -308,9 +334,20 @@ class DataSpec(Section):
             channels=self.channels,
             size=self.size,
             condition_channels=condition.input_channels(self.channels),
-            numbers=condition.numbers,
+            numbers=condition.numbers if self.autoencoder is None else 0,
             condition_level=condition.noise > 0.0,
         )
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the loss of pixels is weighed by masks."""
+        return self.mask is not None or any(each.mask for each in self.sources)
+
+    @property
+    def condition_is_stored(self) -> bool:
+        """Whether the cache has a condition of each image, instead of what it is made from."""
+        kind = None if self.condition is None else self.condition.kind
+        return kind == "stored" or (kind == "cut_out" and self.autoencoder is not None)
 
     @property
     def are_fields(self) -> bool:
@@ -326,11 +363,10 @@ class DataSpec(Section):
     def named_arrays(self) -> dict[str, object]:
         """Values of the keys that only a source of named arrays reads, by key, if they are given."""
         condition = self.condition or ConditionSpec()
-        given = {f"data.{key}": getattr(self, key) for key in ("values", "variables", "mask", "missing_chunks")}
+        given = {f"data.{key}": getattr(self, key) for key in ("values", "variables", "mask")}
         of_condition = ("kind", "path", "variables", "constants", "vector")
         given |= {f"data.condition.{key}": getattr(condition, key) for key in of_condition}
-        usual = {"data.values": {"bytes"}, "data.missing_chunks": {"refuse"}}
-        usual["data.condition.kind"] = {"reduced", "grey", "cut_out"}
+        usual = {"data.values": {"bytes"}, "data.condition.kind": {"reduced", "grey", "cut_out"}}
         return {key: value for key, value in given.items() if value and value not in usual.get(key, ())}
 
     @property
@@ -345,6 +381,8 @@ def check_source(data: DataSpec) -> None:
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
     ways = " or ".join(f"--set {key}={word}" for key, word in takes.items())
     pictures_alone = {"autoencoder": data.autoencoder, "text": data.text, "buckets": data.buckets}
+    given = data.held_out_path and data.is_masked and not data.reads_arrays
+    reads = data.condition is not None and (data.condition_is_stored or data.condition.kind == "cut_out")
     refuse(
         {
             f"{' or '.join(takes)} is missing; source {data.source} needs it: {ways}": takes
@@ -354,6 +392,13 @@ def check_source(data: DataSpec) -> None:
             f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null": data.reads_arrays
             and value is not None
             for key, value in pictures_alone.items()
+        }
+        | {
+            f"data.mask = {data.mask} has no masks of data.held_out_path; use {ALPHA} or {BESIDE}": given
+            and data.mask not in (ALPHA, BESIDE),
+            "data.sources has a condition, which only data.condition.kind = stored or cut_out reads; remove it": (
+                any(each.condition for each in data.sources) and not reads
+            ),
         }
     )
 
@@ -400,15 +445,27 @@ def check_condition(data: DataSpec) -> None:
     if condition is None:
         return
     factor, size = condition.factor, types.written(data.size)
-    of_each_image = condition.kind == "stored" or condition.vector
+    folders = [each.condition for each in data.folders]
+    of_each_image = condition.kind == "stored" or condition.vector or (condition.kind == "cut_out" and any(folders))
     refuse(
         {
             "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null": not (
                 condition.kind or condition.constants or condition.grid_channels or condition.vector
             ),
+            f"data.condition.kind = {condition.kind} needs a condition of each image; name the folder of their "
+            "pictures in data.condition.path": (
+                not data.reads_arrays and not all(folders) and (condition.kind == "stored" or any(folders))
+            ),
+            "data.condition.path has masks for kind: cut_out, and pixels are cut at random in training; remove it, or "
+            "give data.autoencoder": (
+                condition.kind == "cut_out"
+                and any(folders)
+                and data.autoencoder is None
+                and not (condition.constants or condition.vector)
+            ),
             f"data.condition.path = {condition.path} has the condition of data.path, and data.held_out_path = "
             f"{data.held_out_path} has none; name it by data.condition.held_out_path": (
-                data.held_out_path and condition.path and of_each_image and condition.held_out_path is None
+                data.held_out_path and any(folders) and of_each_image and condition.held_out_path is None
             ),
             f"data.condition.factor = {factor} does not divide data.image_size = {size}; use a divisor": (
                 condition.kind == "reduced" and any(side % factor for side in data.size)

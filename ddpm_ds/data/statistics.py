@@ -4,9 +4,7 @@ Each part sums float64 distances from its own mean, so values near 1e6 with a va
 Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance".
 """
 
-from __future__ import annotations
-
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 BLOCK_VALUES = 2**17
 """Values that are widened to float64 together: a processor's cache holds them."""
 
-Numbers: TypeAlias = "tuple[float, ...]"
-Moments: TypeAlias = "npt.NDArray[np.float64]"
+Numbers: TypeAlias = tuple[float, ...]
+Moments: TypeAlias = npt.NDArray[np.float64]
 """Count, mean, sum of squared distances from the mean, smallest and largest value of each channel, (5, C); zeros where
 a channel has no value."""
 
@@ -37,7 +35,7 @@ class Statistics(Kept):
     high: Numbers
 
     @classmethod
-    def of(cls, moments: Moments) -> Statistics:
+    def of(cls, moments: Moments) -> Self:
         """Return the statistics of values with these moments."""
         count, mean, squares, low, high = moments
         rows = (mean, np.sqrt(squares / np.maximum(count, 1.0)), low, high)

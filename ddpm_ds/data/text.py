@@ -64,11 +64,6 @@ class Encoded(NamedTuple):
         return self.each(lambda part: part.half())
 
 
-def widened(tokens: Tensor, scale: Tensor | None) -> Tensor:
-    """Return stored tokens (N, tokens, channels), multiplied by their ``scale`` (N, tokens) if they are int8."""
-    return tokens if scale is None else tokens * scale[:, :, None]
-
-
 class _Config(BaseModel):
     """Keys of an encoder's ``config.json`` that this code reads, with the defaults of transformers."""
 

@@ -6,8 +6,6 @@ other has locked. A finished file has a record and survives if its process is ki
 exist.
 """
 
-from __future__ import annotations
-
 import glob
 import io
 import os
@@ -159,7 +157,7 @@ def _record_name(number: int | str) -> str:
 class _Shards:
     """Files of a cache that is being written."""
 
-    def __init__(self, path: Path, folder: Path, content: Content, bar: tqdm[Any]) -> None:
+    def __init__(self, path: Path, folder: Path, content: Content, bar: "tqdm[Any]") -> None:
         self.path, self.folder, self.content, self.bar = path, folder, content, bar
         self.shards = content.shards
         self.found = {number for number in range(len(self.shards)) if (folder / _record_name(number)).exists()}

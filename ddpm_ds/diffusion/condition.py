@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddpm_ds.data.latents import rectangles
 from ddpm_ds.data.spec import ConditionSpec, DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.data.text import Encoded, widened
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.types import Normalise
+from ddpm_ds.unet.space import Band
 from ddpm_ds.unet.spec import CrossAttentionSpec
 
 LUMA = (0.299, 0.587, 0.114)
@@ -115,6 +117,8 @@ class Given(NamedTuple):
     moves: Moves
     trained: bool
     """Whether conditions are dropped and noised, as in training alone"""
+    band: Band | None = None
+    """Rows that the images have; a stored condition of their size has these too. None for whole images"""
 
 
 class Condition(NamedTuple):
@@ -158,6 +162,9 @@ class Conditions:
         constants: npt.NDArray[np.float32] | None = None,
     ) -> None:
         self.spec = data.condition or ConditionSpec()
+        self._latents = data.autoencoder is not None
+        self._text_drop = 0.0 if data.text is None else data.text.drop
+        self._is_stored = data.condition_is_stored
         self._size, self._shape, self._of_pictures = data.stored_size, data.shape, not data.are_fields
         self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
         self._negated = negated(data, device)[1]
@@ -174,14 +181,19 @@ class Conditions:
 
     def draws(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the words and the normal draws of each stream that the condition of an image needs in training."""
-        words: dict[int, int] = {Stream.CUT: 4} if self.spec.kind == "cut_out" else {}
+        words: dict[int, int] = {Stream.CUT: 4} if self.spec.kind == "cut_out" and not self._is_stored else {}
         normals: dict[int, int] = {}
         if self.spec.drop:
-            words[Stream.CONDITION_DROP] = 1
+            words[self._drop_stream] = 1
         if self.spec.noise:
             words[Stream.CONDITION_LEVEL] = 1
             normals[Stream.CONDITION_NOISE] = math.prod(self._shape) // self.spec.factor**2
         return words, normals
+
+    @property
+    def _drop_stream(self) -> Stream:
+        """Stream of the draw that drops conditions; with captions it drops these too."""
+        return Stream.TEXT_DROP if self._text_drop else Stream.CONDITION_DROP
 
     def channels(self, x0: Tensor, given: Given) -> tuple[Tensor, ...]:
         """Return ``(condition[, level][, vector])`` of clean images x0 (N, C, H, W), as far as the U-Net has them.
@@ -191,10 +203,12 @@ class Conditions:
         """
         draws, spec, level = given.draws, self.spec, None
         parts = []
-        match spec.kind:
+        match "stored" if self._is_stored else spec.kind:
             case "stored":
                 assert given.stored is not None, "the stage that makes x_t reads it"
-                parts.append(given.moves.of(self.of_stored(given.moves.signed(given.stored, self._negated))))
+                unit = self._scale.to_unit(given.moves.signed(given.stored, self._negated))
+                by_rows = given.band is not None and unit.shape[2:] == x0.shape[2:]
+                parts.append(given.moves.of(unit if by_rows or self._latents else self._resized(unit, self._size)))
             case "reduced":
                 small = F.avg_pool2d(x0, spec.factor)
                 if spec.noise:
@@ -208,26 +222,32 @@ class Conditions:
             case "grey":
                 parts.append((x0 * self._luma).sum(dim=1, keepdim=True))
             case "cut_out":
-                hole = self._hole(draws.uniform(Stream.CUT)) if given.stored is None else given.stored  # (N, 1, H, W)
+                hole = given.stored  # (N, 1, H, W)
+                if hole is None:
+                    hole = rectangles(draws.uniform(Stream.CUT), spec.cut, self._shape[1:])
                 parts += [x0 * ~hole, hole.float()]
         if self._fixed is not None:
             parts.append(given.moves.of(self._fixed.expand(len(x0), -1, -1, -1)))
+        if given.band is not None:
+            parts = [given.band.cut(part) for part in parts]
         condition, vector = torch.cat(parts, dim=1) if parts else x0[:, :0], given.vector
         if spec.drop:
             dropped = torch.zeros_like(x0[:, 0, 0, 0], dtype=torch.bool)
-            if given.trained:
-                dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
+            if given.trained:  # InstructPix2Pix: text below 2 p, the condition from p to 3 p
+                drawn = draws.uniform(self._drop_stream)[:, 0] - self._text_drop / 2.0
+                dropped = drawn.remainder(1.0) < spec.drop  # (N,)
             condition = condition.masked_fill(dropped[:, None, None, None], 0.0)
             level = None if level is None else level.masked_fill(dropped, 0.0)
             flag = dropped.float()[:, None]
-            vector = flag if vector is None else torch.cat((vector.masked_fill(dropped[:, None], 0.0), flag), dim=1)
+            if not self._latents:
+                vector = flag if vector is None else torch.cat((vector.masked_fill(dropped[:, None], 0.0), flag), dim=1)
         level = None if level is None else LEVEL_SCALE * level
         return (condition, *(one for one in (level, vector) if one is not None))
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the fields that the conditions of drawn images are made from."""
-        made = () if self.spec.kind is None else ("condition",) if self.spec.kind == "stored" else ("images",)
+        made = () if self.spec.kind is None else ("condition",) if self._is_stored else ("images",)
         return (*made, "vector") if self.spec.vector_size else made
 
     def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
@@ -258,12 +278,9 @@ class Conditions:
         if not self.spec.drop:
             return None
         zeros = condition.each(torch.zeros_like)
-        zeros.others[-1][:, -1] = 1.0
+        if not self._latents:
+            zeros.others[-1][:, -1] = 1.0
         return zeros
-
-    def of_stored(self, stored: Tensor) -> Tensor:
-        """Return a stored condition (N, c, h, w) on the U-Net's scale and of the images' stored size, float32."""
-        return self._resized(self._scale.to_unit(stored), self._size)
 
     def _resized(self, images: Tensor, size: tuple[int, ...]) -> Tensor:
         """Return images (N, C, h, w) of a ``size`` (height, width); an image that becomes smaller is smoothed."""
@@ -274,17 +291,6 @@ class Conditions:
             return F.interpolate(images, size, mode=mode)
         smaller = images.shape[2] > size[0] or images.shape[3] > size[1]
         return F.interpolate(images, size, mode=mode, align_corners=False, antialias=smaller)
-
-    def _hole(self, drawn: Tensor) -> Tensor:
-        """Return a mask, true in a rectangle of each image, (N, 1, H, W); uniform draws (N, 4) make sides and place."""
-        low, high = self.spec.cut
-        inside = []
-        for axis, pixels in enumerate(self._shape[1:]):
-            extent = ((low + (high - low) * drawn[:, axis]) * pixels).round().clamp(min=1.0)  # (N,)
-            begin = (drawn[:, 2 + axis] * (pixels - extent + 1.0)).floor()
-            along = torch.arange(pixels, device=drawn.device)
-            inside.append((along >= begin[:, None]) & (along < (begin + extent)[:, None]))  # (N, pixels)
-        return (inside[0][:, :, None] & inside[1][:, None, :])[:, None]
 
 
 def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
@@ -329,11 +335,9 @@ class Text:
         self.dropped = no_text(spec, empty)
         """Encoded text in the place of a dropped caption, N = 1."""
 
-    def context(self, tokens: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
-        """Return the context (N, tokens, channels) of stored ``tokens``, float16 or int8 with a ``scale`` (N, tokens),
-        of the images ``index`` (N,).
-        """
-        return self._kept(widened(tokens, scale), self.dropped.tokens, index)
+    def context(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """Return the context (N, tokens, channels) of stored ``tokens``, of the images ``index`` (N,)."""
+        return self._kept(tokens, self.dropped.tokens, index)
 
     def pooled(self, stored: Tensor, index: Tensor) -> Tensor:
         """Return the pooled text (N, channels) of the same images, dropped where their context is."""
@@ -391,10 +395,15 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._encoded.tokens)
 
-    def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return the inputs of images ``index`` (N,) with their prompts, and with what guidance leads away from."""
+    def beside(
+        self, condition: Condition | None, index: Tensor, dropped: Condition | None = None
+    ) -> tuple[Condition, ...]:
+        """Return the inputs of images with the prompts ``index`` (N,), and with what guidance leads away from; then the
+        latter with a ``dropped`` condition, if there is one.
+        """
         mine = index % len(self)
-        return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
+        others = [self._beside(each, self._against, mine * 0) for each in (condition, dropped)]
+        return (self._beside(condition, self._encoded, mine), *others[: 1 if dropped is None else 2])
 
     def _beside(self, condition: Condition | None, text: Encoded, rows: Tensor) -> Condition:
         condition = condition or Condition(torch.empty(0, 0), ())

@@ -6,8 +6,9 @@ deviation is not 1 adds one factor. A :class:`Drawing` is the state of some unfi
 it, such as a pipeline of stages.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import assert_never
 
@@ -104,11 +105,12 @@ class Drawing:
     eq. 6, whose w is ours - 1), or the prediction of `guide`, another U-Net with the same arguments, for the same
     labels (Karras et al. 2024, "Guiding a diffusion model with a bad version of itself"). Visits without guidance don't
     compute it; without a guide, w = 0 computes it alone. Guidance at some of the visits: Kynkäänniemi et al. 2024,
-    "Applying guidance in a limited interval".
+    "Applying guidance in a limited interval". With a guidance of the condition, v, it becomes neither + w (prediction -
+    other) + v (other - neither), where the last has neither text nor condition (Brooks et al. 2023, InstructPix2Pix).
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
     None without classes or for "no label", whose number is `no_label`. `conditions` has the U-Net's other inputs, then
-    those of a dropped condition, which guides images with a text or without labels.
+    those of a dropped condition, which guides images with a text or without labels, then those with neither.
     """
 
     def __init__(
@@ -120,27 +122,27 @@ class Drawing:
         shape: tuple[int, int, int],
         labels: Tensor | None = None,
         no_label: int | None = None,
-        conditions: tuple[Condition | None, Condition | None] = (None, None),
+        conditions: Sequence[Condition | None] = (None,),
         guide: Callable[..., Tensor] | None = None,
     ) -> None:
-        condition, dropped = conditions
+        condition, *dropped = conditions
         self.calls = len(sampler.times)
         """Number of predictions to take."""
         self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
         self._guide, self._guidance = guide, sampler.spec.guidance
-        self._given = self._guided_given = _given(labels, condition)  # of N and of M images
-        without: Condition | None = None
+        self._given = _given(labels, condition)  # of N images
+        without: list[Condition] = []
         if guide is None and any(sampler.guided):
-            if dropped is not None and (labels is None or dropped.context is not None):
-                without = _given(labels, dropped)
-            elif labels is not None:
+            without = [_given(labels, one) for one in dropped if one is not None]
+            if labels is not None and not (without and without[0].context is not None):
                 assert no_label is not None
-                without = _given(torch.full_like(labels, no_label), condition)
-        self._doubled = without is not None and sampler.spec.guides
-        if without is not None:
-            self._guided_given = self._given.followed_by(without) if self._doubled else without
-        twice = self._doubled or guide is not None
-        self.evaluations = tuple(2 if guided and twice else 1 for guided in sampler.guided)
+                without = [_given(torch.full_like(labels, no_label), condition)]
+        self._mixed = sampler.spec.predictions if without else 1
+        given = [self._given, *without]
+        given = given[: self._mixed] if self._mixed > 1 else given[1:2] or given
+        self._guided_given = functools.reduce(Condition.followed_by, given)
+        each = self._mixed if guide is None else 2
+        self.evaluations = tuple(each if guided else 1 for guided in sampler.guided)
         """Evaluations of U-Nets per image at each call, the guide's among them."""
         self._x = sampler.first_noise * self._noise(Stream.SAMPLE)  # (N, C, H, W)
         self._x0: Tensor | None = None
@@ -150,11 +152,11 @@ class Drawing:
         """Return the next inputs of the U-Net: x_t (M, C, H, W) float32 with its condition's channels, t (M,) and, with
         labels, labels (M,) int64, then a condition's level and vector.
 
-        M is N, or 2 N if the U-Net guides itself: all images with their labels or conditions, then all without.
+        M is N, or 2 N or 3 N if the U-Net guides itself: all images with their labels or conditions, then all without.
         """
         guided = self._sampler.guided[self._taken]
         given = self._guided_given if guided else self._given
-        x_t = torch.cat([self._x, self._x]) if guided and self._doubled else self._x
+        x_t = torch.cat([self._x] * self._mixed) if guided and self._mixed > 1 else self._x
         time, dtype = self._sampler.times[self._taken], self._sampler.t_dtype
         t = torch.full((len(x_t),), time, dtype=dtype, device=x_t.device)
         if given.channels.shape[1]:
@@ -169,12 +171,15 @@ class Drawing:
         """Advance by the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
         sampler, number = self._sampler, self._taken
         prediction = prediction.float()
-        if self.evaluations[number] == 2:
+        if (count := self.evaluations[number]) > 1:
             if self._guide is None:
-                prediction, other = prediction.chunk(2)
+                prediction, *others = prediction.chunk(count)
             else:
-                other = self._guide(*self.inputs(), context=self.context(number)).float()
-            prediction = other + self._guidance * (prediction - other)  # (N, C, H, W)
+                others = [self._guide(*self.inputs(), context=self.context(number)).float()]
+            towards = self._guidance * (prediction - others[0])
+            if count == 3:
+                towards = towards + sampler.spec.condition_guidance * (others[0] - others[1])
+            prediction = others[-1] + towards  # (N, C, H, W)
         needed = sampler.needs_noise(number)
         noise = self._noise(sampler.visits[number].stream) if needed else None
         self._x, self._x0 = sampler.step(number, self._x, prediction, noise=noise, previous_x0=self._x0)

@@ -152,20 +152,22 @@ class SamplerSpec(Section):
     """Quantile of an image's magnitudes by which dynamic clipping divides it."""
     guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
     """Classifier-free guidance of a class-conditional U-Net: 1 means none, 0 ignores the class."""
+    condition_guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
+    """Guidance to `data.condition` beside that to text, as InstructPix2Pix has it (1.5): 1 means none."""
     guidance_between: types.Sigmas = types.ALL_SIGMAS
     """Interval of noise levels in which images are guided (Kynkäänniemi et al.), as noise over signal (EDM's sigma),
     without its lower end; elsewhere guidance is 1. Pure noise, where flow begins, counts as 1e6."""
 
     @property
-    def guides(self) -> bool:
-        """Whether guidance evaluates the U-Net twice, with the class and without it."""
-        return self.guidance not in (0.0, 1.0)
+    def predictions(self) -> int:
+        """Number of predictions that guidance mixes: with class or text, without it, and without condition too."""
+        return 3 if self.condition_guidance != 1.0 else 1 if self.guidance in (0.0, 1.0) else 2
 
     def guides_at(self, sigma: float) -> bool:
         """Return whether an evaluation at this noise over signal is guided; never if guidance is 1."""
         low, high = self.guidance_between
         everywhere = self.guidance_between == types.ALL_SIGMAS  # also at noise 0
-        return self.guidance != 1.0 and (everywhere or low < sigma <= high)
+        return (self.guidance, self.condition_guidance) != (1.0, 1.0) and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
         """Return the number of steps from noise to image, with the default for null; a regression has one."""
@@ -179,9 +181,8 @@ class SamplerSpec(Section):
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
-        """Return the most evaluations of the U-Net per image, which guidance doubles in its interval."""
-        steps = self.steps_of(diffusion)
-        return 2 * steps if self.guides else steps
+        """Return the most evaluations of the U-Net per image, which guidance multiplies in its interval."""
+        return self.predictions * self.steps_of(diffusion)
 
 
 @functools.lru_cache(maxsize=64)
@@ -231,12 +232,13 @@ def check_sampler(
     guide: bool = False,
     latents: bool = False,
     drops: bool = False,
+    drops_both: bool = False,
     unbounded: bool = False,
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    Guidance needs ``classes``, another U-Net as ``guide``, or conditions that training ``drops``. Clipping is for
-    pixels, not for ``latents`` or ``unbounded`` fields.
+    Guidance needs ``classes``, another U-Net as ``guide``, or conditions that training ``drops``; two guidances need
+    text and images that it ``drops_both``. Clipping is for pixels, not for ``latents`` or ``unbounded`` fields.
     """
     kind, schedule = SAMPLERS[sampler.kind], SCHEDULES[diffusion.schedule]
     steps, (low, high) = sampler.steps, sampler.guidance_between
@@ -266,6 +268,8 @@ def check_sampler(
         f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one with "
         "unet.classes and train.label_drop, or with data.condition.drop": sampler.guidance != 1.0
         and not (classes or guide or drops),
+        f"sampler.condition_guidance = {sampler.condition_guidance:g} needs text and data.condition.drop, and no "
+        "guide; leave it at 1": sampler.condition_guidance != 1.0 and (guide or not drops_both),
         f"sampler.guidance_between = {low:g},{high:g} must rise from the lowest noise level guided": low >= high,
     }
     refuse(rules)

@@ -2,7 +2,7 @@
 
 OF_INCEPTION = ("fid", "kid", "pr")
 """Names of the scores that need features of Inception v3."""
-METRICS = (*OF_INCEPTION, "pixel", "clip", "loss")
+METRICS = (*OF_INCEPTION, "pixel", "loss")
 """Names of all scores, as ``--metrics`` takes them."""
 FEWEST_IMAGES = 10
 """Minimum number of images to compare; with fewer, no score means anything and some can't be computed."""

@@ -1,16 +1,12 @@
-"""Scores by published models, and Fréchet distances of raw pixels. torch-fidelity (extra ``fid``) computes features of
-Inception v3. A CLIP model (extra ``text``) judges how well images fit their prompts.
+"""Scores by Inception v3, whose features torch-fidelity (extra ``fid``) computes, and Fréchet distances of raw pixels.
 
 FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use VGG-16.
 Inception's features, as here and in ADM, give other numbers. A Fréchet distance of pixels depends on brightness,
 colours and the pixels that vary together; it can't be compared with an FID.
-
-The CLIP score is 100 times the cosine of the embeddings of image and prompt, and 0 where that is negative, as
-torchmetrics defines it. Source: Hessel et al. 2021, "CLIPScore", who multiply by 2.5 instead.
 """
 
 import importlib.util
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddpm_ds.data.cache import DatasetCache, Indices, StoredImages
-from ddpm_ds.data.hub import from_hub
-from ddpm_ds.data.sources.base import network_limit, one_line
-from ddpm_ds.ground.errors import DataError, EvaluationError
+from ddpm_ds.data.sources.base import network_limit
+from ddpm_ds.ground.errors import EvaluationError
 from ddpm_ds.ground.files import sha256_of
-from ddpm_ds.ground.formats import read_json
 
 Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
@@ -50,11 +44,6 @@ ANSWER_SECONDS = 10.0
 """Maximum seconds for each answer from the weights' host; without a limit a download could hang."""
 SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
 """Classes in torch-fidelity's cached statistics besides tensors."""
-EXPECTED = "name the folder of a CLIPModel with its processor, or its name on the hub: openai/clip-vit-large-patch14"
-DOWNLOADED = ("*.json", "merges.txt", "*.safetensors")
-TOKENIZERS = ("tokenizer.json", "vocab.json")
-AT_ONCE = 32
-"""Images that are embedded together."""
 
 
 @dataclass(frozen=True)
@@ -229,63 +218,3 @@ class _Rgb(Dataset[Tensor]):
 
     def __getitem__(self, i: int) -> Tensor:
         return torch.from_numpy(np.array(self.images[i])).expand(3, -1, -1)  # grey is repeated in three channels
-
-
-class Clip:
-    """CLIP model ``name``, a folder or a name on the Hugging Face hub, with its processor, on the CPU until it scores.
-
-    Raises DataError: transformers is not installed, or the model is missing, damaged or of another kind.
-    """
-
-    def __init__(self, name: Path) -> None:
-        self.name = str(name)
-        option = f"--clip-model {name}"
-        if importlib.util.find_spec("transformers") is None:
-            raise DataError(f"{option} needs transformers: pip install 'ddpm_ds[text]'")
-        if name.exists():
-            self._open(name)
-        else:
-            from_hub(self.name, DOWNLOADED, self._open, key=option, expected=EXPECTED)
-
-    def scores(self, images: Pixels, prompts: Sequence[str], device: torch.device) -> Array:
-        """Return the score (N,) of each of the images (N, C, H, W), which show the ``prompts`` in turn.
-
-        A prompt that has more tokens than the model reads is cut off.
-        """
-        model, scores = self._model.to(device), []
-        for first in range(0, len(images), AT_ONCE):
-            part = torch.from_numpy(np.array(images[first : first + AT_ONCE]))
-            inputs = self._processor(
-                text=[prompts[number % len(prompts)] for number in range(first, first + len(part))],
-                images=[*part.expand(-1, 3, -1, -1)],
-                return_tensors="pt",
-                padding=True,
-                truncation=True,
-                max_length=model.config.text_config.max_position_embeddings,
-            ).to(device)
-            with torch.no_grad():
-                drawn = model(**inputs)
-            cosine = (drawn.image_embeds * drawn.text_embeds).sum(dim=-1)  # of unit length
-            scores.append(100.0 * cosine.clamp(min=0.0).double().cpu())
-        return torch.cat(scores).numpy()
-
-    def _open(self, folder: Path) -> None:
-        import transformers
-
-        transformers.logging.set_verbosity_error()  # the errors below replace its warnings
-        transformers.logging.disable_progress_bar()
-        try:
-            if read_json(folder / "config.json").get("model_type") != "clip" or not any(folder.glob("*.safetensors")):
-                raise ValueError("it is no CLIP model with weights in safetensors")
-            if not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
-                raise ValueError(f"it has neither {' nor '.join(TOKENIZERS)}")
-            self._processor = transformers.CLIPProcessor.from_pretrained(folder, local_files_only=True)
-            found: Any = transformers.CLIPModel.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
-            )
-            model, notes = found
-            if missing := sorted(notes["missing_keys"]):
-                raise ValueError(f"its weights lack {missing[0]}")
-        except Exception as error:  # transformers may raise anything on damaged files
-            raise DataError(f"--clip-model {self.name} can't be used ({one_line(error)}); {EXPECTED}") from None
-        self._model = model.eval()

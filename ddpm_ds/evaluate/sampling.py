@@ -4,13 +4,22 @@ Weights, sampler, seed, an image's number and its label determine the image, up 
 """
 
 import contextlib
+import functools
+import multiprocessing.connection
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import torch
+import torch.distributed as dist
 from pydantic import Field, InstanceOf
 from torch import Tensor
 from tqdm import tqdm
@@ -26,17 +35,158 @@ from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.ground.errors import EvaluationError, LayoutError, SpecError, is_out_of_memory, print_to_stderr
+from ddpm_ds.ground.device import share_threads
+from ddpm_ds.ground.errors import (
+    COMMAND_ERROR,
+    EXIT_PEER_LOST,
+    EvaluationError,
+    LayoutError,
+    SpecError,
+    is_out_of_memory,
+    print_to_stderr,
+)
 from ddpm_ds.ground.units import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
+from ddpm_ds.processes.hosts import use_interface_towards
 from ddpm_ds.schema.choices import OBJECTIVES
+from ddpm_ds.schema.layout import SpaceSplit
 from ddpm_ds.schema.types import Batch, GivenPath
+from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.shards import layers_of_rank, row_layers, rows_fault
+from ddpm_ds.unet.space import SpaceGroup
 
+LOST_SECONDS = 2.0
+"""Time within which the end of another process is noticed, once messages to it fail."""
 AHEAD = 2**49
 """Number that is added to an image's number for each further state; larger than every image number."""
 LOG_SECONDS = 30.0
 """Seconds between two lines of the progress bar if there is no terminal."""
 MOST_PROMPT = 10_000
 """Maximum number of characters of a prompt."""
+
+
+class SpaceRanks:
+    """Processes of this host that share the rows of each image: a space group, of which this process is rank 0.
+
+    Rank 0 sends weights and inputs and gets whole predictions; it alone draws noise, reads and writes. The others start
+    at the first prediction and end with the context; if one is lost, so is rank 0. Raises LayoutError: there are fewer
+    GPUs than ``size``.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        if device.type == "cuda" and (gpus := torch.cuda.device_count()) < size:
+            raise LayoutError(f"--space {size}: PyTorch finds {gpus} CUDA devices; use --space {gpus} or --device cpu")
+        self._device, self._space = device, SpaceGroup(0, size)
+        self._others = list[tuple[BaseProcess, Connection]]()
+        self._shared = dict[tuple[UNet, tuple[Layer, ...]], UNet]()
+        self._told = list[UNet]()
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+
+    def share(self, trained: Trained) -> Trained:
+        """Return the same weights, which predict with all ranks; raises SpecError if images have too few rows."""
+        split = SpaceSplit(self._space.size)
+        if split.size == 1:
+            return trained
+        if found := rows_fault(trained.layers, split, range(1, split.size)):
+            raise SpecError(f"--space {split.size}: {found[0]}; use --space {found[1][-1]}")
+        if (key := (trained.unet, trained.layers)) not in self._shared:
+            layers = row_layers(trained.layers, split)
+            self._shared[key] = unet = UNet(layers_of_rank(layers, 0), 0, self._space)
+            unet.eval().requires_grad_(False).load_state_dict(trained.unet.state_dict(), assign=True)
+            unet.register_forward_pre_hook(functools.partial(self._tell, layers), with_kwargs=True)
+        return replace(trained, unet=self._shared[key])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """End the other processes, unless the body failed since one of them has ended."""
+        if self._others and kind is not None and issubclass(kind, RuntimeError):
+            self._watching.join(LOST_SECONDS)
+        others, self._others = self._others, []
+        for process, _ in others:
+            process.kill()
+            process.join()
+        if others:
+            dist.destroy_process_group()
+
+    def _tell(
+        self, layers: Sequence[Layer], unet: UNet, inputs: Sequence[Tensor], named: dict[str, Tensor | None]
+    ) -> None:
+        """Let the others predict too; of a new U-Net, which has these ``layers``, send the weights first."""
+        if not self._others:
+            self._start()
+        if unet not in self._told:
+            first = next(unet.parameters()).data_ptr()
+            alike = [number for number, known in enumerate(self._told) if next(known.parameters()).data_ptr() == first]
+            self._send((layers, alike[:1]), {} if alike else unet.state_dict())  # once for images of all sizes
+            self._told.append(unet)
+        self._send(self._told.index(unet), {f"input{n}": each for n, each in enumerate(inputs)} | named)
+
+    def _send(self, what: tuple[Sequence[Layer], list[int]] | int, tensors: Mapping[str, Tensor | None]) -> None:
+        """Send the layers of a U-Net with its weights, or one with the same, or the number of one with its inputs."""
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        for _, pipe in self._others:
+            pipe.send((what, {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}))
+        for tensor in given.values():
+            dist.broadcast(tensor.contiguous(), 0)
+
+    def _start(self) -> None:
+        context, size = multiprocessing.get_context("spawn"), self._space.size
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and rank 0 heeds it
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(1, size):
+                pipe, theirs = context.Pipe()
+                device = self._device if self._device.type == "cpu" else torch.device("cuda", rank)
+                process = context.Process(target=_follow, args=(rank, size, device, folder, theirs), daemon=True)
+                process.start()
+                self._others.append((process, pipe))
+            signal.signal(signal.SIGINT, before)
+            self._watching.start()
+            _join(self._space, self._device, folder)
+
+    def _watch(self) -> None:
+        """End this process if another one ends, since a message to that would wait for ever."""
+        multiprocessing.connection.wait([process.sentinel for process, _ in self._others])
+        if self._others:
+            fix = "see the error above, or use a smaller --batch-images"
+            print_to_stderr(f"{COMMAND_ERROR}a process that shares the images with --space has ended; {fix}")
+            os._exit(EXIT_PEER_LOST)
+
+
+def _join(space: SpaceGroup, device: torch.device, folder: str) -> None:
+    """Join the other ranks of a space group, which meet in a ``folder``."""
+    share_threads(device, space.size)
+    use_interface_towards("127.0.0.1")
+    store, backend = dist.FileStore(f"{folder}/store", space.size), "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=space.rank, world_size=space.size)
+    space.group = dist.group.WORLD
+    dist.barrier()  # then no rank needs the folder
+
+
+def _follow(rank: int, size: int, device: torch.device, folder: str, pipe: Connection) -> None:
+    """Predict with rank 0 of :class:`SpaceRanks`, as it tells over ``pipe``, until it has ended."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    space, unets = SpaceGroup(rank, size), list[UNet]()
+    _join(space, device, folder)
+    with torch.inference_mode():
+        while True:
+            try:
+                what, kinds = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            given = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds.items()}
+            for tensor in given.values():
+                dist.broadcast(tensor, 0)
+            if isinstance(what, int):
+                context = given.pop("context", None)
+                unets[what](*given.values(), context=context)
+            else:
+                layers, alike = what
+                unets.append(UNet(layers_of_rank(layers, rank), 0, space).eval().requires_grad_(False))
+                unets[-1].load_state_dict(unets[alike[0]].state_dict() if alike else given, assign=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +221,7 @@ class Setup:
                 raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
         if texts is not None and not texts:
             raise SpecError("prompts = [] has none; use None for the prompts of the run's own pictures")
-        if negative is not None and (self.guide is not None or not self.sampler.guides):
+        if negative is not None and (self.guide is not None or self.sampler.predictions == 1):
             why = f"--guidance is {self.sampler.guidance:g}" if self.guide is None else "another U-Net guides"
             raise SpecError(f'--negative "{negative}" has no effect, since {why}; leave one of them out')
         known = None
@@ -120,10 +270,11 @@ def draw(
     Raises EvaluationError: an image is not finite.
     """
     trained, inputs = setup.trained, setup.inputs
-    condition, dropped, base, placed = None, None, None, index.to(trained.device)
+    condition, dropped, base, placed, turn = None, None, None, index.to(trained.device), index
     with torch.inference_mode():
         if inputs is not None:
-            numbers = (index // members).tolist() if numbers is None else numbers
+            turn = index // members if numbers is None else torch.tensor(numbers)
+            numbers = turn.tolist()
             condition, base = inputs.condition(numbers, trained.device), inputs.base(numbers)
         elif trained.interface.condition_channels or trained.interface.numbers:  # constants, which need no inputs
             condition = trained.conditions.at_rest({}, placed, trained.scale)
@@ -136,7 +287,11 @@ def draw(
             shape=trained.image_shape,
             labels=None if labels is None else labels.to(trained.device),
             no_label=trained.unet_spec.classes,
-            conditions=(condition, dropped) if setup.prompts is None else setup.prompts.beside(condition, placed),
+            conditions=(
+                (condition, dropped)
+                if setup.prompts is None
+                else setup.prompts.beside(condition, turn.to(trained.device), dropped)
+            ),
             guide=None if setup.guide is None else setup.guide.unet,
         )
         for number in range(drawing.calls):
@@ -240,8 +395,11 @@ def request_for(
     if regresses and members not in (None, 1):
         raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
     members = members or (1 if regresses else USUAL_MEMBERS)
-    count = count or min(len(inputs) - first, USUAL_COUNT)
-    if not 0 < count <= len(inputs) - first:
+    prompts, there = 0 if setup.prompts is None else len(setup.prompts), len(inputs)
+    if prompts and there == 1:  # is drawn for each of them
+        there = max(prompts, first + (count or 1))
+    count = count or min(there - first, USUAL_COUNT)
+    if not 0 < count <= there - first:
         fault = f"--conditions has {len(inputs):,} inputs; name some of these"
         raise SpecError(f"--first {first} and --count {count:,}: {fault}")
     if labels == "all":

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from ddpm_ds.data.prepare import How, Recipes, images_of
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
     KID_SUBSET_IMAGES,
-    Clip,
     Inception,
     Pixels,
     Unavailable,
@@ -104,23 +102,20 @@ class Score:
 class Scorer:
     """Scorer that computes the requested scores, or all that this machine can compute."""
 
-    def __init__(
-        self, asked: Sequence[str] | None, reference: DatasetCache | None, weights: Path | None, clip: Clip | None
-    ) -> None:
+    def __init__(self, asked: Sequence[str] | None, reference: DatasetCache, weights: Path | None) -> None:
         """Prepare the scores ``asked`` for, by their names in METRICS. None takes all that can be computed, and names
         the others on stderr. FID, KID, precision and recall need Inception's ``weights``, a file or None for a
-        download. The CLIP score needs no ``reference``, and is computed if ``clip`` is given.
+        download.
 
         Raises EvaluationError: a score was asked for by name and can't be computed.
         """
-        if reference is not None and len(reference) < FEWEST_IMAGES:
+        if len(reference) < FEWEST_IMAGES:
             raise EvaluationError(f"{reference.path} has only {len(reference)} images; use a larger data set")
         self.reference = reference
-        """Cache of the real images; None without."""
-        self._clip = clip
+        """Cache of the real images."""
         self._inception: tuple[Inception, Path] | None = None  # with the folder for features of the reference
         self._wanted = set(METRICS if asked is None else asked)
-        if reference is not None and (needing := [name for name in OF_INCEPTION if name in self._wanted]):
+        if needing := [name for name in OF_INCEPTION if name in self._wanted]:
             try:
                 self._inception = find_inception(weights), cache_beside(reference.path)
             except Unavailable as reason:
@@ -128,33 +123,24 @@ class Scorer:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
                 print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
-    def scores(self, images: Pixels, device: torch.device, prompts: Sequence[str] = ()) -> list[Score]:
-        """Return the scores of uint8 ``images`` (N, C, H, W), drawn for ``prompts`` in turn."""
-        found, count, reference = list[Score](), len(images), self.reference
-        if reference is not None and self._inception is not None:
+    def scores(self, images: Pixels, device: torch.device) -> list[Score]:
+        """Return the scores of drawn images (N, C, H, W), uint8."""
+        found, real, counts = list[Score](), self.reference.images, (len(images), len(self.reference))
+        if self._inception is not None:
             inception, kept = self._inception
-            values = inception_scores(inception, images, reference, kept, self._wanted, device)
-            subset = min(KID_SUBSET_IMAGES, count, len(reference))
+            values = inception_scores(inception, images, self.reference, kept, self._wanted, device)
+            subset = min(KID_SUBSET_IMAGES, *counts)
             of_kid = {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}
             for name, value in values.items():
                 title, of_name = name.upper() if name in ("fid", "kid") else name, of_kid if name == "kid" else {}
-                counts = count, len(reference)
-                found.append(Score(f"{name}_{short(count)}", title, value, *counts, inception.tool, None, of_name))
-        if reference is not None and "pixel" in self._wanted:
-            real = reference.images
+                found.append(Score(f"{name}_{short(counts[0])}", title, value, *counts, inception.tool, None, of_name))
+        if "pixel" in self._wanted:
             fitted, halves = pixel_gaussian(real), np.array_split(shuffled(len(real)), 2)
             between = frechet_distance(*(pixel_gaussian(real, np.sort(places)) for places in halves))
             dims, value = len(fitted.mean), frechet_distance(pixel_gaussian(images), fitted)
             title, tool = f"pixel Fréchet distance, {dims:,} dims", f"ddpm_ds {__version__}"
             of_pixels = {"dims": dims, "real_is": "between two halves of the reference"}
-            name, counts = f"pixel_frechet_{short(count)}", (count, len(real))
-            found.append(Score(name, title, value, *counts, tool, between, of_pixels))
-        if self._clip is not None:
-            fit = self._clip.scores(images, prompts, device)
-            title, tool = f"CLIP score, {Path(self._clip.name).name}", f"transformers {version('transformers')}"
-            of_clip = {"standard_deviation": float(fit.std()), "model": self._clip.name}
-            name, counts = f"clip_{short(count)}", (count, len(set(prompts[:count])))
-            found.append(Score(name, title, float(fit.mean()), *counts, tool, None, of_clip))
+            found.append(Score(f"pixel_frechet_{short(counts[0])}", title, value, *counts, tool, between, of_pixels))
         return found
 
 
@@ -216,25 +202,21 @@ def evaluate(
     """Draw, score and record ``count`` images, in a folder of their own in ``out``. ``numbers`` are ``seed`` and
     ``batch_images``. Earlier scores of the same images against the same reference stay, unless computed again.
     """
-    reference, trained, labels, real = scorer.reference, setup.trained, None, None
-    if (classes := trained.unet_spec.classes) is not None:
-        labels = list(range(classes)) if reference is None else labels_like(reference, count)
+    reference, trained = scorer.reference, setup.trained
+    labels = None if trained.unet_spec.classes is None else labels_like(reference, count)
     request = setup.request(labels, count=count, **numbers)
-    if reference is not None:
-        real = {"store": str(reference.path), "images": len(reference), "sha256": by_field(reference.meta.sha256)}
-    against = {} if real is None else {"reference": f"{real['store']}, {real['images']:,} images"}
+    real = {"store": str(reference.path), "images": len(reference), "sha256": by_field(reference.meta.sha256)}
+    against = {"reference": f"{reference.path}, {len(reference):,} images"}
     facts = request.model_dump(mode="json", exclude={"batch_images"})
     facts |= {"labels": None if labels is None else "in the proportions of the reference", "reference": real}
     with drawn_for_scores(setup, request, out, short(count), against) as (folder, images):
-        scores = scorer.scores(images, trained.device, request.prompts or ())
+        scores = scorer.scores(images, trained.device)
         kept: list[dict[str, object]] = []
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
             before = read_json(folder / "scores.json")
-            there = before["reference"]
-            if there is None or real is None or there["sha256"] == real["sha256"]:
+            if before["reference"]["sha256"] == real["sha256"]:
                 names = {score.name for score in scores}
                 kept = [score for score in before["scores"] if score["name"] not in names]
-                facts["reference"] = real or there
         labels_shown = request.labels_of(request.index[:GRID_IMAGES])
         grid = titled_grid(trained, setup.sampler, images[:GRID_IMAGES], labels_shown)
         metrics = {f"eval/{score.name}": score.value for score in scores}

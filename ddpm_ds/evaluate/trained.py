@@ -1,14 +1,12 @@
 """Trained weights, loaded from a checkpoint of any layout, or from a folder of diffusers without that package."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +23,7 @@ from ddpm_ds.data.cache import CONSTANTS, TEXTS, FieldFacts
 from ddpm_ds.data.captions import ENCODERS, EncodedPrompts
 from ddpm_ds.data.fields import REGRESSION
 from ddpm_ds.data.hub import from_hub, is_hub_name
-from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.data.latents import Autoencoder, Coder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
@@ -41,6 +39,9 @@ from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.unet.layers import Layer, parameter_shapes, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.spec import Interface, UnetSpec
+
+if TYPE_CHECKING:
+    from ddpm_ds.evaluate.sampling import SpaceRanks
 
 WeightsKind = Literal["ema", "raw"]
 """Kinds of weights in a checkpoint: averaged, and as trained."""
@@ -88,6 +89,8 @@ class Trained:
     """(C, H, W), channels of the condition that are the same for all images."""
     other_size: tuple[int, int] | None = None
     """Height and width in pixels that :meth:`resized` asked for; None for the size that the U-Net learned."""
+    ranks: "SpaceRanks | None" = None
+    """Processes that share the rows of each image once the U-Net is :meth:`shared`."""
 
     @property
     def process(self) -> DiffusionSpec:
@@ -127,7 +130,13 @@ class Trained:
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
         """Function from the U-Net's images or latents to uint8 pixels."""
-        return to_pixels(self.autoencoder, self.device)
+        return to_pixels(None, self.device) if self.autoencoder is None else self.coder.decode
+
+    @functools.cached_property
+    def coder(self) -> Coder:
+        """Autoencoder on the device, for a U-Net that draws latents."""
+        assert self.autoencoder is not None
+        return Coder(self.autoencoder, self.device)
 
     @property
     def data(self) -> DataSpec:
@@ -146,10 +155,12 @@ class Trained:
     def sampler_checks(self) -> dict[str, Any]:
         """Facts about the U-Net for :func:`ddpm_ds.diffusion.spec.check_sampler`."""
         condition = None if self.known_data is None else self.known_data.condition
+        text, dropped = self.unet_spec.text is not None, condition is not None and condition.drop > 0.0
         return {
             "classes": self.unet_spec.classes,
             "latents": self.autoencoder is not None,
-            "drops": self.unet_spec.text is not None or (condition is not None and condition.drop > 0.0),
+            "drops": text or dropped,
+            "drops_both": text and dropped,
             "unbounded": self.are_fields and self.data.is_unbounded,
         }
 
@@ -178,11 +189,11 @@ class Trained:
         return Scale.of(self.data.normalise, self._statistics("images"), self.device)
 
     @functools.cached_property
-    def regression(self) -> Trained | None:
+    def regression(self) -> "Trained | None":
         """Regression, on the same device, whose residuals the U-Net draws; None if it draws whole images."""
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
-        found = load_trained(path, device=self.device, dtype=self.dtype)
+        found = replace(load_trained(path, device=self.device, dtype=self.dtype), ranks=self.ranks).shared()
         if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
             fault = f"has other weights than the residuals that {self.origin} learned; bring those back"
             raise CheckpointError(f"data.residual_of = {path}: {found.origin} {fault}")
@@ -213,21 +224,27 @@ class Trained:
         _, height, width = self.image_shape
         return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
 
-    def resized(self, size: tuple[int, int]) -> Trained:
+    def resized(self, size: tuple[int, int]) -> Self:
         """Return the same U-Net for images of another ``size``, height and width in pixels.
 
-        Raises SpecError: a level can't halve it, or the U-Net has a condition, which is made for one size.
+        Raises SpecError: a level can't halve it, or the U-Net has a condition of pixels, which is made for one size.
         """
         asked, factor = "x".join(map(str, size)), 1 if self.autoencoder is None else self.autoencoder.factor
-        if self.known_data is not None and self.known_data.condition is not None:
+        data, latents = self.known_data, (size[0] // factor, size[1] // factor)
+        if data is not None and data.condition is not None and self.autoencoder is None:
             raise SpecError(f"--size {asked}: {self.origin} has a condition of one size (data.condition); leave it out")
         step = factor * 2 ** (len(self.unet_spec.multipliers) - 1)
         near = "x".join(str(max(step, round(side / step) * step)) for side in size)
         if near != asked:
             raise SpecError(f"--size {asked}: {self.origin} draws multiples of {step} pixels; use {near}")
         levels = {"attention_resolutions": (), "attention_levels": self.unet_spec.attended_levels(self.interface.size)}
-        inner = replace(self.interface, size=(size[0] // factor, size[1] // factor))
-        return replace(self, unet_spec=self.unet_spec.model_copy(update=levels), interface=inner, other_size=size)
+        inner, data = replace(self.interface, size=latents), data and data.model_copy(update={"image_size": latents})
+        unet = self.unet_spec.model_copy(update=levels)
+        return replace(self, unet_spec=unet, interface=inner, other_size=size, known_data=data)
+
+    def shared(self) -> "Trained":
+        """Return the same U-Net, which :attr:`ranks` compute together; raises SpecError if its rows are too few."""
+        return self if self.ranks is None else self.ranks.share(self)
 
 
 def find_trained(path: Path) -> Path:
@@ -294,6 +311,7 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
     diffusion, levels = folder.process()
     data, facts = (None, None) if fields is None else (fields.data, fields.facts)
     if decoder is not None:
+        data = data and data.model_copy(update={"autoencoder": decoder.folder})
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
     unclipped = decoder is not None or (data is not None and data.is_unbounded)
     return Trained(

@@ -130,11 +130,13 @@ def described(sharing: int) -> tuple[str, int]:
     return torch.cuda.get_device_name(), memory_bytes(torch.device("cuda"))
 
 
-def share_threads(device: torch.device) -> None:
-    """Give each process on this host its share of the cores, unless the environment sets the number of threads."""
+def share_threads(device: torch.device, sharing: int | None = None) -> None:
+    """Give each of ``sharing`` processes (default: the run's on this host) its share of the cores, unless the
+    environment sets the number of threads.
+    """
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         threads = min(torch.get_num_threads(), processors())
-        torch.set_num_threads(max(1, threads // processes_on_host()))
+        torch.set_num_threads(max(1, threads // (sharing or processes_on_host())))
 
 
 def host_memory() -> int:

@@ -45,7 +45,8 @@ class Stream(IntEnum):
     CAPTION = 14
     TEXT_DROP = 15
     DROPOUT = 16
-    MULTIRES = 2**20 - 3  # above all layers
+    ROUNDING = 2**20 - 4  # above all layers
+    MULTIRES = 2**20 - 3
     MULTIRES_RATIO = 2**20 - 2
     NOISE_OFFSET = 2**20 - 1
     HELD_OUT = 2**20

@@ -6,8 +6,6 @@ log, sin and cos of CUDA's libdevice.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -10,11 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from ddpm_ds.ground.device import DTYPES, wait_for_device
 from ddpm_ds.ground.files import replace_file
@@ -36,6 +39,9 @@ MOST_TIMES = 20
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
 """Rows of square matrices; a device reaches its peak on large ones that fit its caches."""
 PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
+SHORT, LONG, SWAPS, TURNS, LEAST_SWAP = 2**9, 2**22, 20, 5, 1e-3
+"""Bytes of a short and a long swap, their number in a turn, turns, and the least time of one, in products."""
+SPEED = "speed.json"
 
 
 class Remembered:
@@ -153,6 +159,51 @@ def _inputs(layer: Layer, images: int, device: torch.device, dtype: torch.dtype)
 def _now(device: torch.device) -> float:
     wait_for_device(device)
     return time.perf_counter()
+
+
+def known_swap(name: str) -> tuple[float, float] | None:
+    """Return what :func:`measure_swap` has found between devices of a ``name``, such as ``cpu``; None if nothing."""
+    found = Remembered("swap_speed.json").get([name, platform.machine(), torch.__version__])
+    return None if found is None else (found[0], found[1])
+
+
+def measure_swap(name: str, device: torch.device) -> None:
+    """Measure a swap of two processes on this machine, unless it is known or there is one GPU alone: the seconds that
+    a short one takes, and the bytes per second that each sends in a long one. Between swaps both compute.
+    """
+    if known_swap(name) is not None or (device.type == "cuda" and torch.cuda.device_count() < 2):
+        return
+    with TemporaryDirectory() as folder, contextlib.suppress(ProcessException):  # where no process may start
+        spawn(_swap, (device.type, folder, torch.get_num_threads()), nprocs=2)
+        facts = [name, platform.machine(), torch.__version__]
+        Remembered("swap_speed.json").set(facts, read_json(Path(folder, SPEED)))
+
+
+def _swap(rank: int, kind: str, folder: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    store = f"file://{folder}/store"
+    dist.init_process_group({"cuda": "nccl"}.get(kind, "gloo"), init_method=store, world_size=2, rank=rank)
+    group, a = SpaceGroup(rank, 2, dist.group.WORLD), torch.randn((SIZES[kind][0],) * 2, device=device)
+
+    def seconds(size: int) -> float:
+        """Median over turns of the mean seconds of a product and a swap of so many bytes; 0 swaps nothing."""
+        message, found = torch.zeros(size, dtype=torch.uint8, device=device), list[float]()
+        for _ in range(TURNS + 1):  # the first connects
+            begin = _now(device)
+            for _ in range(SWAPS):
+                torch.mm(a, a)
+                if size:
+                    group.swap({1 - rank: [message]}, {1 - rank: [(message.shape, message.dtype)]}, device)()
+            found.append((_now(device) - begin) / SWAPS)
+        return statistics.median(found[1:])
+
+    alone, short, long = map(seconds, (0, SHORT, LONG))
+    if rank == 0:
+        least = alone * LEAST_SWAP
+        speed = [max(short - alone, least), LONG / max(long - short, least)]
+        Path(folder, SPEED).write_text(json.dumps(speed))
+    dist.destroy_process_group()
 
 
 def shared_peak(device: torch.device, precision: Precision) -> float:

@@ -245,6 +245,8 @@ class RankTrace:
     steps: tuple[TracedStep, ...]
     part: int = 0
     """Place in the tensor group."""
+    swap_seconds: float = 0.0
+    """Seconds of a step in which passes wait for swaps with the space group."""
 
 
 class Clock:
@@ -299,6 +301,16 @@ class Recording:
 
         engine.receive = timed_receive
         self._wrapping.callback(setattr, engine, "receive", receive)
+        self._swaps = list[Any]()  # marks before and after each wait
+        if (space := engine.module.space).size > 1:
+            swap = space.swap
+
+            def timed_swap(*given: Any) -> Callable[[], Any]:
+                finish = swap(*given)
+                return lambda: self._swapped(finish)
+
+            vars(space)["swap"] = timed_swap
+            self._wrapping.callback(vars(space).pop, "swap")
         self.begin_step(step)
 
     @property
@@ -330,6 +342,7 @@ class Recording:
             spans = zip(times[2::2], times[3::2], strict=True)
             timed = tuple(Event(*event[:3], *span) for event, span in zip(events, spans, strict=True))
             steps.append(TracedStep(number, times[0], times[1], timed))
+        waits = self._clock.seconds(self._swaps)
         channels = (engine.stage_channels(phase, engine.micro_batch_size) for phase in range(engine.phases))
         ways = ((one.activations_out, one.gradients_out) for one in channels)
         sizes = ((on.message_bytes if on else 0, back.message_bytes if back else 0) for on, back in ways)
@@ -342,6 +355,7 @@ class Recording:
             message_bytes=tuple(sizes),
             barriers=tuple(self._barriers),
             steps=tuple(steps),
+            swap_seconds=(sum(waits[1::2]) - sum(waits[::2])) / len(steps),
         )
 
     def abandon(self) -> None:
@@ -362,6 +376,14 @@ class Recording:
         end = self._clock.mark()
         self._events.append(Event(name, phase, number, begin if self._resumed is None else self._resumed, end))
         self._inside = None
+
+    def _swapped(self, finish: Callable[[], Value]) -> Value:
+        """Wait for a swap with a space group, a part of the pass that it is in."""
+        begin = self._clock.mark()
+        found = finish()
+        if self._inside is not None:
+            self._swaps += begin, self._clock.mark()
+        return found
 
     def _waiting(self, name: str, wait: Callable[[], Value]) -> Value:
         """Wait inside an instruction, recorded as an event before it."""

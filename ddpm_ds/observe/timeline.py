@@ -192,6 +192,7 @@ def rank_seconds(trace: RankTrace) -> Summary:
         "replica": trace.replica,
         "part": trace.part,
         "step_seconds": whole - sum(pauses.values()),
+        "swap_seconds": trace.swap_seconds,  # a part of the passes
         **seconds(OWN),
         **pauses,
         "other_seconds": whole - sum(map(sum, taken.values())) / steps,

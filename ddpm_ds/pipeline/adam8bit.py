@@ -6,12 +6,16 @@ graph. Here the elements of all weights are handled some millions at a time::
 
     gradients of a chunk's weights ─▶ rows of one block each ─▶ moments ─▶ steps of the weights
                                     8-bit codes, scales ◀─ rounded ─┘
+
+Weights of 16 bits without fp32 masters are rounded up or down at random, so that the mean of many roundings is exact:
+to the nearest, most steps would vanish. The random bits are a function of (seed, step, element).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +23,12 @@ from torch import Tensor
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS, blocks_of
 from ddpm_ds.checkpoint.reader import code_of
 from ddpm_ds.checkpoint.writer import Fragment
+from ddpm_ds.ground import keyed
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS
 
+STEP_BITS, NUMBER_BITS, SHARD_BITS = 39, 25, 21
+"""Bits below the step, the number of the parameter and the rank of a tensor group in the key of a row's roundings."""
 CHUNK_BLOCKS = BUCKET_ELEMENTS // BLOCK
 """Number of blocks that are stepped at a time."""
 
@@ -42,6 +49,10 @@ class _Chunk:
     """Picks these parts from all parts of the rows."""
     tiles: Picks
     """Picks their gradients from the parts of all gradients."""
+    rates: list[float]
+    """Factors on their learning rate, relative to the first group's."""
+    index: Tensor
+    """Number of each row, or element if there is one row, to draw its roundings by: (N,) int64."""
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -63,34 +74,45 @@ class Adam8bit(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Do nothing: DeepSpeed calls this when it is built, and only :meth:`take` steps."""
 
-    def own(self, pieces: Sequence[OwnedPiece]) -> None:
-        """Allocate moments of zeros for all pieces of parameters that this rank steps."""
+    def own(self, pieces: Sequence[OwnedPiece], names: Iterable[str], seed: int) -> None:
+        """Allocate moments of zeros for all pieces of parameters that this rank steps.
+
+        The ``names`` of all parameters of the U-Net, in their order, and the ``seed`` decide how weights are rounded.
+        """
+        numbers, self._seed = {name: number << NUMBER_BITS for number, name in enumerate(names)}, seed
+        index, elements_index = list[Tensor](), list[Tensor]()
+        first_factor = self.param_groups[0].get("factor", 1.0)
+        factors = [group.get("factor", 1.0) / first_factor for group in self.param_groups for _ in group["params"]]
         self._masters: list[Tensor] = [master for group in self.param_groups for master in group["params"]]
         device = self._masters[0].device
         self._codes = {moment: code_of(moment, device) for moment in MOMENTS}
         self._steps = torch.zeros((), device=device)
         self._first: dict[tuple[str, int], int] = {}  # place of a piece's first element, in the rows or among vectors
         self._sizes: list[list[int]] = []  # of the parts of each gradient
-        weights: list[tuple[int, Tensor, int]] = []  # part of the gradients, weights in it, first place in the rows
-        vectors: list[tuple[int, Tensor, int]] = []
+        weights: list[_Part] = []
+        vectors: list[_Part] = []
         rows = elements = part = 0
-        for master in self._masters:
+        for master, rate in zip(self._masters, factors, strict=True):
             sizes: list[int] = []
             for piece in sorted((one for one in pieces if one.master is master), key=lambda one: one.offset):
                 if gap := piece.offset - sum(sizes):
                     sizes.append(gap)
+                number = numbers[piece.name] + ((piece.shard.rank if piece.shard else 0) << SHARD_BITS)
                 if piece.dimensions <= 1:
                     self._first[piece.name, piece.first] = elements
-                    vectors.append((part + len(sizes), piece.of(master), elements))
+                    vectors.append(_Part(part + len(sizes), piece.of(master), elements, rate))
+                    elements_index.append(torch.arange(piece.first, piece.first + piece.length) + number)
                     elements += piece.length
                     sizes.append(piece.length)
                     continue
                 self._first[piece.name, piece.first] = place = rows * BLOCK + piece.first % BLOCK
-                rows += len(blocks_of(piece.first, piece.length))
+                blocks = blocks_of(piece.first, piece.length)
+                index.append(torch.arange(blocks.start, blocks.stop) + number)
+                rows += len(blocks)
                 left = piece.of(master)
                 while len(left):  # a chunk ends within large weights
                     length = min(len(left), BLOCK * CHUNK_BLOCKS - place % (BLOCK * CHUNK_BLOCKS))
-                    weights.append((part + len(sizes), left[:length], place))
+                    weights.append(_Part(part + len(sizes), left[:length], place, rate))
                     sizes.append(length)
                     left, place = left[length:], place + length
             if gap := master.numel() - sum(sizes):
@@ -105,21 +127,29 @@ class Adam8bit(torch.optim.Optimizer):
             for moment, code in self._codes.items()
         }
         self._plain = {moment: torch.zeros(elements, device=device) for moment in MOMENTS}
-        starts = range(0, rows, CHUNK_BLOCKS)
-        self._chunks = [_chunk(weights, slice(first, min(first + CHUNK_BLOCKS, rows))) for first in starts]
-        self._vectors = _chunk(vectors, slice(0, 1), elements) if elements else None
+        numbered = of_vectors = torch.empty(0)
+        if self.rounds:
+            numbered, of_vectors = torch.cat([*index, *elements_index]).to(device).split([rows, elements])
+        spans = [slice(first, min(first + CHUNK_BLOCKS, rows)) for first in range(0, rows, CHUNK_BLOCKS)]
+        self._chunks = [_chunk(weights, span, numbered[span]) for span in spans]
+        self._vectors = _chunk(vectors, slice(0, 1), of_vectors, elements) if elements else None
         self.state[self._masters[0]] = {"step": self._steps}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights have 16 bits, without fp32 masters, and are rounded at random."""
+        return self._masters[0].dtype is not torch.float32
 
     @torch.no_grad()
     def take(self, gradients: Sequence[Tensor], factor: Tensor | None) -> None:
         """Step with the gradient of each tensor, times ``factor``."""
-        (group,) = self.param_groups
+        group = self.param_groups[0]
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         found, taken = self.found_inf != 0, 1 - self.found_inf
         self._steps.add_(taken)
         steps, rate = self._steps.clamp(min=1), group["lr"] * taken
-        if decay:
-            torch._foreach_mul_(self._masters, 1 - rate * decay)
+        for one in self.param_groups if decay and not self.rounds else ():
+            torch._foreach_mul_(one["params"], 1 - one["lr"] * taken * decay)
         shares = (1 - beta1) * taken, (1 - beta2) * taken
         size, wide = -rate / (1 - beta1**steps), (1 - beta2**steps).sqrt()
         tiles = [*chain(*(one.reshape(-1).split(sizes) for one, sizes in zip(gradients, self._sizes, strict=True)))]
@@ -135,7 +165,20 @@ class Adam8bit(torch.optim.Optimizer):
             second.lerp_(packed.square_(), shares[1])
             torch.sqrt(second, out=packed).div_(wide).add_(group["eps"])
             torch.div(first, packed, out=packed).mul_(size)
-            torch._foreach_add_(chunk.masters, list(chunk.slots(packed.view(-1).split(chunk.sizes))))
+            steps = list(chunk.slots(packed.view(-1).split(chunk.sizes)))
+            if self.rounds:
+                new = torch.zeros_like(packed)
+                parts = list(chunk.slots(new.view(-1).split(chunk.sizes)))
+                torch._foreach_copy_(parts, chunk.masters)
+                if decay:
+                    packed.addcmul_(new, -rate * decay)
+            if {*chunk.rates} != {1.0}:
+                torch._foreach_mul_(steps, chunk.rates)
+            if self.rounds:
+                round_at_random(new.add_(packed), self._seed, (self._steps.long() << STEP_BITS) + chunk.index)
+                torch._foreach_copy_(chunk.masters, parts)
+            else:
+                torch._foreach_add_(chunk.masters, steps)
 
         if self._vectors is not None:
             stepped(self._vectors, *self._plain.values())
@@ -188,21 +231,47 @@ class Adam8bit(torch.optim.Optimizer):
         return slice(first, first + piece.length), slice(blocks.start, blocks.stop)
 
 
-def _chunk(parts: Sequence[tuple[int, Tensor, int]], rows: slice, width: int = BLOCK) -> _Chunk:
-    """Return the chunk of these rows of a width; parts are as in :meth:`Adam8bit.own`, in rising order."""
+def round_at_random(values: Tensor, seed: int, index: Tensor) -> None:
+    """Round fp32 ``values`` (N, n) to bf16 in place: up with the probability that makes the mean exact, else down.
+
+    Random bits are a function of the seed, a number of ``index`` (N,) int64 and the place in its row; n is even or 1.
+    """
+    columns = values.numel() // len(index)
+    words = keyed.Draws(seed, index, {keyed.Stream.ROUNDING: -(-columns // 2)}).bits(keyed.Stream.ROUNDING)
+    bits = words.to(torch.int32).view(torch.int16)[:, :columns].to(torch.int32).bitwise_and_(0xFFFF)
+    values.view(torch.int32).add_(bits.view(values.shape)).bitwise_and_(-(2**16))
+
+
+class _Part(NamedTuple):
+    """Consecutive elements of a parameter that are stepped together."""
+
+    gradient: int
+    """Its part of the gradients."""
+    weights: Tensor
+    place: int
+    """Place of its first element in the rows."""
+    rate: float
+    """Factor on its learning rate, relative to the first group's."""
+
+
+def _chunk(parts: Sequence[_Part], rows: slice, index: Tensor, width: int = BLOCK) -> _Chunk:
+    """Return the chunk of these rows of a width; parts are in rising order, and ``index`` has a number for each row,
+    or for each element of the only row.
+    """
     at, stop = rows.start * width, rows.stop * width
-    own = [part for part in parts if at <= part[2] < stop]
+    own = [part for part in parts if at <= part.place < stop]
     sizes: list[int] = []
     slots = []
-    for _, weights, place in own:
-        if gap := place - at:
+    for part in own:
+        if gap := part.place - at:
             sizes.append(gap)
         slots.append(len(sizes))
-        sizes.append(len(weights))
-        at = place + len(weights)
+        sizes.append(len(part.weights))
+        at = part.place + len(part.weights)
     if gap := stop - at:
         sizes.append(gap)
-    return _Chunk(rows, sizes, [weights for _, weights, _ in own], _picks(slots), _picks([one[0] for one in own]))
+    weights, rates = [part.weights for part in own], [part.rate for part in own]
+    return _Chunk(rows, sizes, weights, _picks(slots), _picks([part.gradient for part in own]), rates, index)
 
 
 def _picks(places: list[int]) -> Picks:

@@ -26,7 +26,7 @@ from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.schedule import Program, program
 from ddpm_ds.schema.layout import AcrossHosts
-from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.layers import Layer, parameter_shapes
 from ddpm_ds.unet.model import choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels
 
@@ -92,6 +92,8 @@ def build_engine(
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
         sizes = resolved.layout.tensor.size, resolved.layout.space.size
         module = kind(layers, bounds, seed, across, others, sizes, DTYPES[resolved.precision][1], drawn)
+        if not module.rates:
+            module.register_parameter("nothing", module.placeholder)  # DeepSpeed asks for the names of all it trains
         with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
                 model=module,
@@ -100,11 +102,12 @@ def build_engine(
                 optimizer=partial(Adam8bit, **resolved.eight_bit_settings) if resolved.eight_bit_settings else None,
             )
     assert isinstance(engine, UnetPipelineEngine)
+    vars(module)["_parameters"].pop("nothing", None)
     engine.ranks_of_image = module.space.size
     engine.objective, engine.schedule = objective, resolved.layout.schedule
     engine.gradients = gradients_of(engine, module.arriving)
     if isinstance(engine.basic_optimizer, Adam8bit):
-        engine.basic_optimizer.own(engine.gradients.owned())
+        engine.basic_optimizer.own(engine.gradients.owned(), parameter_shapes(layers), seed)
     engine.graph = StepGraph(engine, resolved.config.graphs)
     modules = list(module.own_layers().values())
     use_kernels(modules, choose_kernels(resolved.config.kernels, engine.device, captured=not engine.graph.why_eager))

@@ -272,12 +272,12 @@ def partition(
         if folds(schedule):
             check_mirrored(layers, bounds)
         return bounds
-    weights = {
-        "flops": [layer.macs for layer in layers],
+    measures: dict[str, Sequence[float]] = {
+        "flops": [layer.work for layer in layers],
         "parameters": [layer.parameters for layer in layers],
         "uniform": [1 for _ in layers],
-    }[method]
-    return weighted(layers, weights, stages, schedule, crossing=CROSSING_MACS if method == "flops" else 0.0)
+    }
+    return weighted(layers, measures[method], stages, schedule, crossing=CROSSING_MACS if method == "flops" else 0.0)
 
 
 def weighted(

@@ -229,7 +229,8 @@ class FlatOptimizer:
     weights: Tensor
     """Flat weights, padded so that all replicas own as many."""
     master: Tensor
-    """Flat fp32 weights that the basic optimizer of this rank steps, as many as other replicas'."""
+    """Flat weights that the basic optimizer of this rank steps, as many as other replicas', in fp32, or in the dtype of
+    ``weights``; a single replica's are then the flat weights themselves."""
     group: dist.ProcessGroup
     """Process group of the replicas."""
     replicas: int
@@ -256,7 +257,8 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
     hooks on parameters; that nothing but their hooks, their backward's prologue and epilogue and their step reads
     gradients; and that ``lp_fragment`` and the BF16 optimizer's flat weights, made of the parameters by autograd, are
     only read and written as data. With ``offload_optimizer`` that the master's ``grad`` is the host's memory for the
-    partition's gradient, and that only the backward uses the buffers for a gradient on its way there.
+    partition's gradient, and that only the backward uses the buffers for a gradient on its way there. With
+    ``bf16_master_weights_and_grads`` that the master is a copy of the partition in bf16, which nothing else reads.
     """
     optimizer: Any = engine.optimizer
     if offloads(engine):
@@ -277,6 +279,9 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
         optimizer.bf16_partitioned_groups[0] = [part.detach() for part in parts]
     ((master,),) = (group["params"] for group in engine.basic_optimizer.param_groups)
     (group,) = optimizer.real_dp_process_group
+    if master.dtype == weights.dtype != torch.float32 and dist.get_world_size(group) == 1:
+        master.untyped_storage().resize_(0)
+        master.data = weights.detach()
     return FlatOptimizer(
         places={parameter: parameter.storage_offset() - weights.storage_offset() for parameter in parameters},
         weights=weights.detach(),
@@ -338,7 +343,7 @@ def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """Piece of one parameter whose fp32 values and optimizer state this rank owns."""
+    """Piece of one parameter whose values and optimizer state this rank owns, or a parameter that is not trained."""
 
     name: str
     """Global name of the parameter."""
@@ -353,6 +358,10 @@ class OwnedPiece:
     """Dimensions of the parameter: 1 of norms and biases."""
     shard: Shard | None = None
     """This rank's part of the whole parameter, in which ``first`` counts; None if it is whole."""
+    trained: bool = True
+    """Whether the optimizer steps it."""
+    saved: bool = True
+    """Whether this rank saves it."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor shaped as ``master``, such as one of its moments: a 1-D view."""
@@ -362,6 +371,19 @@ class OwnedPiece:
 def masters(engine: DeepSpeedEngine) -> list[Tensor]:
     """Return the fp32 tensors that are stepped; assumes them in the parameter groups of ``basic_optimizer``."""
     return [master for group in engine.basic_optimizer.param_groups for master in group["params"]]
+
+
+def group_by_rate(engine: DeepSpeedEngine, factors: Sequence[tuple[Tensor, float]]) -> None:
+    """Step these tensors instead, in one group for each factor on the learning rate; they come in its order.
+
+    Assumes that all settings of a group of parameters but its ``lr`` are constant, and that the optimizer has no state.
+    """
+    (group,) = engine.basic_optimizer.param_groups
+    groups = {factor: {**group, "factor": factor, "params": []} for _, factor in factors}
+    for tensor, factor in factors:
+        groups[factor]["params"].append(tensor)
+    engine.basic_optimizer.param_groups[:] = groups.values()
+    engine.basic_optimizer.state.clear()
 
 
 def is_partitioned(engine: DeepSpeedEngine) -> bool:

@@ -127,8 +127,8 @@ def _edge(tensor: Tensor) -> GradientEdge | None:
 
 
 def _as_leaves(tensors: Carry) -> Carry:
-    """Return tensors detached from their graphs, as leaves that accumulate gradients."""
-    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
+    """Return tensors detached from their graphs, as leaves that accumulate gradients if the graphs need them."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 CAUTIOUS_STEPS = 2
@@ -248,7 +248,7 @@ class UnetPipelineEngine(PipelineEngine):
         before, after = neighbours(self.module.schedule, self.num_stages, own, phase)
 
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
-            if source is None or target is None:
+            if source is None or target is None or (kind == "gradients" and not self.module.reached(cut)):
                 return None
             shapes, *others = (
                 [(images, *shape) for shape in sent_shapes(layers, cut, phase=phase, schedule=self.module.schedule)]
@@ -496,7 +496,9 @@ class UnetPipelineEngine(PipelineEngine):
         passage, ends = flight.passages[phase], phase == self.phases - 1
         self._begin(own)
         if channels.activations_in is not None:
-            passage.leaves = tuple(leaf.requires_grad_() for leaf in self.receive(channels.activations_in))
+            differentiable = self.module.reached(self.module.phase_bounds[phase][0])
+            received = self.receive(channels.activations_in)
+            passage.leaves = tuple(leaf.requires_grad_(differentiable) for leaf in received)
         if phase == 0 and self.is_first_stage():
             carry = self.module.own_rows(self.objective.inputs(flight.prepared))
         else:
@@ -532,7 +534,9 @@ class UnetPipelineEngine(PipelineEngine):
         flight, channels = self._flight(own), self._channels[phase]
         passage = flight.passages[phase]
         gradients: Sequence[Tensor | None]
-        if channels.gradients_in is not None:
+        if not self.module.reached(self.module.phase_bounds[phase][1]):  # nothing up to here is trained
+            gradients = [None] * len(passage.roots)
+        elif channels.gradients_in is not None:
             gradients = self.receive(channels.gradients_in)
         elif phase == self.phases - 1:
             scale = self.gradients.scale / self.micro_batches
@@ -548,7 +552,8 @@ class UnetPipelineEngine(PipelineEngine):
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
         self._begin(own)
         with self.gradients.gathering(own.phase, KINDS[own.name]):
-            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if phase == 0:
             flight.context = None
             set_context(self.readers, None)
@@ -560,12 +565,13 @@ class UnetPipelineEngine(PipelineEngine):
             self._waiting.compute(parts, own.micro_batches, self.gradients.give)
 
     def _send_gradients(self, own: Instruction) -> None:
-        """Send the gradients of the received tensors, and zeros for emb if the last layers don't use it."""
+        """Send the gradients of the received tensors, and zeros for emb if the last layers don't use it; nothing if
+        nothing before them is trained.
+        """
         passage = self._flight(own).passages[own.phase]
-        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in passage.leaves]
         channel = self._channels[own.phase].gradients_out
-        assert channel is not None
-        channel.send(gradients)
+        if channel is not None:
+            channel.send([leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in passage.leaves])
         passage.leaves = ()
 
     def _reduce(self, _: Instruction) -> None:

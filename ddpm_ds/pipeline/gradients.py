@@ -14,6 +14,7 @@ Weights, fp32 masters and the optimizer's state stay where DeepSpeed puts them: 
 state are in host memory, the fp32 gradient is copied there a bucket at a time, and AdamW steps there.
 """
 
+import bisect
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -129,6 +130,8 @@ class FlatGradients(OwnStep):
         self._casts = count > 1 and (flat.master.dtype != stored or flat.master.device != device)
         if self._casts:
             self._new = torch.zeros(owned, dtype=stored, device=device)
+        self._stepped = self._by_rate()
+        """Tensors that the optimizer steps, and the place of each among all that this rank owns."""
         self._stale = False
         """Whether other replicas have newer weights of their parts."""
         self._passes: dict[tuple[int, PassKind], _Pass] = {}
@@ -153,7 +156,8 @@ class FlatGradients(OwnStep):
         for layer in layers:
             together = projections if projections_of(layer) else ()
             parameters = [*layer.parameters(), *(one for part in together for one in part.parameters())]
-            numbers = dict.fromkeys(number for one in parameters for number, *_ in self._cut(one))
+            trained = [one for one in parameters if one.requires_grad]
+            numbers = dict.fromkeys(number for one in trained for number, *_ in self._cut(one))
             chunks = [self._chunks[number] for number in numbers]
             self._arriving += [chunk for chunk in chunks if chunk not in self._arriving]
             layer.register_forward_pre_hook(lambda module, inputs, chunks=chunks: _wait(chunks))
@@ -177,21 +181,41 @@ class FlatGradients(OwnStep):
 
     def owned(self) -> list[OwnedPiece]:
         """Return the pieces of this stage's parameters that this rank steps."""
-        return [
-            OwnedPiece(name, first, stop - first, self._flat.master, place, one.dim(), shard_of(one))
-            for name, one in self._engine.module.named_parameters()
-            for first, stop, place in self._pieces(one)
-        ]
+        stepped, found = sorted(self._stepped, key=lambda step: step[1].start), []
+        begins = [where.start for _, where in stepped]
+        for name, one in self._engine.module.named_parameters():
+            for first, stop, place in self._pieces(one) if one.requires_grad else ():
+                master, where = stepped[bisect.bisect(begins, place) - 1]
+                about = one.dim(), shard_of(one)
+                found.append(OwnedPiece(name, first, stop - first, master, place - where.start, *about))
+        return found
+
+    def _places(self, parameters: Iterable[nn.Parameter]) -> list[slice]:
+        """Return the contiguous places among all that this rank owns of some parameters."""
+        found: list[slice] = []
+        pieces = [(place, place + stop - first) for one in parameters for first, stop, place in self._pieces(one)]
+        for start, stop in sorted(pieces):
+            if found and found[-1].stop == start:
+                start = found.pop().start
+            found.append(slice(start, stop))
+        return found
 
     def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return the contiguous pieces of the own sum that belong to some parameters."""
-        found: list[tuple[int, int]] = []
-        pieces = [(place, place + stop - first) for one in parameters for first, stop, place in self._pieces(one)]
-        for start, stop in sorted(pieces):
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, stop))
-        return [self.own_sum[start:stop] for start, stop in found]
+        return [self.own_sum[place] for place in self._places(parameters)]
+
+    def _by_rate(self) -> list[tuple[Tensor, slice]]:
+        """Return the flat master, or if parameters have other rates the pieces of it that the optimizer steps then."""
+        flat, rates = self._flat, self._engine.module.rates
+        if {*rates.values()} <= {1.0}:
+            return [(flat.master, slice(0, len(flat.master)))]
+        alike = {rate: self._places(one for one in rates if rates[one] == rate) for rate in sorted(set(rates.values()))}
+        steps = [(flat.master.detach()[place], place, rate) for rate, places in alike.items() for place in places]
+        insides.group_by_rate(self._engine, [(piece, rate) for piece, _, rate in steps])
+        if (host := flat.host_gradient) is not None:
+            for piece, place, _ in steps:
+                piece.grad = host[place]
+        return [step[:2] for step in steps]
 
     # ---------------------------------------------------------------- passes
 
@@ -391,7 +415,8 @@ class FlatGradients(OwnStep):
     def refresh_weights(self) -> None:
         """Cast this rank's masters into its weights; :meth:`gather_weights` or the next step brings the others'."""
         if self._replicas.size == 1:
-            self._flat.weights.copy_(self._flat.master)
+            if self._flat.master.data_ptr() != self._flat.weights.data_ptr():
+                self._flat.weights.copy_(self._flat.master)
             return
         if self._casts:
             self._new.copy_(self._flat.master)
@@ -426,7 +451,7 @@ class FlatGradients(OwnStep):
             if steps:
                 factor = self._factor(norm)
                 if self._widens:
-                    self._take([self.own_sum], factor)
+                    self._take([self.own_sum[place] for _, place in self._stepped], factor)
                 elif (host := self._flat.host_gradient) is not None:
                     for own, there in zip(self.own_sum.split(self._size), host.split(self._size), strict=True):
                         part = own.to(torch.float32, copy=True)
@@ -437,11 +462,13 @@ class FlatGradients(OwnStep):
                     if gradient.dtype is not torch.float32:
                         gradient = gradient.to(torch.float32)
                         self._release(self.own_sum)
-                    self._flat.master.grad = gradient
                     if factor is not None:
                         gradient.mul_(factor)
+                    for piece, place in self._stepped:
+                        piece.grad = gradient[place]
                     self._take()
-                    self._flat.master.grad = None
+                    for piece, _ in self._stepped:
+                        piece.grad = None
                 self.refresh_weights()
         self._release(self._sum, self.own_sum)
 
@@ -539,9 +566,14 @@ class SeparateGradients(OwnStep):
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)
         self._parameters = engine.module.in_flat_order()
+        if rates := engine.module.rates:
+            self._parameters.sort(key=rates.__getitem__)
         self._tensor = engine.module.tensor
         self._counted, self._partial, self._alike = self._tensor.by_spread(self._parameters)
         self._masters = insides.separate_masters(engine, self._parameters)
+        if {*rates.values()} - {1.0}:
+            factors = [rates[one] for one in self._parameters]
+            insides.group_by_rate(engine, [*zip(self._masters or self._parameters, factors, strict=True)])
         sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
         views = self._flat.split(sizes) if sizes else ()
@@ -554,13 +586,15 @@ class SeparateGradients(OwnStep):
         return [
             OwnedPiece(name, 0, one.numel(), masters[one], 0, one.dim(), shard_of(one))
             for name, one in self._engine.module.named_parameters()
+            if one.requires_grad
         ]
 
     def expect(self, passes: Counter[tuple[int, PassKind]]) -> None:
         pass
 
     def begin(self) -> None:
-        pass
+        if not self._engine.module.rates:  # nothing here is trained, and the optimizer steps a placeholder
+            self._parameters[0].grad = torch.zeros_like(self._parameters[0])
 
     def gather_weights(self) -> None:
         pass

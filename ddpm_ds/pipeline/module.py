@@ -111,18 +111,38 @@ class UnetPipelineModule(PipelineModule):
         return {index: self.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
     def arriving(self, phase: int, kind: PassKind) -> list[nn.Parameter]:
-        """Return the parameters to which a pass of a phase gives gradients, in about the order of their arrival."""
+        """Return the trained parameters to which a pass of a phase gives gradients, in about the order of arrival."""
         layers = self.own_layers(phase).values()
         wait = {part.weight for layer in layers for part in weighted_parts(layer)}
         everything = [one for layer in reversed(layers) for one in reversed(list(layer.parameters()))]
         wanted = [one for one in everything if kind == "whole" or (one in wait) == (kind == "weights")]
+        wanted = [one for one in wanted if one.requires_grad]
         last = {one for layer in layers for part in projections_of(layer) for one in part.parameters()}
         return sorted(wanted, key=last.__contains__)
 
     def in_flat_order(self) -> list[nn.Parameter]:
-        """Return this rank's parameters so that neighbours get their gradients in the same pass, one after another."""
+        """Return what this rank trains so that neighbours get their gradients in the same pass, one after another; or
+        one number that is no parameter, since DeepSpeed needs something to train.
+        """
         kinds: tuple[PassKind, ...] = "inputs", "weights"
-        return [one for phase in reversed(range(self.phases)) for kind in kinds for one in self.arriving(phase, kind)]
+        found = [one for phase in reversed(range(self.phases)) for kind in kinds for one in self.arriving(phase, kind)]
+        return found or [self.placeholder]
+
+    @cached_property
+    def placeholder(self) -> nn.Parameter:
+        """Parameter of no layer."""
+        return nn.Parameter(torch.zeros(1, dtype=self._dtype, device=get_accelerator().current_device_name()))
+
+    @cached_property
+    def rates(self) -> dict[nn.Parameter, float]:
+        """Factor on the learning rate of each parameter that this rank trains."""
+        listed = (zip(layer.listed, layer.rates, strict=False) for layer in self.unet_layers)
+        factors = {f"{index}.{one.name}": rate for index, own in enumerate(listed) for one, rate in own}
+        return {one: factors.get(name, 1.0) for name, one in self.named_parameters() if one.requires_grad}
+
+    def reached(self, cut: int) -> bool:
+        """Return whether a backward crosses the cut before a layer: something before it is trained."""
+        return self.unet_layers[cut - 1].reached
 
     def size_number(self, size: tuple[int, int]) -> int:
         """Return the index in :attr:`sized_layers` for images of this height and width."""
@@ -235,12 +255,13 @@ def warm_up(
     """
     for index, module in modules.items():
         parameters = list(module.parameters())
+        trained = [one for one in parameters if one.requires_grad]
         set_image_index([module], torch.arange(images, device=parameters[0].device))
         inputs = _zeros(layers, index, images, parameters[0])
         if isinstance(layer := layers[index], TransformerBlockLayer):
             shape = (images, layer.tokens, layer.context_channels)
             set_context(transformer_blocks([module]), torch.zeros(shape, device=parameters[0].device))
-        if not gradients:
+        if not (gradients and layers[index].reached):
             with torch.no_grad():
                 module(inputs)
             continue
@@ -252,7 +273,7 @@ def warm_up(
         else:
             outputs = module(inputs)
         roots = [tensor for tensor in ([outputs] if isinstance(outputs, Tensor) else outputs) if tensor.requires_grad]
-        wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *parameters]
+        wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *trained]
         torch.autograd.grad(roots, wanted, [torch.zeros_like(root) for root in roots], allow_unused=True)
 
 

@@ -5,7 +5,7 @@ had when it was captured. The host reads them where people see them, at log poin
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
+from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
+from ddpm_ds.unet.tensor_group import shard_of
 
 
 class LossScale:
@@ -92,6 +94,29 @@ class OwnStep:
         self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._skipped = torch.zeros((), device=engine.device)
         self._withheld = torch.zeros((), device=engine.device)  # 1 skips any step
+        self.frozen = list(self._frozen_pieces())
+        """Parameters that are not trained."""
+
+    def _frozen_pieces(self) -> Iterator[OwnedPiece]:
+        """Yield all parameters that are not trained. The replica that saves one keeps it in fp32, on the host if the
+        layers have 16 bits.
+        """
+        engine, masters = self._engine, insides.masters(self._engine)
+        replicas = engine.dp_world_size if insides.is_partitioned(engine) else 1
+        frozen = [(name, one.detach()) for name, one in engine.module.named_parameters() if not one.requires_grad]
+        for number, (name, one) in enumerate(frozen):
+            saved = number % replicas == engine.grid.get_data_parallel_id()
+            master = one.to("cpu", torch.float32) if saved and one.dtype != masters[0].dtype else one
+            parameter = engine.module.get_parameter(name)
+            yield OwnedPiece(name, 0, one.numel(), master, 0, one.dim(), shard_of(parameter), False, saved)
+
+    @torch.no_grad()
+    def load_frozen(self, read: Callable[[OwnedPiece], Tensor]) -> None:
+        """Set all parameters that are not trained to fp32 values in host memory, (n,) each."""
+        for piece in self.frozen:
+            values, parameter = read(piece), self._engine.module.get_parameter(piece.name)
+            piece.of(piece.master).copy_(values)
+            parameter.copy_(values.view(parameter.shape))
 
     @property
     def scale(self) -> Tensor | float:
@@ -99,9 +124,8 @@ class OwnStep:
         return 1.0 if self._scale is None else self._scale.value
 
     def begin_step(self) -> None:
-        """Set the numbers of a step that the host knows: the learning rate of the optimizer's groups."""
-        (rate,) = {group["lr"] for group in self._optimizer.param_groups}
-        self._rate.fill_(rate)
+        """Set the numbers of a step that the host knows: the learning rate of the optimizer's first group."""
+        self._rate.fill_(self._optimizer.param_groups[0]["lr"])
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
@@ -153,8 +177,9 @@ class OwnStep:
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
-            for group in groups if self.decides_itself else ():
-                group["lr"] = self._rate
+            for group in groups:
+                rate = self._rate if self.decides_itself else rates[0]
+                group["lr"] = rate * group["factor"] if group.get("factor", 1.0) != 1.0 else rate
             if isinstance(self._optimizer, Adam8bit):
                 self._optimizer.take(gradients, factor)
             else:

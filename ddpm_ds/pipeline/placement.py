@@ -22,7 +22,7 @@ from ddpm_ds.ground.host import processes_on_host
 from ddpm_ds.pipeline.cuts import segments, sent_elements
 from ddpm_ds.schema.layout import ELEMENT_BYTES, AcrossHosts, Layout
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.shards import agreed_elements, sums_of, swaps_of
+from ddpm_ds.unet.shards import Swaps, agreed_elements, sums_of, swaps_of
 
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
@@ -73,7 +73,7 @@ class Grid:
         """Whether processes are known to be on more than one host."""
         return len(set(self.hosts)) > 1
 
-    @property
+    @cached_property
     def split_groups(self) -> int:
         """Number of tensor or space groups whose ranks are not all on one host."""
         if not self.hosts:
@@ -99,6 +99,17 @@ class Grid:
     def groups(self) -> tuple[Edges, ...]:
         """Rings through the tensor groups of each rank of the pipeline."""
         return tuple(_ring_edges([*zip(*self._members(stage), strict=True)]) for stage in range(self.stages))
+
+    @cached_property
+    def swaps(self) -> tuple[tuple[Edges, Edges], ...]:
+        """Connections between neighbours in the space groups of each rank of the pipeline, and between all members."""
+        found = []
+        for stage in range(self.stages):
+            starts = range(0, self.replicas, self.space)
+            groups = [part[start : start + self.space] for part in self._members(stage) for start in starts]
+            near = [pair for group in groups for one in itertools.pairwise(group) for pair in (one, one[::-1])]
+            found.append((Edges(near), Edges(pair for group in groups for pair in itertools.permutations(group, 2))))
+        return tuple(found)
 
     def _members(self, stage: int) -> list[list[Hashable]]:
         """Return each replica's host at a rank of the pipeline, by the place in its tensor group."""
@@ -157,6 +168,8 @@ class Exchange:
     """Bytes over each edge of the ring through a rank's tensor group: sums of activations and of gradients."""
     swaps: tuple[float, ...]
     """Bytes that a rank sends to others of its space group."""
+    rows: tuple[float, ...]
+    """Part of them that goes to its neighbours only."""
 
 
 def run_exchange(
@@ -196,18 +209,18 @@ def run_exchange(
         agreed = agreed_elements(own, given=gives_gradients)
         return (2 * elements * summed_bytes + agreed * gradient_bytes) * (group - 1) / group
 
-    messages, swaps, parameters, reduced, sums = [], list[float](), list[int](), list[float](), list[float]()
+    messages, parameters, reduced, sums, swaps = [], list[int](), list[float](), list[float](), list[Swaps]()
     for rank in range(layout.stages):
         ends = segments(bounds, layout.schedule, rank)
         stages = [layers[start:stop] for start, stop in ends]
-        parameters.append(sum(layer.parameters for own in stages for layer in own))
+        parameters.append(sum(layer.trained for own in stages for layer in own))
         reduced.append(shared.reductions * parameters[-1])
         if reductions is not None and shared.reductions > 1:
             weights = [sum(layer.weights for layer in own) for own in stages]
             fewer = (shared.reductions - count for count in reductions[rank])
             reduced[-1] -= sum(less * own for less, own in zip(fewer, weights, strict=True))
         sums.append(sum(map(summed, stages)))
-        swaps.append(images * sum(one.size(summed_bytes) for own in stages for one in swaps_of(own, interval)))
+        swaps.append(sum((one for own in stages for one in swaps_of(own, interval)), Swaps()))
         if rank < layout.stages - 1:
             cuts = [(ends[0][1], 0), *((start, 1) for start, _ in ends[1:])]
             messages.append(width * sum(sent_elements(layers, *cut, layout.schedule) for cut in cuts))
@@ -217,7 +230,8 @@ def run_exchange(
         gradients=tuple(gradient * count for count in reduced),
         weights=tuple(shared.weight_bytes * ring * count for count in parameters),
         sums=tuple(sums),
-        swaps=tuple(swaps),
+        swaps=tuple(images * one.size(summed_bytes) for one in swaps),
+        rows=tuple(images * one.rows * summed_bytes for one in swaps),
     )
 
 
@@ -233,6 +247,8 @@ class Traffic:
     """Bytes between hosts of stepped weights, among replicas."""
     sums: int
     """Bytes between hosts of the sums of tensor groups."""
+    swaps: int
+    """Bytes between hosts of the swaps of space groups."""
     within_hosts: int
     sent: Mapping[Hashable, int]
     """Bytes sent to other hosts, by the host that sends."""
@@ -240,7 +256,7 @@ class Traffic:
     @property
     def between_hosts(self) -> int:
         """Bytes that go from one host to another."""
-        return self.activations + self.gradients + self.weights + self.sums
+        return self.activations + self.gradients + self.weights + self.sums + self.swaps
 
     @property
     def busiest(self) -> int:
@@ -251,7 +267,10 @@ class Traffic:
 def traffic(grid: Grid, sent: Exchange) -> Traffic:
     """Return the bytes of a step by connection."""
     reducing, gathering, summing = (grid.rings, sent.gradients), (grid.rings, sent.weights), (grid.groups, sent.sums)
-    kinds = ((grid.boundaries, sent.messages), reducing, gathering, summing)
+    near, everyone = zip(*grid.swaps, strict=True)
+    rows = [size / min(2, max(1, grid.space - 1)) for size in sent.rows]  # to each neighbour
+    rest = [(size - own) / max(1, grid.space - 1) for size, own in zip(sent.swaps, sent.rows, strict=True)]
+    kinds = ((grid.boundaries, sent.messages), reducing, gathering, summing, (near, rows), (everyone, rest))
     crossing, within = [], 0.0
     by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
     for wires, sizes in kinds:
@@ -260,9 +279,9 @@ def traffic(grid: Grid, sent: Exchange) -> Traffic:
             within += (edges.total() - edges.crossing) * size
             for (here, there), count in edges.items():
                 by_host[here] += count * size * (here != there)
-    activations, gradients, weights, sums = map(round, crossing)
     leaving = {host: round(size) for host, size in by_host.items()}
-    return Traffic(activations, gradients, weights, sums, round(within), leaving)
+    activations, gradients, weights, sums, swaps = map(round, (*crossing[:4], sum(crossing[4:])))
+    return Traffic(activations, gradients, weights, sums, swaps, round(within), leaving)
 
 
 def across_hosts(
@@ -280,7 +299,7 @@ def across_hosts(
         return ds.layout.across_hosts
     sent = run_exchange(ds, layers, bounds)
     by_stages, by_replicas = (
-        traffic(Grid(stages, replicas, across, tuple(hosts), ds.layout.tensor.size), sent).busiest
+        traffic(Grid(stages, replicas, across, tuple(hosts), *(one.size for one in ds.layout.split)), sent).busiest
         for across in ACROSS_HOSTS
     )
     return "replicas" if by_replicas < by_stages else "stages"

@@ -33,12 +33,13 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
     UpsampleLayer,
 )
-from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of
+from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of, whole_layers
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
 CLIP_BYTES = 16  # bytes per parameter that the norm of a gradient, its fp32 copy and clipping read and write on a GPU
 EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory several times
+ROUNDING_BYTES = 60  # bytes per parameter that random rounding reads and writes besides
 EMA_BYTES = 12  # bytes per parameter that an average of the weights reads and writes
 
 DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
@@ -70,15 +71,21 @@ H100."""
 
 
 def weight_share(layer: Layer) -> float:
-    """Return the weight gradients' share of a layer's backward: half, if all its products are with weights."""
-    return 0.5 * layer.weight_macs / layer.macs
+    """Return the weight gradients' share of a layer's backward: half, if all its products are with trained weights."""
+    return 0.5 * layer.trained_macs / layer.macs / (backward_share(layer) or 1.0)
+
+
+def backward_share(layer: Layer) -> float:
+    """Return the share of a layer's backward that is left, since some of its weights are not trained."""
+    return (PASSES_PER_STEP * layer.work / layer.macs - 1) / (PASSES_PER_STEP - 1)
 
 
 def update_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
     stepped = ADAM_BYTES + CLIP_BYTES * (not layout.offload)
-    return (EIGHT_BIT_BYTES if job.config.is_8bit else stepped) + (0 if beside else EMA_BYTES)
+    rounded = ROUNDING_BYTES * job.config.rounds
+    return (EIGHT_BIT_BYTES if job.config.is_8bit else stepped) + rounded + (0 if beside else EMA_BYTES)
 
 
 def planned_costs(
@@ -98,7 +105,9 @@ def planned_costs(
     job = job.of(layout)
     sends, costs = sharing(job.config, layout), list[RankCosts]()
     # If weights are gathered, each replica steps its share of them.
-    times = [one.times(beside_a_message(machine, layout)) for one in times]
+    factor = beside_a_message(machine, layout)
+    pairs = zip(times, job.layers, strict=True)
+    times = [LayerSeconds(one.forward * factor, one.backward * factor * layer.reached) for one, layer in pairs]
     owned_share = 1 / layout.data_ranks if sends.weight_bytes else 1.0
     for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
         phases = [_phase_costs(job, machine, layout, stage, times, with_sums=with_sums) for stage in stages]
@@ -113,7 +122,8 @@ def planned_costs(
             agreed = agreed_elements(layers, given=not job.on_cpu) * owned_share * sends.gradient_bytes
             reduction += _group_seconds(machine, layout, 1, agreed)
         before = rank * sum(phase.forward_seconds for phase in phases)  # of the stages before it
-        updating = update_seconds(job, machine, layout, owned_share * sum(stage.parameters for stage in stages))
+        trained = sum(layer.trained for stage in stages for layer in job.layers[stage.start : stage.stop])
+        updating = update_seconds(job, machine, layout, owned_share * trained)
         costs.append(RankCosts(tuple(phases), reduction, updating + max(gathering - before, 0.0)))
     return costs
 
@@ -125,7 +135,8 @@ def _phase_costs(
     own, layers = times[stage.start : stage.stop], job.layers[stage.start : stage.stop]
     forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
     if layout.checkpoint_interval:
-        backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
+        again = [*zip(own, layers, strict=True)][stage.start == 0 :]  # the first is never repeated
+        backward += sum(one.forward for one, layer in again if layer.reached)
     weights = sum(one.backward * weight_share(layer) for one, layer in zip(own, layers, strict=True))
     sent, received = (
         round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
@@ -155,8 +166,8 @@ def _pieces(job: Workload, layout: Layout, stage: Stage, times: Sequence[LayerSe
     found, elements, forward, backward, weights = list[_Piece](), 0, 0.0, 0.0, 0.0
     for number in reversed(range(stage.start, stage.stop)):
         layer, one = job.layers[number], times[number]
-        elements, forward = elements + layer.parameters, forward + one.forward
-        backward += one.backward + one.forward * (layout.interval > 0 and number > 0)
+        elements, forward = elements + layer.trained, forward + one.forward
+        backward += one.backward + one.forward * (layout.interval > 0 and number > 0 and layer.reached)
         weights += one.backward * weight_share(layer)
         if elements >= chunk or number == stage.start:
             found.append(_Piece(elements / chunk, elements, forward, backward, weights))
@@ -265,25 +276,28 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
         arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
-        moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
+        (whole,) = whole_layers([layer]) if layer.rows.arriving else [layer]  # a rank keeps less, and moves its share
+        elements = whole.activation_elements * layer.pixels / layer.all_pixels
+        moved = 2 * job.arithmetic_bytes * elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
-        copied = 2 * job.stored_bytes * layer.parameters / machine.memory_bandwidth  # gradients, to their sum
+        copied = 2 * job.stored_bytes * layer.trained / machine.memory_bandwidth  # gradients, to their sum
         forward, backward = (count * launch for count in launches(layer))
-        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing + copied, backward))
+        differentiating = (PASSES_PER_STEP - 1) * computing * backward_share(layer) + copied
+        return LayerSeconds(max(computing, forward), max(differentiating, backward))
 
     return lambda layers, images: [seconds(layer, images) for layer in layers]
 
 
 @functools.lru_cache(maxsize=256)
-def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int) -> Grid:
+def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int, space: int) -> Grid:
     nodes = (rank // devices_per_node for rank in range(stages * replicas * tensor))
-    return Grid(stages, replicas, across, tuple(nodes), tensor)
+    return Grid(stages, replicas, across, tuple(nodes), tensor, space)
 
 
 def grid(machine: Machine, layout: Layout) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
-    per_node = machine.devices_per_node
-    return _grid(layout.stages, layout.data_ranks, layout.axis_over_nodes, per_node, layout.tensor.size)
+    sizes = machine.devices_per_node, layout.tensor.size, layout.space.size
+    return _grid(layout.stages, layout.data_ranks, layout.axis_over_nodes, *sizes)
 
 
 def links(machine: Machine, layout: Layout) -> Links:
@@ -329,10 +343,10 @@ def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> 
 def swap_seconds(job: Workload, machine: Machine, layout: Layout, swaps: Swaps) -> float:
     """Return the seconds of a micro-batch's swaps with a space group: a wait and bytes for each."""
     size = layout.micro_batch_images * swaps.size(job.arithmetic_bytes)
-    crosses = machine.devices_per_node % layout.space.size > 0
-    return swaps.number * machine.sum_seconds + size / (
-        machine.network_bandwidth if crosses else machine.link_bandwidth
-    )
+    wait, bandwidth = machine.swap_speed
+    if grid(machine, layout).split_groups:
+        bandwidth = min(bandwidth, machine.network_bandwidth)
+    return swaps.number * wait + size / bandwidth
 
 
 def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:
@@ -346,7 +360,7 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
 def step_traffic(
     job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
-    """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
+    """Return the bytes of a step: messages between stages, gradients and weights of replicas, what groups exchange."""
     reductions = None
     if programs is not None:  # they may have fewer micro-batches than the layout
         many = max(number for own in programs for one in own for number in one.micro_batches) + 1

@@ -19,9 +19,11 @@ from tqdm import tqdm
 from ddpm_ds.config.ds_config import (
     ResolvedDsConfig,
     check_ds_config,
+    leaves_space_open,
     leaves_stages_open,
     leaves_tensor_open,
     resolve,
+    space_split,
     tensor_split,
     with_split,
 )
@@ -33,16 +35,17 @@ from ddpm_ds.pipeline.placement import ACROSS_HOSTS, across_hosts
 from ddpm_ds.planning.inputs import NEARLY, Workload, usable
 from ddpm_ds.planning.memory import ACTIVATION_SHARE, activation_bytes, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.predictor import Prediction, Predictor
-from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, TensorSplit, divisors
+from ddpm_ds.schema.layout import WHOLE, AcrossHosts, Layout, Schedule, SpaceSplit, Split, TensorSplit, divisors
 from ddpm_ds.schema.section import REMOVED
-from ddpm_ds.unet.shards import can_split, level_of
+from ddpm_ds.unet.shards import EVEN_SHARE, busiest_share, can_split, level_of
 
 MOST_MICRO_BATCHES_PER_STAGE = 64
 """Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
-LARGEST_GROUP = 8  # largest tensor group that is tried
+LARGEST_GROUP = 8  # largest tensor or space group that is tried
+LEAST_GAIN = 0.1  # share of a step that space groups must save where other layouts fit: predictions are no better
 INTERVALS = (1, 2, 4)  # numbers of layers per activation checkpoint that are tried
 MOST_GROUPED = 48
-"""Most layouts with tensor groups that are tried in the order of lower bounds, then by memory if none fits."""
+"""Most layouts with groups of a kind that are tried in the order of lower bounds, then by memory if none fits."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class Plan:
     fastest_misfit: Prediction | None  # fastest layout that doesn't fit, if it would beat the best
     other_axis: Prediction | None = None  # best layout with the other axis across nodes, if there are several nodes
     in_groups: Prediction | None = None  # fastest layout with tensor groups that fits, if some were looked for
+    in_space: Prediction | None = None  # fastest layout with space groups that fits, if some were looked for
     lacking: tuple[str, ...] = ()
-    """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
+    """Sentences on what layouts with groups or without offload lack, if some were tried and none fits."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
         """Return the DeepSpeed JSON that trains with layout ``number`` of the best; LayoutError if there is none."""
@@ -79,21 +83,39 @@ def tensor_splits(job: Workload, devices_per_node: int, size: int | None = None)
         yield from (TensorSplit(members, tuple(range(level + 1))) for level in range(levels) if level in divided)
 
 
-def layouts(
-    job: Workload, devices: int, *, offload: bool, nodes: int = 1, tensor: TensorSplit | None = None
-) -> Iterator[Layout]:
-    """Yield all layouts of a job that divide devices, layers and batch without remainder, with a ``tensor`` split.
+def space_splits(predictor: Predictor, devices_per_node: int) -> Iterator[SpaceSplit]:
+    """Yield the ways to share images among space groups inside of nodes: the levels that take least time, and those
+    that take least memory, of all that can be shared evenly.
+    """
+    job, alone = predictor.job, Layout(1, 1, "1f1b", 1, 1, 0, 1, offload=False)
+    height, levels = job.layers[0].in_size[0], len(job.spec.unet.multipliers)
+    for members in divisors(devices_per_node, LARGEST_GROUP)[1:]:
+        even = [level for level in range(levels) if busiest_share(height >> level, members) <= EVEN_SHARE]
+        ways = [SpaceSplit(members, tuple(range(level + 1))) for level in even]
+        fastest = sorted(ways, key=lambda space: predictor.least_seconds(replace(alone, space=space)))
+        yield from dict.fromkeys([*fastest[:1], *ways[-1:]])
+
+
+def splits(predictor: Predictor, devices_per_node: int) -> Iterator[Split]:
+    """Yield the ways to split layers, or to share images, among groups of ranks inside of nodes."""
+    yield from ((tensor, SpaceSplit()) for tensor in tensor_splits(predictor.job, devices_per_node))
+    yield from ((TensorSplit(), space) for space in space_splits(predictor, devices_per_node))
+
+
+def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1, split: Split = WHOLE) -> Iterator[Layout]:
+    """Yield all layouts of a job that divide devices, layers and batch without remainder, in groups of a ``split``.
 
     ``offload`` allows Adam's state in host memory.
     """
-    batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
+    batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
+    groups = devices // math.prod(one.size for one in split)
     needs_zero = job.config.data_types.grad_accum_dtype == "fp32" or job.config.fp16_needs_zero
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
     needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     zeros += [(1, True), (2, True)] if offload and not job.config.is_8bit else []
-    for stages in divisors(devices // tensor.size):
-        replicas = devices // tensor.size // stages
+    for stages in divisors(groups):
+        replicas = groups // stages
         if stages > len(job.layers) or batch % replicas:
             continue
         share, most = batch // replicas, MOST_MICRO_BATCHES_PER_STAGE * stages
@@ -108,7 +130,7 @@ def layouts(
                 continue
             for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
                 sizes = share // count, count, interval
-                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight, tensor)
+                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight, *split)
 
 
 def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
@@ -127,28 +149,45 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
 
 
 def search(
-    predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
+    predictor: Predictor,
+    top: int,
+    among: Sequence[Layout] | None = None,
+    grouped: Iterable[Layout] = (),
+    *,
+    assumes: bool = True,
 ) -> Plan:
-    """Return the ``top`` best layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
+    """Return the ``top`` best layouts that fit, among all without groups or ``among``, and the ``grouped``.
 
-    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned (:class:`Plan`).
+    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned (:class:`Plan`). Grouped
+    layouts in space groups are among the best if nothing else fits, or if they save :data:`LEAST_GAIN`; unless it
+    ``assumes`` the speed of swaps, only if that was measured or the devices are CPUs.
 
     Raises:
         LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
     """
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
     limit = max(one.step_seconds for one in _fastest(predictor, fitting, top)) if len(fitting) >= top else math.inf
-    found, misfits_in_groups = _sort_out_groups(predictor, grouped, limit)
-    in_groups = next(iter(_fastest(predictor, found, 1)), None)
-    if not fitting and not found:
-        raise _nothing(predictor, misfits + misfits_in_groups)
+    grouped = [*grouped]
+    (found, too_large), (in_space, too_large_in_space) = (
+        _sort_out_groups(predictor, [one for one in grouped if (one.space.size > 1) == shared], limit)
+        for shared in (False, True)
+    )
+    in_groups, shared = (next(iter(_fastest(predictor, one, 1)), None) for one in (found, in_space))
+    if not (fitting or found or in_space):
+        raise _nothing(predictor, misfits + too_large + too_large_in_space)
     fitting += found
     best, other_axis = _fastest(predictor, fitting, top), None
+    least = (1 - LEAST_GAIN) * min((one.step_seconds for one in best), default=math.inf)
+    knows = assumes or predictor.machine.is_cpu or predictor.machine.swap is not None
+    if shared is not None and (not best or (knows and shared.step_seconds < least)):
+        fitting += in_space
+        best = _fastest(predictor, fitting, top)
     if (across := best[0].layout.across_hosts) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
     resident = [layout for layout in misfits if not layout.offload and all(one.offload for one in fitting)]
-    kinds = {"With tensor groups": [] if found else misfits_in_groups, "Without offload": resident}
+    kinds = {"With tensor groups": [] if found else too_large, "Without offload": resident}
+    kinds["With space groups"] = [] if in_space else too_large_in_space
     lacking = []
     for kind in filter(kinds.get, kinds):
         nearest, device = _nearest(predictor, kinds[kind])
@@ -157,13 +196,13 @@ def search(
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
     misfit = next(faster, None)
-    return Plan(predictor, best, len(fitting), len(misfits), misfit, other_axis, in_groups, tuple(lacking))
+    return Plan(predictor, best, len(fitting), len(misfits), misfit, other_axis, in_groups, shared, tuple(lacking))
 
 
 def _sort_out_groups(
     predictor: Predictor, grouped: Iterable[Layout], limit: float
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return (fitting, too large): tensor layouts tried, fastest bound first, then, if none fits, by their memory."""
+    """Return (fitting, too large): grouped layouts tried, fastest bound first, then, if none fits, by their memory."""
     job, usable_bytes = predictor.job, predictor.machine.usable_bytes
     by_bound = sorted(grouped, key=predictor.least_seconds)
     least = {one: sum(layer_bytes(job, one, one.stages - 1, 0)) / one.stages for one in by_bound}
@@ -243,10 +282,11 @@ def _fastest(
 
     among = [one for one in among if not is_worse(one)]
 
-    def kind(layout: Layout) -> tuple[int, str, int, int]:
-        return layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size
+    def kind(layout: Layout) -> tuple[object, ...]:
+        groups = layout.tensor.size, layout.space.size
+        return layout.stages, layout.schedule, layout.micro_batch_images, *groups
 
-    found, steps, near = list[Prediction](), dict[tuple[int, str, int, int], float](), 0.0
+    found, steps, near = list[Prediction](), dict[tuple[object, ...], float](), 0.0
     for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
@@ -255,7 +295,7 @@ def _fastest(
         near = (1 + NEARLY) * min(steps.values())
         if len(steps) >= top:
             limit = min(limit, max(sorted(steps.values())[top - 1], near))
-    best: dict[tuple[int, str, int, int], Prediction] = {}
+    best: dict[tuple[object, ...], Prediction] = {}
     for one in sorted(found, key=lambda one: (max(one.step_seconds, near), one.peak.total, one.step_seconds)):
         best.setdefault(kind(one.layout), one)
     return tuple(best.values())[:top]
@@ -294,9 +334,9 @@ def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
 
 def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
     """Return words about the layout nearest to fitting, and the ``--device-memory`` with which it would, rounded up."""
-    kinds: dict[tuple[int, str, int], Layout] = {}
+    kinds: dict[tuple[object, ...], Layout] = {}
     for layout in sorted(misfits, key=predictor.needs):
-        kinds.setdefault((layout.stages, layout.schedule, layout.tensor.size), layout)
+        kinds.setdefault((layout.stages, layout.schedule, layout.tensor.size, layout.space.size), layout)
     found = [(layout, pipeline_memory(predictor.job, layout, predictor.tightest(layout))) for layout in kinds.values()]
     machine, totals = predictor.machine, [[memory.total for memory in ranks] for _, ranks in found]
     needs, number = min((max(total), number) for number, total in enumerate(totals))
@@ -311,11 +351,18 @@ class Choice(NamedTuple):
 
     stages: int
     tensor: TensorSplit | None  # split of the layers, if the JSON leaves it open
+    space: SpaceSplit | None  # rows that ranks share, if the JSON leaves them open
     line: str  # the choice and its reason, in a line that begins with what was open
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Dotted keys of the JSON that ask for the groups that were open."""
+        found = {"pipeline.tensor": self.tensor, "pipeline.space": self.space}
+        return {name: one.block for name, one in found.items() if one is not None}
 
 
 def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashable], stages: int | None) -> Choice:
-    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split with which a step is fastest.
+    """Return the number of stages, unless ``stages`` or the JSON gives it, and the groups with which a step is fastest.
 
     ``path`` is that of the DeepSpeed JSON, for messages; ``hosts`` has the host of each global rank.
 
@@ -325,15 +372,17 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
     """
     job, world_size = predictor.job, predictor.machine.devices
     open_stages = stages is None and leaves_stages_open(job.config, world_size)
-    open_split = leaves_tensor_open(job.config)
+    open_split, open_space = leaves_tensor_open(job.config), leaves_space_open(job.config)
     found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    splits = [given := tensor_split(job.config)]
-    if open_split and given.size > 1:
-        splits = [*tensor_splits(job, world_size, given.size)] or splits
-    elif open_split:
-        splits += tensor_splits(job, math.gcd(*Counter(hosts).values()))
-    for split in reversed(splits):  # so that a refusal names the smallest groups
-        for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
+    tensor, space = tensor_split(job.config), space_split(job.config)
+    ways, on_host = [(tensor, space)], math.gcd(*Counter(hosts).values())
+    if open_split and tensor.size > 1:
+        ways = [(one, space) for one in tensor_splits(job, world_size, tensor.size)] or ways
+    else:
+        ways += [one for one in splits(predictor, on_host) if (open_split if one[0].size > 1 else open_space)]
+    for split in reversed(ways):  # so that a refusal names the smallest groups
+        ranks = math.prod(one.size for one in split)
+        for count in (divisors(world_size // ranks) or [1]) if open_stages else [stages]:
             config = with_split(job.config, split)
             try:
                 ds = resolve(config, job.spec, world_size=world_size, stages=count, path=path)
@@ -343,16 +392,17 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[Hashab
                 found += _layouts(ds, predictor, hosts)
     if not found:
         raise refusal
-    whole = [one for one in found if one.tensor.size == 1 and predictor.cut(one) is not None]
-    first, *others = search(predictor, len(found), whole, [one for one in found if one.tensor.size > 1]).best
+    grouped = [one for one in found if one.tensor.size > 1 or one.space != space]
+    whole = [one for one in found if one not in grouped and predictor.cut(one) is not None]
+    first, *others = search(predictor, len(found), whole, grouped, assumes=False).best
     why = f"on {predictor.machine.kind} {first.layout.words()} would take {rounded(first.step_seconds)} s a step"
-    grouped = first.layout.tensor.size > 1
     if others:  # of the other kind, if there is one
-        other = min(others, key=lambda one: (one.layout.tensor.size > 1) == grouped)
+        other = min(others, key=lambda one: (one.layout in grouped) == (first.layout in grouped))
         why += f", {other.layout.words()} {rounded(other.step_seconds)} s"
-    ways = ["-p"] * open_stages + ["pipeline.tensor"] * open_split
-    line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(ways)} chooses otherwise"
-    return Choice(first.layout.stages, first.layout.tensor if open_split else None, line)
+    keys = ["-p"] * open_stages + ["pipeline.tensor"] * open_split + ["pipeline.space"] * open_space
+    line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(keys)} chooses otherwise"
+    chosen = first.layout.tensor if open_split else None, first.layout.space if open_space else None
+    return Choice(first.layout.stages, *chosen, line)
 
 
 def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]:

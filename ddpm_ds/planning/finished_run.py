@@ -25,6 +25,7 @@ from ddpm_ds.planning.simulate import PhaseCosts, RankCosts
 from ddpm_ds.schema.layout import Layout
 from ddpm_ds.tracking.run_folder import EVALUATIONS, MACHINE, METRICS, SPEC, STAGES, RunFolder
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
+from ddpm_ds.unet.shards import swaps_of
 
 SUMMARY = Path("trace") / "summary.json"  # file in a run's folder with the summary of the traced steps
 LAID_OUT = (
@@ -47,6 +48,7 @@ class RankFacts(RankCosts):
     agreement_wait_seconds: float = 0.0
     """Seconds waiting for other ranks, before gradients are reduced and before the optimizer's step."""
     other_seconds: float = 0.0
+    swap_seconds: float = 0.0  # seconds of passes that wait for swaps with a space group
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class FinishedRun:
     @property
     def mfu(self) -> float | None:
         """Model flops of a traced step, as a share of the devices' flops; None is unknown."""
-        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.batch_images
+        flops = 2 * PASSES_PER_STEP * sum(layer.work for layer in self.job.layers) * self.layout.batch_images
         could = self.peak_flops_per_second * self.layout.world_size * self.step_seconds
         return flops / could if could else None
 
@@ -108,9 +110,17 @@ class FinishedRun:
         A stage's seconds, less start-up, are divided among its layers by their flops.
         """
         stages = itertools.chain(*rank_stages(self.own_layers, self.bounds, self.layout.schedule))
-        phases = itertools.chain(*(rank.phases for rank in self.ranks))
+        phases = itertools.chain(*map(self._computing, self.ranks))
         owned = sorted(zip(stages, phases, strict=True), key=lambda one: one[0].start)
         return [rate for stage, phase in owned for rate in self._rates_of(stage, phase)]
+
+    def _computing(self, rank: RankFacts) -> list[PhaseCosts]:
+        """Return a rank's passes without their waits for swaps."""
+        share = max(0.0, 1 - rank.swap_seconds / (self.layout.micro_batches * rank.pass_seconds))
+        return [
+            replace(one, forward_seconds=share * one.forward_seconds, backward_seconds=share * one.backward_seconds)
+            for one in rank.phases
+        ]
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
         own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
@@ -141,12 +151,17 @@ class FinishedRun:
             found.append(took.times(alone))
         return found
 
+    @property
+    def swaps(self) -> int:
+        """Number of swaps of a micro-batch on all ranks of a pipeline."""
+        return sum(one.number for one in swaps_of(self.own_layers, self.layout.interval))
+
     @cached_property
     def recomputation_seconds(self) -> float:
         """Mean seconds of recomputation in a step, over the ranks."""
         if not self.layout.checkpoint_interval:
             return 0.0
-        measured = math.fsum(phase.backward_seconds for rank in self.ranks for phase in rank.phases)
+        measured = math.fsum(phase.backward_seconds for rank in self.ranks for phase in self._computing(rank))
         times = self.layer_times(self.own_layers, self.layout.micro_batch_images)
         own = math.fsum(layer.backward for layer in times)
         return self.layout.micro_batches * (measured - own) / self.layout.stages
@@ -166,7 +181,8 @@ def _machine(path: Path) -> Machine:
     record = read_json(path)
     startup = {kind: LayerSeconds(**seconds) for kind, seconds in record["startup"].items()}
     times = record["layer_times"] and tuple(LayerSeconds(**seconds) for seconds in record["layer_times"])
-    return Machine(**record | {"startup": startup, "layer_times": times})
+    swap = record["swap"] and tuple(record["swap"])
+    return Machine(**record | {"startup": startup, "layer_times": times, "swap": swap})
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
@@ -230,7 +246,7 @@ def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
         return replace(costs, **{f"{name}_seconds": factor * getattr(costs, f"{name}_seconds") for name in names})
 
     phases = tuple(shorter(phase, "forward", "backward", "weight") for phase in rank.phases)
-    whole: RankFacts = shorter(rank, "reduce", "optimizer", "wait", "send", "agreement_wait", "other")
+    whole: RankFacts = shorter(rank, "reduce", "optimizer", "wait", "send", "agreement_wait", "other", "swap")
     return replace(whole, phases=phases)
 
 

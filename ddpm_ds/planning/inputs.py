@@ -19,8 +19,18 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.units import GIB, Precision
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import BUCKET_ELEMENTS, ELEMENT_BYTES, Layout, Schedule, SpaceSplit, TensorSplit
+from ddpm_ds.schema.layout import (
+    BUCKET_ELEMENTS,
+    ELEMENT_BYTES,
+    WHOLE,
+    Layout,
+    Schedule,
+    SpaceSplit,
+    Split,
+    TensorSplit,
+)
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
+from ddpm_ds.unet.names import trained_layers
 from ddpm_ds.unet.shards import row_layers, split_layers
 
 if TYPE_CHECKING:
@@ -107,6 +117,9 @@ class Machine:
     """Seconds of each layer's passes for a micro-batch; None if they were not measured."""
     startup: Mapping[str, LayerSeconds] = field(default_factory=dict)
     """Seconds of a layer's passes that do not depend on the images, by kind of layer; empty if not measured."""
+    swap: tuple[float, float] | None = None
+    """Seconds that a swap between two devices of a node waits, and bytes per second that each of them sends meanwhile;
+    None if not measured (:func:`ddpm_ds.observe.device_speed.swap_speed`)."""
 
     @property
     def is_cpu(self) -> bool:
@@ -131,6 +144,11 @@ class Machine:
     def sum_seconds(self) -> float:
         """Seconds of each of the log2 T rounds of a sum over T ranks; on a CPU gloo's threads hinder the others."""
         return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
+
+    @property
+    def swap_speed(self) -> tuple[float, float]:
+        """The measured :attr:`swap`, or else what is assumed."""
+        return self.swap or (self.sum_seconds, self.link_bandwidth)
 
     def on(self, hosts: Sequence[Hashable]) -> Machine:
         """Return the machine with its devices on ``hosts``, one for each rank, if they are known and of equal size."""
@@ -212,7 +230,7 @@ class Workload:
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
     """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
-    split: tuple[TensorSplit, SpaceSplit] = (TensorSplit(), SpaceSplit())  # what groups of ranks share of the layers
+    split: Split = WHOLE  # what groups of ranks share of the layers
     _by_split: dict[object, Workload] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, layout: Layout) -> Workload:
@@ -251,7 +269,7 @@ class Workload:
         """Return the elements of a chunk of a rank's flat weights: those of a bucket, or of the largest parameter."""
         asked = self.config.zero_optimization.reduce_bucket_size if zero_stage else "auto"
         layers = (layer for stage in own for layer in self.layers[stage.start : stage.stop])
-        largest = max(elements for layer in layers for _, elements in layer.own_elements)
+        largest = max((elements for layer in layers for _, elements in layer.trained_elements), default=1)
         return max(BUCKET_ELEMENTS if asked == "auto" else asked, largest)
 
     @functools.cached_property
@@ -294,7 +312,7 @@ class Workload:
             wide = dimensions == 1 or not self.config.is_8bit
             return 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
 
-        return tuple(sum(size(len(one.shape), own) for one, own in layer.own_elements) for layer in self.layers)
+        return tuple(sum(size(len(one.shape), own) for one, own in layer.trained_elements) for layer in self.layers)
 
 
 def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
@@ -310,7 +328,10 @@ def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sch
 
 def layers_for(spec: RunSpec, size: tuple[int, int], tensor: TensorSplit, space: SpaceSplit) -> tuple[Layer, ...]:
     """Return the layers of a run's U-Net for images of some size (height, width), as groups of ranks share them."""
-    return row_layers(split_layers(unet_layers(spec.unet, replace(spec.data.interface, size=size)), tensor), space)
+    layers = trained_layers(
+        unet_layers(spec.unet, replace(spec.data.interface, size=size)), spec.optimizer.train, spec.optimizer.rates
+    )
+    return row_layers(split_layers(layers, tensor), space)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,7 +28,8 @@ from ddpm_ds.unet.layers import (
 ACTIVATION_SHARE = 0.5  # largest share of a device's memory for activations; beyond it "auto" recomputes them
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
-EIGHT_BIT_INTERMEDIATES = 17  # bytes that Adam in 8 bits needs for each element that it steps at a time
+EIGHT_BIT_INTERMEDIATES, ROUNDING_INTERMEDIATES = 17, 16
+"""Bytes that Adam in 8 bits needs for each element that it steps at a time, and those to round it at random besides."""
 COLLECTIVE_BYTES, EDGE_BYTES, SCALAR_BYTES = 1156 * 2**20, 64 * 2**20, 22 * 2**20
 """Bytes of a communicator for collectives, for the messages of an edge, and for scalars, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2  # bytes of a stored element of an encoded text
@@ -70,7 +71,8 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
         chunk = job.chunk_elements(own, layout.zero_stage)
-        state = _State(job, layout, sum(stage.parameters for stage in own), moments, chunk)
+        trained = sum(layer.trained for stage in own for layer in job.layers[stage.start : stage.stop])
+        state = _State(job, layout, trained, moments, chunk, sum(stage.parameters for stage in own) - trained)
         first, last = (
             layout.micro_batch_images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1])
         )
@@ -119,7 +121,7 @@ def communicator_bytes(layout: Layout, rank: int) -> int:
 def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[float]:
     """Return about the bytes of each layer on a rank in a phase: its weights' state, and the most activations."""
     job = job.of(layout)
-    of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
+    of_moments = sum(job.moment_bytes) / sum(layer.trained for layer in job.layers)
     state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS), BUCKET_ELEMENTS)
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     images = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
@@ -129,32 +131,44 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
             return job.stored_bytes * math.prod(layer.output_shape) / layout.interval
         return job.arithmetic_bytes * layer.activation_elements
 
-    return [per_parameter * layer.parameters + images * kept(layer) for layer in job.largest_layers]
+    frozen = (job.stored_bytes * (layer.parameters - layer.trained) for layer in job.largest_layers)
+    return [
+        per_parameter * layer.trained + own + images * kept(layer) * layer.reached
+        for layer, own in zip(job.largest_layers, frozen, strict=True)
+    ]
 
 
 class _State:
     """Bytes of a rank's weights, gradients and optimizer.
 
-    ``moments`` are Adam's for all of its parameters, ``chunk`` the elements that travel between replicas at once.
+    ``moments`` are Adam's for the ``parameters`` that it trains, ``chunk`` the elements that travel between replicas at
+    once, and ``frozen`` other parameters.
     """
 
-    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int, chunk: int) -> None:
+    def __init__(
+        self, job: Workload, layout: Layout, parameters: int, moments: int, chunk: int, frozen: int = 0
+    ) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
         owned, moments = (-(-each // layout.data_ranks) if partitioned else each for each in (parameters, moments))
-        masters = 0 if zero == 0 and job.precision == "fp32" else 4
-        self.weights, self.optimizer = parameters * stored, masters * owned + moments
+        rounds = job.config.rounds
+        masters = 0 if (zero == 0 and job.precision == "fp32") or rounds else 4
+        stepped = stored if rounds else 4
+        self.weights, self.optimizer = (parameters + frozen) * stored, masters * owned + moments
         self.ema = 4 * owned
-        saved = 4 * owned + moments + self.ema
+        kept = -(-frozen // (layout.data_ranks if partitioned else 1))
+        saved = stepped * owned + moments + self.ema + (4 + stepped) * kept
         self.host = saved + (0 if job.on_cpu or layout.offload else 2 * min(STAGING_BYTES, saved))
+        self.host += 4 * kept if stored < stepped else 0  # frozen weights in fp32
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
-            self.ema, self.host = 0, self.host + self.ema + 4 * owned
+            self.ema, self.host = 0, self.host + self.ema + stepped * owned
         wide = job.config.adds_in_fp32(zero, layout.micro_batches)
         summed = 4 if wide else stored  # bytes of an element while it is added up
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
         if job.config.is_8bit:
-            self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
+            each = EIGHT_BIT_INTERMEDIATES + ROUNDING_INTERMEDIATES * rounds
+            self._intermediates = each * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
         elements = min(chunk if partitioned else BUCKET_ELEMENTS, parameters)
@@ -236,18 +250,19 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
     sizes = {place: math.prod(layers[place].output_shape) for place in places}
     skips = {place for place in places if layers[place].pushes and holds_skips}
     skip_elements = sum(sizes[skip] for skip in skips)
+    begin = next((place for place in places if layers[place].reached), stage.stop)  # before, no backward comes
     copied = 4 if wide > stored else 0  # bytes of a weight's copy
     if not interval:
-        whole, weights = layers[stage.start : stage.stop], 0
+        whole, weights = layers[begin : stage.stop], 0
         tensors = {skip for skip in skips if copied or _copies_its_input(layers[skip + 1])}
         working = wide * _beyond_kept(whole)
     else:
-        first = max(stage.start, 1)  # the first layer, which makes emb, is never computed again
+        first = max(begin, 1)  # the first layer, which makes emb, is never computed again
         groups = [range(start, min(start + interval, stage.stop)) for start in range(first, stage.stop, interval)]
         tensors = {group[0] - 1 for group in groups[1:]} | skips
         for group in groups:
             tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
-        whole, working, weights = layers[: stage.start == 0], 0 if groups else wide * _working_elements(layers[0]), 0
+        whole, working, weights = layers[: begin == 0], 0 if groups else wide * _working_elements(layers[0]), 0
         for group in groups:
             own = layers[group.start : group.stop]
             running = sum(layer.activation_elements for layer in own) + max(map(_working_elements, own))

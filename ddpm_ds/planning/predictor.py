@@ -1,6 +1,7 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,13 @@ from ddpm_ds.planning.costs import (
     planned_costs,
     step_traffic,
     sum_seconds,
+    swap_seconds,
 )
 from ddpm_ds.planning.inputs import Machine, Workload
 from ddpm_ds.planning.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.planning.simulate import RankCosts, Simulation, order_of, simulate
-from ddpm_ds.schema.layout import Layout, TensorSplit
-from ddpm_ds.unet.shards import Sums
+from ddpm_ds.schema.layout import WHOLE, Layout, TensorSplit
+from ddpm_ds.unet.shards import Sums, Swaps, layer_swaps
 
 HIDDEN = (0.0, 0.3, 1.0)
 """Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
@@ -49,7 +51,7 @@ class Prediction:
     bubble: float  # share of all devices' time spent waiting for another stage
     pass_seconds: float  # seconds of forwards and backwards, including ZeRO-2's reductions
     update_seconds: float  # seconds for reducing gradients, stepping and gathering weights
-    summing_seconds: float  # seconds for sums of its tensor group, a part of ``pass_seconds``
+    summing_seconds: float  # seconds for sums or swaps of its groups, a part of ``pass_seconds``
     memory: tuple[Memory, ...]
     traffic: Traffic
 
@@ -77,8 +79,8 @@ class Predictor:
     _times: dict[tuple[int, object, float], Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str, object], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)  # cuts made for one layout alone
-    _whole: dict[Layout, tuple[float, float]] = field(default_factory=dict)
-    """Seconds of a micro-batch's passes and of the optimizer's step, if all layers were on one rank."""
+    _whole: dict[Layout, tuple[float, float, float]] = field(default_factory=dict)
+    """Seconds of a micro-batch's passes, without weight gradients, and of the optimizer's step, all on one rank."""
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def cut(self, layout: Layout) -> Bounds | None:
@@ -150,17 +152,19 @@ class Predictor:
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
         given = self.job, self.machine, layout, bounds or self.bounds(layout), self.layer_times(layout)
-        return planned_costs(*given, with_sums=layout.tensor != self.with_sums)
+        return planned_costs(*given, with_sums=layout.tensor.size == 1 or layout.tensor != self.with_sums)
 
     def least_seconds(self, layout: Layout) -> float:
-        """Return a lower bound of a step's seconds whatever the cuts: all layers' work, shared evenly by the stages."""
+        """Return a lower bound of a step's seconds whatever the cuts: all layers' work, shared evenly by the stages, or
+        the way of one micro-batch through all layers and back.
+        """
         key = replace(layout, stages=1, micro_batches=1, schedule="1f1b", in_flight="auto", across_hosts="auto")
         if key not in self._whole:
             (costs,) = self.costs(key, (0, len(self.job.layers)))
             passes = costs.pass_seconds - costs.weight_pass_seconds
-            self._whole[key] = passes, costs.optimizer_seconds
-        passes, update = self._whole[key]
-        return (layout.micro_batches * passes + update) / layout.stages
+            self._whole[key] = passes, passes - costs.phases[0].weight_seconds, costs.optimizer_seconds
+        passes, way, update = self._whole[key]
+        return max((layout.micro_batches * passes + update) / layout.stages, way)
 
     def lower_bound(self, layout: Layout, bounds: Bounds | None = None) -> float:
         """Return a lower bound of a step's seconds: the busiest rank's work."""
@@ -236,11 +240,13 @@ class Predictor:
     def _fastest_cut(self, layout: Layout, room: Room | None = None) -> Bounds | None:
         """Return the cuts with the shortest simulated step, or with ``room`` the least work of the busiest rank."""
         seconds = [layer.forward + layer.backward for layer in self.layer_times(layout)]
-        if layout.tensor.size > 1 and layout.tensor != self.with_sums:
-            for number, layer in enumerate(self.job.of(layout).layers):
+        crossing, layers = crossing_seconds(self.job, self.machine, layout), self.job.of(layout).layers
+        for number, layer in enumerate(layers if layout.split != WHOLE else ()):
+            swaps = sum(itertools.chain(*layer_swaps(layer)), Swaps())
+            seconds[number] += swap_seconds(self.job, self.machine, layout, swaps)
+            if layout.tensor != self.with_sums:
                 sums = Sums(2 * layer.sums, sum(layer.summed_elements))
                 seconds[number] += sum_seconds(self.job, self.machine, layout, sums)
-        crossing, layers = crossing_seconds(self.job, self.machine, layout), self.job.layers
         cuts = functools.partial(weighted, layers, seconds, layout.stages, layout.schedule, room=room)
         try:  # whether there are cuts does not depend on the share
             found = dict.fromkeys(cuts(crossing=share * crossing) for share in HIDDEN)

@@ -26,9 +26,8 @@ from ddpm_ds.config.ds_config import (
     leaves_layout_open,
     read_ds_config,
     resolve,
-    with_split,
 )
-from ddpm_ds.config.ds_model import DsConfig
+from ddpm_ds.config.ds_model import MOST_SPACE, DsConfig, changed
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.ground.errors import DsConfigError, LayoutError, UserError
@@ -45,11 +44,11 @@ from ddpm_ds.ground.units import (
 )
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, machine, machine_like
+from ddpm_ds.planning.inputs import KINDS, Machine, Workload, encoding_ranks, kind_of, layers_for, machine, machine_like
 from ddpm_ds.schema.layout import Layout, divisors
 from ddpm_ds.schema.types import ALL_SIGMAS, GivenPath
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
-from ddpm_ds.unet.shards import check_rows, check_split, row_layers, split_layers, whole_layers
+from ddpm_ds.unet.shards import check_rows, check_split, whole_layers
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +68,8 @@ TIMED_LAYERS, TIMED_MACS = 3, 10**9
 """Number of layers that a forecast times, and multiply-accumulates of the images of each."""
 MEMORY_ERROR = 0.1
 """Largest error of predicted memory, as a share (docs/planner.md): between a refusal and a run there are warnings."""
+MOST_SWAPPING, USE_REPLICAS = 1 / 3, "replicas would be faster"
+"""Share of a step for swaps of space groups above which the planner warns, and its words."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class RunDraft:
         return sum(stage.forward_flops for stage in self.stages) // 2
 
     @property
+    def work(self) -> int:
+        """Multiply-accumulates of one image's step, over its three passes: :attr:`macs` if all weights are trained."""
+        return round(sum(layer.work for layer in whole_layers(self.layers)))
+
+    @property
     def steps(self) -> int:
         """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
         return -(-self.spec.train.images // self.ds.layout.batch_images)
@@ -140,7 +146,7 @@ def read_run(spec_path: Path, overrides: Sequence[str], ds_path: Path) -> RunFil
 
 
 def choose(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, device: str) -> Choice | None:
-    """Return the planner's choices, on a ``--device``, of stages and tensor groups that are open; None if none is."""
+    """Return the planner's choices, on a ``--device``, of stages and groups that are open; None if none is."""
     if not leaves_layout_open(files.config, ranks, stages):
         return None
     from ddpm_ds.ground.device import choose_device
@@ -155,12 +161,12 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     """Lay a run out with a number of stages or as ``chosen``; SpecError, DsConfigError or LayoutError, in one line."""
     spec, config = files.spec, files.config
     if chosen is not None:
-        stages, config = chosen.stages, config if chosen.tensor is None else with_split(config, chosen.tensor)
+        stages, config = chosen.stages, changed(config, chosen.keys)
     ds = resolve(config, spec, world_size=ranks, stages=stages, path=files.ds_path)
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, files.ds_path)
     check_rows(layers, ds.layout, files.ds_path)
-    layers = row_layers(split_layers(layers, ds.layout.tensor), ds.layout.space)
+    layers = layers_for(spec, spec.data.size, *ds.layout.split)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     places = _places(ds, layers, bounds, hosts)
     return RunDraft(spec, files.spec_path, ds, files.ds_path, layers, bounds, *places, chosen)
@@ -210,11 +216,13 @@ def with_decisions(plan: RunPlan, device: torch.device) -> RunPlan:
 
 
 def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
-    """Return the line on the time to the first picture and to the end of a run that has ``seen`` some images.
+    """Return the line on the time to the first picture and to the end of a run that has ``seen`` some images, and a
+    warning if swaps of space groups take most of it.
 
     Pictures, held-out losses and checkpoints count. On a CPU some layers are timed for a second; every rank calls this.
     """
-    spec, step, end, batch = plan.spec, _step_seconds(plan, device), plan.spec.train.images, plan.ds.layout.batch_images
+    spec, end, batch = plan.spec, plan.spec.train.images, plan.ds.layout.batch_images
+    step, swapping = _step_seconds(plan, device)
     forward = step / (PASSES_PER_STEP * batch)  # seconds of an image on all devices
     by_time = math.ceil(60 * minutes / step) * batch if (minutes := spec.checkpoint.every_minutes) else end
     tasks = (
@@ -231,7 +239,18 @@ def forecast(plan: RunPlan, device: torch.device, seen: int) -> str:
         return about(before + step * (until - seen) / batch + regular)
 
     first = (seen // every + 1) * every
-    return f"forecast     {f'first picture after {seconds(first)}, ' if first < end else ''}done after {seconds(end)}"
+    line = f"forecast     {f'first picture after {seconds(first)}, ' if first < end else ''}done after {seconds(end)}"
+    if swapping <= MOST_SWAPPING * step:
+        return line
+    taken = f"warning      swaps of space groups take {swapping / step:.0%} of a predicted step"
+    return f"{line}\n{taken}; {USE_REPLICAS}: {in_replicas(plan.ds.layout)}"
+
+
+def in_replicas(layout: Layout) -> str:
+    """Return the options with which ranks of space groups become replicas."""
+    ranks, batch = layout.data_ranks, layout.batch_images
+    more = f" --set train.batch_images={-(-batch // ranks) * ranks}" if batch % ranks else ""
+    return f"--set 'ds.pipeline.space={{}}'{more}"
 
 
 def picture_seconds(plan: RunPlan) -> float:
@@ -243,8 +262,10 @@ def picture_seconds(plan: RunPlan) -> float:
     return flops / (plan.machine.flops * plan.machine.devices * cores)
 
 
-def _step_seconds(plan: RunPlan, device: torch.device) -> float:
-    """Predict a step's seconds. On a CPU the data sheet of a core is corrected by the heaviest layers' times."""
+def _step_seconds(plan: RunPlan, device: torch.device) -> tuple[float, float]:
+    """Predict a step's seconds, and a rank's for swaps of a space group. On a CPU the data sheet of a core is corrected
+    by the heaviest layers' times.
+    """
     from ddpm_ds.ground.device import DTYPES
     from ddpm_ds.observe.device_speed import time_layer
     from ddpm_ds.planning.costs import analytic_times, launch_seconds, links, planned_costs
@@ -263,7 +284,10 @@ def _step_seconds(plan: RunPlan, device: torch.device) -> float:
     alone = predicted(job.of(layout).layers, layout.micro_batch_images)
     times = machine.layer_times or [one.times(slower) for one in alone]
     costs, wires = planned_costs(job, machine, layout, plan.bounds, times), links(machine, layout)
-    return simulate(layout.schedule, layout.micro_batches, costs, wires, programs=plan.programs).step_seconds
+    without = planned_costs(job, machine, layout, plan.bounds, times, with_sums=layout.space.size == 1)
+    swapping = sum(one.pass_seconds - other.pass_seconds for one, other in zip(costs, without, strict=True))
+    step = simulate(layout.schedule, layout.micro_batches, costs, wires, programs=plan.programs).step_seconds
+    return step, layout.micro_batches * swapping / layout.stages
 
 
 def _places(
@@ -293,9 +317,11 @@ def predictor_here(spec: RunSpec, config: DsConfig, hosts: Hosts, world_size: in
 def machine_here(precision: Precision, devices: int) -> Machine:
     """Read this process's device; all ``devices`` of the run are taken to be like it, on one host."""
     from ddpm_ds.ground.device import described
+    from ddpm_ds.observe.device_speed import known_swap
 
     name, memory = described(processes_on_host(devices))
-    return machine_like(name, memory, half=precision != "fp32", devices=devices)
+    found = machine_like(name, memory, half=precision != "fp32", devices=devices)
+    return replace(found, swap=known_swap(name))
 
 
 class Need(NamedTuple):
@@ -344,12 +370,14 @@ def check_memory(
         smaller = iter([([one], draft.ds.layout.stages) for one in moved])
     for changes, stages in smaller:
         try:
-            share = memory_need(again(changes, stages), machine, rank).share
+            share = memory_need(found := again(changes, stages), machine, rank).share
         except UserError:  # such as channels that the heads do not divide
             continue
         if share <= 1 - MEMORY_ERROR:
             words = [f"-p {stages}"] * (stages != draft.ds.layout.stages) + [f"--set {one}" for one in changes]
-            raise LayoutError(f"{needs}; use {' '.join(words)}, or {more}")
+            ranks = found.ds.layout.space.size
+            sharing = f", so that {ranks} ranks share an image" if ranks > draft.ds.layout.space.size else ""
+            raise LayoutError(f"{needs}; use {' '.join(words)}{sharing}, or {more}")
     raise LayoutError(f"{needs}; use {more}, or several: ddpm-ds plan names their layouts")
 
 
@@ -363,6 +391,11 @@ def _smaller(layout: Layout, channels: int, *, on_cpu: bool) -> Iterator[tuple[l
         yield [*way, *smaller], layout.stages
     for stages, others, way in itertools.product(counts, offload, ways):
         yield [*others, *way], stages
+    one_by_one = layout.micro_batches * layout.micro_batch_images
+    groups = [size for size in divisors(layout.data_ranks, MOST_SPACE) if size > layout.space.size]
+    for size, way in itertools.product(groups if layout.tensor.size == 1 else (), ways):
+        images = one_by_one * size // layout.space.size
+        yield [f"ds.pipeline.space.size={size}", *way, f"train.accumulation={images}"], layout.stages
     while channels := channels // 2:
         yield [f"unet.channels={channels}"], layout.stages
 
@@ -395,11 +428,11 @@ def plan(
         LayoutError: no layout divides devices, layers and batch, or fits; or the devices are unknown.
     """
     config = check_ds_config(read_ds_config(ds_config, overrides), ds_config, spec)
-    if device_kind is None:
+    if here := device_kind is None:
         from ddpm_ds.ground.device import described
 
-        name, here = described(processes // nodes or 1)
-        device_kind, device_memory = kind_of(name), device_memory or here
+        name, memory = described(processes // nodes or 1)
+        device_kind, device_memory = kind_of(name), device_memory or memory
     if device_kind is None:
         raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
     devices = machine(device_kind, half=config.precision != "fp32", devices=processes, nodes=nodes)
@@ -409,19 +442,24 @@ def plan(
     before = set(os.environ)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed would look for devices during its import
     try:
-        from ddpm_ds.planning.decisions import candidates, layouts, search, sort_out, tensor_splits
+        from ddpm_ds.planning.decisions import candidates, layouts, search, sort_out, splits
         from ddpm_ds.planning.predictor import Predictor
     finally:
         for name in set(os.environ) - before:
             del os.environ[name]
+    if here or times is not None:
+        from ddpm_ds.ground.device import described
+        from ddpm_ds.observe.device_speed import known_swap
+
+        devices = replace(devices, swap=known_swap("cpu" if devices.is_cpu else described(1)[0]))
     job = workload(spec, config, devices.is_cpu, counted=True)
     predictor = Predictor(job, devices)
     among = candidates(predictor, ds_config)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
-    splits = tensor_splits(job, devices.devices_per_node)
-    ways = (layouts(job, processes, offload=False, nodes=nodes, tensor=split) for split in splits)
-    return search(predictor, top, among, itertools.chain.from_iterable(ways))
+    ways = splits(predictor, devices.devices_per_node)
+    grouped = (layouts(job, processes, offload=False, nodes=nodes, split=split) for split in ways)
+    return search(predictor, top, among, itertools.chain.from_iterable(grouped), assumes=not here)
 
 
 def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:

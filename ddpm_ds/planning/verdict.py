@@ -39,7 +39,7 @@ from ddpm_ds.planning.inputs import USABLE_MEMORY
 from ddpm_ds.planning.memory import peak_bytes
 from ddpm_ds.planning.predictor import Prediction, Predictor
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, order_of, simulate
-from ddpm_ds.schema.layout import Layout
+from ddpm_ds.schema.layout import Layout, SpaceSplit, Split, TensorSplit, divisors
 from ddpm_ds.tracking.run_folder import DS_CONFIG, MACHINE, SPEC, VERDICT
 
 LEAST_GAIN, ABOUT, MUCH_MORE = 0.1, 0.01, 0.2
@@ -157,12 +157,12 @@ def tags(found: Verdict) -> dict[str, str]:
 def shares(facts: FinishedRun) -> dict[str, float]:
     """Return shares of all devices' time: useful work, then the costs, the largest first."""
     times, left = facts.layout.micro_batches, facts.stepping
-    again, starting = facts.recomputation_seconds, times * facts.startup_seconds
+    again, starting, swapping = facts.recomputation_seconds, times * facts.startup_seconds, facts.mean("swap_seconds")
     step = _waits(facts) | {"other": max(0.0, facts.mean("other_seconds"))}
     for name, measured in MEASURED.items():
         step[name] += facts.mean(*measured)
-    step |= {"recomputation": again, "low utilisation": starting}
-    step[USEFUL] = times * facts.mean("pass_seconds") - again - starting
+    step |= {"recomputation": again, "low utilisation": starting, "swaps": swapping}
+    step[USEFUL] = times * facts.mean("pass_seconds") - again - starting - swapping
     thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
     found = {name: left * (1 - thrown_away) * seconds / total for name, seconds in step.items()}
     found["overflow steps"] = left * thrown_away
@@ -236,6 +236,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         "imbalance": f"{slowest('pass_seconds', 'computes for', now.micro_batches)}, the mean rank for "
         f"{_seconds(now.micro_batches * facts.mean('pass_seconds'))}, and the others wait",
         "communication": f"{lost} go to messages and gradients{wires}",
+        "swaps": f"{lost} are waits for the {now.space.size - 1} others that share each image of "
+        f"{'x'.join(map(str, facts.spec.data.size))}, for each of them {facts.swaps} in a micro-batch",
         "data wait": f"{slowest('data_wait_seconds', 'waits')} for the next images, with data.workers = "
         f"{facts.spec.data.workers}, from data.store_root = {facts.spec.data.store_root}",
         "transfers": f"{slowest('load_seconds', 'takes')} to bring images to its device and add noise",
@@ -280,12 +282,14 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
     owners = now.data_ranks if sharing(job.config, now).weight_bytes else 1
-    owned = sum(layer.parameters for layer in facts.own_layers) / owners
+    owned = sum(layer.trained for layer in facts.own_layers) / owners
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
-    bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
+    bandwidth = owned * update_bytes(job, now) / updating if updating and owned else math.inf
     peak = peak_bytes(job, now, facts.bounds)
+    waits = now.micro_batches * facts.swaps / now.stages  # of a rank in a step
     machine = replace(
         facts.machine,
+        swap=(facts.mean("swap_seconds") / waits, math.inf) if waits else facts.machine.swap,
         nodes=1,
         memory_bytes=max(facts.machine.memory_bytes, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
         flops=math.inf,  # the layers' seconds are known
@@ -324,15 +328,20 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
 
     def respects(one: Layout) -> tuple[object, ...]:
         """Return the properties; a change alters one of them."""
-        return (one.stages, folds(one.schedule)), one.micro_batch_images, one.checkpoint_interval, one.zero_stage
+        in_step = one.stages, folds(one.schedule)
+        return in_step, one.space.size, one.micro_batch_images, one.checkpoint_interval, one.zero_stage
+
+    def of_size(size: int) -> Split:
+        return TensorSplit(), replace(now.space, size=size) if size > 1 else SpaceSplit()
 
     near = [
         one
-        for one in layouts(predictor.job, predictor.machine.devices, offload=now.offload)
+        for size in divisors(now.space.size)
+        for one in layouts(predictor.job, predictor.machine.devices, offload=now.offload, split=of_size(size))
         if (one.stages == now.stages) == same_stages
         and one.in_flight in ("auto", now.in_flight)
         and facts.job.is_replayed(one) >= facts.replayed  # launches of others are not in the layers' seconds
-        and sum(a != b for a, b in zip(respects(one), respects(now), strict=True)) <= 1
+        and sum(a != b for a, b in zip(respects(one), respects(now), strict=True)) <= 1 + (one.space != now.space)
         and (one.offload, one.zero_stage > 0) >= (now.offload, now.zero_stage > 0)  # other keys may need them
     ]
     with suppress(LayoutError):  # none fits
@@ -353,7 +362,7 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
     grouped = [
         one
         for split in tensor_splits(job, math.gcd(facts.host_devices, machine.devices))
-        for one in layouts(predictor.job, machine.devices, offload=False, tensor=split)
+        for one in layouts(predictor.job, machine.devices, offload=False, split=(split, SpaceSplit()))
         if one.zero_stage == now.zero_stage and one.in_flight in ("auto", now.in_flight) and not one.checkpoint_interval
     ]
     among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
@@ -371,6 +380,8 @@ def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: 
     for same in ("across_hosts", *(["partition"] if bounds == facts.bounds else [])):
         del wanted["pipeline"][same]
     settings = dict(_differences(facts.job.config.given, wanted, "ds."))
+    if layout.space.size < facts.layout.space.size:
+        settings["ds.pipeline.space.size"] = layout.space.size
     if facts.spec.train.accumulation not in ("auto", layout.micro_batches):
         settings["train.accumulation"] = layout.micro_batches
     cuts = "" if layout.stages == 1 else f", cut at {', '.join(map(str, bounds[1:-1]))}"

@@ -57,8 +57,16 @@ class SpaceSplit:
     @property
     def block(self) -> dict[str, object]:
         """Value of the JSON's ``pipeline.space``."""
+        if self.size == 1:
+            return {"size": 1}
         levels = self.levels if self.levels == "auto" else list(self.levels)
         return {"size": self.size, "levels": levels}
+
+
+Split = tuple[TensorSplit, SpaceSplit]
+"""What groups of ranks share of the layers; at most one of the two kinds of groups has several ranks."""
+WHOLE: Split = TensorSplit(), SpaceSplit()
+"""Without groups."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class Layout:
         return self.stages * self.tensor.size * self.data_ranks
 
     @property
-    def split(self) -> tuple[TensorSplit, SpaceSplit]:
+    def split(self) -> Split:
         """What groups of ranks share of the layers."""
         return self.tensor, self.space
 

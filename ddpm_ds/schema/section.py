@@ -429,6 +429,8 @@ def expected(schema: JsonSchemaValue) -> str:
                 return f"{number} from {limit(schema['minimum'])} to {limit(schema['maximum'])}"
             limits = [f"{sign} {limit(schema[name])}" for name, sign in signs if name in schema]
             return " ".join([number, " and ".join(limits)]).strip()
+        case "object" if isinstance(of := schema.get("additionalProperties"), dict):
+            return f"names, each with {expected(of)}"
         case "array" if "prefixItems" in schema:
             return f"[{', '.join(expected(item) for item in schema['prefixItems'])}]"
         case "array":

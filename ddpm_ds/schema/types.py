@@ -48,6 +48,8 @@ Variable = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of an array in a file."""
 Normalise = Literal["statistics", "range"] | None
 HeldOut = Literal["random", "last", "ranges"]
+MOST_VARIANTS = 64
+"""Maximum latents that are stored of an image's condition."""
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
@@ -120,11 +122,14 @@ def read_by_source(key: str) -> Callable[[], str]:
 
 
 OF_ARRAYS = those("data.source", SOURCES, lambda source: source.arrays)
+OF_FILES = those("data.source", SOURCES, lambda source: source.arrays or source.path == "FOLDER")
+"""Sources that read a mask and a stored condition of each image."""
 OF_FIELDS = "data.values=float16|float32"
 OF_NOISE = those("diffusion.objective", OBJECTIVES, lambda objective: objective.diffuses)
 OF_TIMESTEPS = those("schedule", SCHEDULES, lambda schedule: not schedule.continuous)
 ONE_SIZE = "data.buckets=null"
 PIXELS = "data.autoencoder=null"
+LATENTS = "data.autoencoder"
 
 
 def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:

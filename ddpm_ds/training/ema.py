@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Ema:
         self._weight = torch.zeros((), device=self._averages[0].device)  # of the new weights
 
     def _copy_of(self, master: Tensor) -> Tensor:
-        return master.clone()
+        return master.to(torch.float32, copy=True)
 
     @property
     def shadows(self) -> list[Tensor]:
@@ -67,35 +68,47 @@ class Ema:
     @torch.no_grad()
     def _update(self, new: list[Tensor], weight: Tensor) -> None:
         averages = self._pieces[1]
-        if len(self._masters) == 1:
+        if insides.is_partitioned(self._engine):  # few tensors
             for average, one in zip(averages, new, strict=True):
-                average.lerp_(one, weight)
+                for part, own in zip(average.split(PIECE), one.split(PIECE), strict=True):
+                    part.lerp_(own.to(part.dtype), weight)
         else:  # foreach takes no tensor as the weight of a lerp
             differences = torch._foreach_sub(new, averages)
             torch._foreach_mul_(differences, weight)
             torch._foreach_add_(averages, differences)
 
     def of(self, master: Tensor) -> Tensor:
-        """Return the average of one of the optimizer's tensors."""
-        return self.shadows[self._places[master]]
+        """Return the average of one of the optimizer's tensors, or another tensor itself: it is not trained."""
+        return self.shadows[self._places[master]] if master in self._places else master
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Use the averaged weights inside this context, and restore the others exactly afterwards. Collective."""
-        self._swap()
+        kept = self._swap()
         try:
             yield
         finally:
-            self._swap()
+            self._swap(kept)
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap(self, kept: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Exchange weights and averages; return weights of 16 bits, for which averages in fp32 have no place, to be
+        given back.
+        """
         _ = self.shadows  # after all steps that were begun
-        for master, shadow, spare in zip(*self._pieces, self._spares(), strict=True):
+        narrow = list[Tensor]()
+        for master, shadow, spare in zip(*self._pieces, kept or self._spares(), strict=True):
+            if kept:
+                master.copy_(spare)
+                continue
             spare.copy_(master)
             master.copy_(shadow)
-            shadow.copy_(spare)
+            if master.dtype == shadow.dtype:
+                shadow.copy_(spare)
+            else:
+                narrow.append(spare)
         self._engine.gradients.refresh_weights()
+        return narrow
 
     def _spares(self) -> Iterable[Tensor]:
         """Return memory for the weights while the averages are used."""
@@ -124,7 +137,8 @@ class HostEma(Ema):
         self._pieces = tuple(map(_cut, self._pieces))
         parts, pin = self._pieces[0], self._masters[0].is_cuda
         *starts, total = itertools.accumulate(map(len, parts), initial=0)
-        locked = [torch.empty(min(PIECE, total - start), pin_memory=pin) for start in range(0, total, PIECE)]
+        kind: Any = {"dtype": self._masters[0].dtype, "pin_memory": pin}
+        locked = [torch.empty(min(PIECE, total - start), **kind) for start in range(0, total, PIECE)]
         places = zip(starts, parts, strict=True)
         self._new = [locked[start // PIECE][start % PIECE :][: len(part)] for start, part in places]
         self._stream = self._copied = None

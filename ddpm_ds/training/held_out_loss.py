@@ -20,7 +20,7 @@ from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.data.cache import DatasetCache, Indices
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.spec import DataSpec
-from ddpm_ds.data.text import TextEncoders, widened
+from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
 from ddpm_ds.schema.choices import OBJECTIVES
@@ -90,7 +90,7 @@ class HeldOutLoss:
             return None
         batch = self._read(self._parts[call % len(self._parts)], self._text_fields)
         assert batch.text is not None, "it is among the fields"
-        return widened(batch.text, batch.text_scale).to(self._device)
+        return batch.text.to(self._device)
 
     def zeros(self) -> Tensor:
         """Return the sums of no call."""

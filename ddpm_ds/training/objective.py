@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import OptimizerSpec, RunSpec
-from ddpm_ds.data.cache import IMAGES, Subset
+from ddpm_ds.data.cache import IMAGES, DatasetCache, Subset
 from ddpm_ds.data.loader import MicroBatch, Share, micro_batches, on_device
 from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
@@ -73,6 +73,8 @@ class Denoising:
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
         self._conditions = Conditions(data, device, statistics=statistics.get("condition"), constants=constants)
+        self.band: Band | None = None
+        """Rows that micro-batches have; None for whole images. See :func:`rows_read`."""
 
     @functools.cached_property
     def _text(self) -> Text:
@@ -88,21 +90,23 @@ class Denoising:
         batch = micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         if batch.text is None:
             return None
-        return self._text.context(batch.text, batch.text_scale, batch.index)
+        return self._text.context(batch.text, batch.index)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
-        moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
+        flips = spec.data.horizontal_flips and spec.data.autoencoder is None  # latents are read mirrored
+        moves = self._diffusion.moves(draws, stored, None if self.band else size, flips)
         x0, mask = self._moved(batch, moves)
-        (t, eps), labels, classes = self._diffusion.draw(draws, x0.shape), None, spec.unet.classes
+        (t, eps), labels, classes = self._diffusion.draw(draws, (*x0.shape[:2], *size)), None, spec.unet.classes
+        eps = eps if self.band is None else self.band.cut(eps).clone()
         if batch.pairs is not None:
             eps = eps[batch.pairs].contiguous(memory_format=torch.channels_last)
         if classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, classes)
-        given = Given(batch.condition, batch.vector, draws, moves, trained=True)
+        given = Given(batch.condition, batch.vector, draws, moves, trained=True, band=self.band)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes), batch.weight)
 
@@ -173,14 +177,26 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
     used = {
         "images": first or last,
         "text": text or (pooled and encodes),
-        "text_scale": text and data.text is not None and data.text.stored == "int8",
         "pooled": pooled and not encodes,
         "sizes": pooled,
-        "condition": first and condition.kind == "stored",
+        "condition": first and data.condition_is_stored,
         "vector": first and condition.vector_size > 0,
-        "mask": last and data.mask is not None,
+        "mask": last and data.is_masked,
     }
     return frozenset(name for name, reads in used.items() if reads)
+
+
+def rows_read(spec: RunSpec, cache: DatasetCache, band: Band | None) -> Band | None:
+    """Return the rows of images that a rank reads, if it has a ``band`` of them; None if it reads whole images.
+
+    It does for work that needs other rows, and where a band would have the shape of a smaller condition.
+    """
+    data, diffusion, condition = spec.data, spec.diffusion, spec.data.condition or ConditionSpec()
+    looks = condition.kind not in (None, "stored") or diffusion.noise_pairs > 1 or diffusion.input_perturbation > 0.0
+    if band is None or looks or data.size != cache.size:
+        return None
+    smaller = {stored.shape[2:] for stored in cache.others.values()} - {cache.size}
+    return None if (band.stop - band.first, cache.size[1]) in smaller else band
 
 
 def replica_batches(

@@ -36,11 +36,11 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     found, optimizer = [], engine.basic_optimizer
-    for piece in engine.gradients.owned():
-        if piece.shard is None and engine.module.tensor.rank:
+    for piece in (*engine.gradients.owned(), *engine.gradients.frozen):
+        if not piece.saved or (piece.shard is None and engine.module.tensor.rank):
             continue
         tensors = {EMA: ema.of(piece.master), MASTER: piece.master}
-        if isinstance(optimizer, Adam8bit):
+        if isinstance(optimizer, Adam8bit) and piece.trained:
             found += optimizer.fragments(piece)
         else:
             state = optimizer.state.get(piece.master, {})
@@ -128,6 +128,9 @@ class Saver:
     @torch.no_grad()
     def start_from(self, weights: InitialWeights) -> None:
         """Load initial weights into a fresh engine and its averages."""
+        self._engine.gradients.load_frozen(
+            lambda piece: weights.read_part(piece.name, piece.shard, piece.first, piece.length)
+        )
         for piece in self._engine.gradients.owned():
             for tensor in (piece.master, self._ema.of(piece.master)):
                 piece.of(tensor).copy_(weights.read_part(piece.name, piece.shard, piece.first, piece.length))
@@ -139,6 +142,7 @@ class Saver:
         engine, state, optimizer = self._engine, checkpoint.state, self._engine.basic_optimizer
         reader = Reader(checkpoint.path, checkpoint.manifest, verified=checkpoint.verified)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
+        engine.gradients.load_frozen(lambda one: reader.read_part(MASTER, one.name, one.shard, one.first, one.length))
         for piece in engine.gradients.owned():
             place = piece.name, piece.shard, piece.first, piece.length
             tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: self._ema.of(piece.master)}
@@ -153,10 +157,12 @@ class Saver:
             optimizer.set_steps(state.optimizer_steps)
         elif not moments:
             optimizer.state.clear()
-        was, now = (DS_CONFIG.read(one.ds_config).is_8bit for one in (checkpoint.manifest, self._about))
-        if moments and was != now:
-            how = "rounded to 8 bits" if now else "in fp32 from here on; the checkpoint has them in 8 bits"
+        was, now = (DS_CONFIG.read(one.ds_config) for one in (checkpoint.manifest, self._about))
+        if moments and was.is_8bit != now.is_8bit:
+            how = "rounded to 8 bits" if now.is_8bit else "in fp32 from here on; the checkpoint has them in 8 bits"
             self._log(f"Adam's moments of weights are {how}")
+        if now.rounds and not was.rounds:
+            self._log("weights are rounded to bf16, and have no fp32 masters from here on")
         engine.gradients.refresh_weights()
         engine.images_seen = engine.global_samples = state.images_seen
         engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps

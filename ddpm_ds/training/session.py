@@ -50,7 +50,7 @@ from ddpm_ds.training.asked import Asked
 from ddpm_ds.training.ema import Ema, averages_of
 from ddpm_ds.training.held_out_loss import HeldOutLoss
 from ddpm_ds.training.meters import Interval, Meter, gather, is_due, metrics
-from ddpm_ds.training.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches
+from ddpm_ds.training.objective import Denoising, encoders_of, fields_read, rate_of, replica_batches, rows_read
 from ddpm_ds.training.saving import Saver
 from ddpm_ds.training.start import Prepared
 from ddpm_ds.training.validation import Previews, Validation, prompts_of
@@ -197,18 +197,21 @@ def run_training(
     encoders = encoders_of(plan.spec.data.text, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
     other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
+    empty = store.empty_text or encoders
+    objective = Denoising(plan.spec, device, store.meta.statistics, store.constants, empty)
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), named_builds(doing), for_good():
         engine = build_engine(
             plan.layers,
             plan.bounds,
             plan.ds,
-            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
+            objective,
             seed=plan.spec.train.seed,
             programs=plan.programs,
             others=[layers_for(plan.spec, size, *plan.ds.layout.split) for size in other_sizes],
             drawn=not (prepared.checkpoint or prepared.initial),
             verbose=asked.verbose,
         )
+        objective.band = rows_read(plan.spec, store, engine.module.band)
         engine.rate = rate_of(plan.spec.optimizer, plan.spec.train.images)
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
@@ -279,6 +282,8 @@ def _batches(
     last = engine.stage_id == engine.loss_stage
     fields = fields_read(spec, first=engine.is_first_stage(), last=last, text=bool(engine.readers))
     start = engine.next_index
+    if (band := rows_read(spec, images.cache, engine.module.band)) is not None:
+        images = images._replace(cache=images.cache.rows(band.first, band.stop))
     return replica_batches(spec, images, share, engine.device, fields=fields, start_images=start, encoders=encoders)
 
 
@@ -304,7 +309,7 @@ def _train(
         flops, precision = plan.ds.config.flops_profiler, plan.ds.precision
         observers = [
             FlopsProfile(engine, whole_layers(plan.layers), flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.macs),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.work),
             KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
             PauseClock(run_dir if dist.get_rank() == 0 else None),
         ]
@@ -324,7 +329,7 @@ def _train(
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
     run = Training(
-        spec, plan.macs, engine, batches, saver, requests, watchdog, validation, Observers(observers), recorder
+        spec, plan.work, engine, batches, saver, requests, watchdog, validation, Observers(observers), recorder
     )
     try:
         with watchdog.blamed(), disk_errors_reported(run_dir):

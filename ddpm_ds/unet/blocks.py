@@ -269,9 +269,14 @@ def block_inputs(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Ten
     """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
     emb, times = emb.to(ops.arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
-        together = [block for block in blocks if block.tensor is tensor]
-        projected = ops.project([block.time_projection for block in together], tensor.enter(emb))
-        times.update(zip(together, projected, strict=True))
+        entered = tensor.enter(emb)
+        for trained in (True, False):
+            together = [
+                one for one in blocks if (one.tensor, one.time_projection.weight.requires_grad) == (tensor, trained)
+            ]
+            if together:
+                projected = ops.project([one.time_projection for one in together], entered)
+                times.update(zip(together, projected, strict=True))
     masks = ops.draw_masks([block.dropout for block in blocks])
     return [(times[block], mask) for block, mask in zip(blocks, masks, strict=True)]
 

@@ -112,6 +112,10 @@ class Layer:
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
     rows: Rows = Rows()
     """Rows of the image by rank of a space group (:mod:`ddpm_ds.unet.space`)."""
+    rates: tuple[float, ...] = ()
+    """Factor on the learning rate of each parameter in :attr:`listed`, 0 if it is not trained; () trains all alike."""
+    reached: bool = True
+    """Whether the backward comes to this layer: it, or one before it, has something to train."""
 
     unit: ClassVar[str] = ""
     """Word for the parts that a tensor group shares: groups of channels, or heads; "" for layers that stay whole."""
@@ -179,24 +183,45 @@ class Layer:
         return [(one, math.prod(one.own_shape(self.shards))) for one in self.listed]
 
     @cached_property
+    def trained_elements(self) -> list[tuple[Parameter, int]]:
+        """The part of :attr:`own_elements` that is trained."""
+        return [one for one, rate in zip(self.own_elements, self.rates or itertools.repeat(1.0), strict=False) if rate]
+
+    @cached_property
     def parameters(self) -> int:
-        """Number of trainable parameters."""
+        """Number of parameters."""
         return sum(elements for _, elements in self.own_elements)
 
     @cached_property
+    def trained(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(elements for _, elements in self.trained_elements)
+
+    @cached_property
     def weights(self) -> int:
-        """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
-        return sum(elements for one, elements in self.own_elements if one.uses)
+        """Number of trained elements of the weights of convolutions and linear layers, with gradients to defer."""
+        return sum(elements for one, elements in self.trained_elements if one.uses)
 
     @cached_property
     def partial_vectors(self) -> int:
-        """Number of elements of a split layer's partial parameters."""
-        return sum(elements for one, elements in self.own_elements if one.spread == "partial" and self.shards > 1)
+        """Number of trained elements of a split layer's partial parameters."""
+        return sum(elements for one, elements in self.trained_elements if one.spread == "partial" and self.shards > 1)
 
     @cached_property
     def weight_macs(self) -> int:
         """Multiply-accumulates of the forward's products with weights."""
         return sum(one.uses * elements for one, elements in self.own_elements)
+
+    @cached_property
+    def trained_macs(self) -> int:
+        """Multiply-accumulates of the gradients of weights."""
+        return sum(one.uses * elements for one, elements in self.trained_elements)
+
+    @property
+    def work(self) -> float:
+        """Multiply-accumulates of forward and backward over :data:`PASSES_PER_STEP`: :attr:`macs` if all is trained."""
+        backward = (2 * self.macs - self.weight_macs + self.trained_macs) * self.reached
+        return (self.macs + backward) / PASSES_PER_STEP
 
     @property
     def macs(self) -> int:

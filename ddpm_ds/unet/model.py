@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import BlockLayer, Layer
-from ddpm_ds.unet.space import SpaceGroup
+from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped
 
@@ -49,15 +49,24 @@ def build_layer(
         module.split(tensor)
     if space is not None:
         module.share(space)
+    trained = {one.name for one, _ in layer.trained_elements}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained)
     return module
 
 
 class UNet(nn.Module):
-    """U-Net in one process, which every pipeline must equal; its ``layers`` name parameters as every layout does."""
+    """U-Net in one process, which every pipeline must equal; its ``layers`` name parameters as every layout does.
 
-    def __init__(self, layers: Sequence[Layer], seed: int) -> None:
+    With ``space`` the ranks of that group compute it together, each its rows of the whole images. Such a U-Net has no
+    weights until they are assigned.
+    """
+
+    def __init__(self, layers: Sequence[Layer], seed: int, space: SpaceGroup | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(build_layer(layer, index, seed) for index, layer in enumerate(layers))
+        how: dict[str, Any] = {} if space is None else {"space": space, "device": "meta", "drawn": False}
+        self.layers = nn.ModuleList(build_layer(layer, index, seed, **how) for index, layer in enumerate(layers))
+        self._band = None if space is None else Band(space, layers[0].rows.arriving)
 
     def forward(
         self, x_t: Tensor, t: Tensor, *others: Tensor, images: Tensor | None = None, context: Tensor | None = None
@@ -71,8 +80,9 @@ class UNet(nn.Module):
         if images is not None:
             operations.set_image_index(self.layers, images)
         set_context(transformer_blocks(self.layers), context)
-        prediction: Tensor = walk(self.layers, (x_t, t, *others))
-        return prediction
+        own = x_t if self._band is None else self._band.cut(x_t)
+        prediction: Tensor = walk(self.layers, (own, t, *others))
+        return prediction if self._band is None else self._band.image(prediction)
 
 
 def check_compiler(device: torch.device) -> None:

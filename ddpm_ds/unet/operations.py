@@ -191,13 +191,15 @@ def projections_of(module: nn.Module) -> list[EmbeddingProjection]:
 
 
 def project(projections: Sequence[EmbeddingProjection], emb: Tensor) -> tuple[Tensor, ...]:
-    """Return each projection of SiLU of emb (N, E): (N, out) in emb's dtype, by one product for all."""
+    """Return each projection of SiLU of emb (N, E): (N, out) in emb's dtype, by one product for all, whose weights are
+    trained or all frozen.
+    """
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
     queue = projections[0].queue
-    put = None if queue is None else partial(queue.put, projections)
-    together: Tensor = _Projections.apply(
-        emb, put, *(weight.detach() if put else weight for weight in weights), *biases
-    )
+    put = root = None
+    if queue is not None:
+        put, root, weights = partial(queue.put, projections), queue.new_root(), [one.detach() for one in weights]
+    together: Tensor = _Projections.apply(emb, put, root, *weights, *biases)
     return together.split([len(weight) for weight in weights], dim=1)
 
 
@@ -209,7 +211,9 @@ class _Projections(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, emb: Tensor, put: Callable[[Tensor, Tensor], None] | None, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, emb: Tensor, put: Callable[[Tensor, Tensor], None] | None, root: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(emb, *weights)
         ctx.put = put
@@ -223,11 +227,11 @@ class _Projections(torch.autograd.Function):
             emb_gradient = torch.ops.aten.silu_backward(gradient @ torch.cat(weights).to(emb.dtype), emb)
         sizes, stored = [len(weight) for weight in weights], weights[0].dtype
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if ctx.put is None:
-            of_weights = (gradient.t() @ F.silu(emb)).to(stored).split(sizes)
-        else:
+        if ctx.put is not None:
             ctx.put(F.silu(emb), gradient)
-        return emb_gradient, None, *of_weights, *gradient.sum(0).to(stored).split(sizes)
+        elif ctx.needs_input_grad[3]:  # the weights are trained, or all frozen
+            of_weights = (gradient.t() @ F.silu(emb)).to(stored).split(sizes)
+        return emb_gradient, None, None, *of_weights, *gradient.sum(0).to(stored).split(sizes)
 
 
 class VectorEmbedding(Undrawn, nn.Linear):
@@ -279,8 +283,8 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.band is not None:
-            affine = self.weight, self.bias, None, None
-            return normalised(self.band, x, affine, self.num_groups, self.eps, silu=False)
+            fused, vectors = self.kernels == "fused", (self.weight, self.bias, None, None, None)
+            return normalised(self.band, x, vectors, self.num_groups, self.eps, silu=False, fused=fused)
         if self.kernels == "fused":
             return fused_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, silu=False)
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -294,9 +298,8 @@ def norm_silu(
     Where ranks share the image, a row more from each side follows, for a 3x3 convolution.
     """
     if norm.band is not None:
-        x = x if add is None else x + add[:, :, None, None]
-        affine = norm.weight, norm.bias, scale, shift
-        return normalised(norm.band, x, affine, norm.num_groups, norm.eps, parts=norm.read_by)
+        fused, vectors = norm.kernels == "fused", (norm.weight, norm.bias, add, scale, shift)
+        return normalised(norm.band, x, vectors, norm.num_groups, norm.eps, fused=fused, parts=norm.read_by)
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
     x = norm(x if add is None else x + add[:, :, None, None])

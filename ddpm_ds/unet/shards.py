@@ -112,14 +112,14 @@ def lowest_shared(height: int, levels: int, space: SpaceSplit) -> int:
 
 
 def row_layers(layers: Sequence[Layer], space: SpaceSplit) -> tuple[Layer, ...]:
-    """Return whole layers as the busiest rank of a space group has them."""
+    """Return whole layers as the busiest rank of a space group has them: with most rows, then with two neighbours."""
     if space.size == 1:
         return tuple(layers)
     levels, height = 1 + max(level_of(layer, 0) for layer in layers), layers[0].in_size[0]
     lowest = lowest_shared(height, levels, space)
     own = rows_by_rank(height >> lowest, space.size)
     shared = {height >> level: tuple(rows << lowest - level for rows in own) for level in range(lowest + 1)}
-    busiest = own.index(max(own))
+    busiest = max(range(space.size), key=lambda rank: (own[rank], 0 < rank < space.size - 1))
     return tuple(
         _with_rows(one, Rows(shared.get(one.in_size[0], ()), shared.get(one.out_size[0], ()), busiest))
         for one in layers
@@ -149,7 +149,9 @@ class Swaps(NamedTuple):
     elements: int = 0
     """Elements of activations, or of their gradients."""
     statistics: int = 0
-    """Numbers of 4 bytes."""
+    """Numbers of 4 bytes, for every other rank."""
+    rows: int = 0
+    """Part of the elements that goes to neighbours only."""
 
     def size(self, width: int) -> int:
         """Return the bytes, with ``width`` for an element."""
@@ -169,9 +171,9 @@ def swaps_of(layers: Sequence[Layer], interval: int) -> tuple[Swaps, Swaps]:
     for layer, before in zip(layers, (None, *layers), strict=False):
         for there, back in layer_swaps(layer):
             forward += there
-            if not isinstance(before, EmbedLayer):
+            if not isinstance(before, EmbedLayer) and layer.reached:
                 backward += back
-            if interval:
+            if interval and layer.reached:
                 backward += there
     return forward, backward
 
@@ -187,15 +189,18 @@ def layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
     others = sum(rows.arriving) * width - own
     groups = getattr(layer, "groups", 0)
 
+    def beside(rows: int, statistics: int = 0) -> Swaps:
+        return Swaps(1, rows, statistics, rows)
+
     def normalised(channels: int) -> Swaps:
-        return Swaps(1, channels * width * (up + down), 2 * groups * (ranks - 1))
+        return beside(channels * width * (up + down), 2 * groups * (ranks - 1))
 
     match layer:
         case InputLayer() | UpsampleLayer():
-            yield (Swaps(1, layer.in_channels * width * (up + down)),) * 2
+            yield (beside(layer.in_channels * width * (up + down)),) * 2
         case DownsampleLayer() if rows.leaving:
             first, last = (up, down) if layer.asymmetric else (down, up)
-            yield Swaps(1, layer.in_channels * width * first), Swaps(1, layer.in_channels * width * last)
+            yield beside(layer.in_channels * width * first), beside(layer.in_channels * width * last)
         case DownsampleLayer():
             yield Swaps(1, layer.in_channels * own * (ranks - 1)), Swaps(1, layer.in_channels * others)
         case BlockLayer():
@@ -214,23 +219,30 @@ def layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
             yield Swaps(1, 2 * layer.in_channels * own * (ranks - 1)), Swaps(1, 2 * layer.in_channels * others)
 
 
-def check_rows(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
-    """Check that space groups, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
-    space = layout.space
+def rows_fault(layers: Sequence[Layer], space: SpaceSplit, sizes: Sequence[int]) -> tuple[str, list[int]] | None:
+    """Return why a space group can't share the rows of layers, and which of some ``sizes`` can; None if it can."""
     height, levels = layers[0].in_size[0], 1 + max(level_of(layer, 0) for layer in layers)
     lowest = lowest_shared(height, levels, space)
-    if space.size == 1 or (share := busiest_share(height >> lowest, space.size)) <= MOST_SHARE:
-        return
-    rows, key = height >> lowest, "pipeline.space"
-    able = [level for level in range(lowest) if busiest_share(height >> level, space.size) <= MOST_SHARE]
-    fitting = divisors(layout.world_size // layout.stages, space.size)
-    sizes = [size for size in fitting if busiest_share(rows, size) <= MOST_SHARE]
+    rows = height >> lowest
+    if space.size == 1 or (share := busiest_share(rows, space.size)) <= MOST_SHARE:
+        return None
+    able = [size for size in sizes if busiest_share(rows, size) <= MOST_SHARE]
     why = f"has {counted(rows, 'row')}" if math.isinf(share) else f"gives one rank {share:.2f} shares of {rows} rows"
+    which = ", ".join(map(str, able))
+    return f"level {lowest} of an image of height {height} {why}; sizes that work are {which}", able
+
+
+def check_rows(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
+    """Check that space groups, of the JSON at ``path``, can share the rows of these layers; raises DsConfigError."""
+    space, key = layout.space, "pipeline.space"
+    if (found := rows_fault(layers, space, divisors(layout.world_size // layout.stages, space.size))) is None:
+        return
+    (fault, sizes), height = found, layers[0].in_size[0]
+    levels = range(lowest_shared(height, 1 + max(level_of(layer, 0) for layer in layers), space))
+    able = [level for level in levels if busiest_share(height >> level, space.size) <= MOST_SHARE]
     fixes = [f"ds.{key}.size={sizes[-1]}", *(f"ds.{key}.levels={shown([*range(one + 1)])}" for one in able[-1:])]
-    raise DsConfigError(
-        f"{path}: {key} = {shown(space.block)}: level {lowest} of an image of height {height} {why}; sizes that work "
-        f"are {', '.join(map(str, sizes))}; use {' or '.join(f'--set {shlex.quote(fix)}' for fix in fixes)}"
-    )
+    advice = " or ".join(f"--set {shlex.quote(fix)}" for fix in fixes)
+    raise DsConfigError(f"{path}: {key} = {shown(space.block)}: {fault}; use {advice}")
 
 
 def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
@@ -302,5 +314,5 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
 
 def agreed_elements(layers: Sequence[Layer], *, given: bool) -> int:
     """Return the elements of gradients that a ring carries: partial ones in two passes, whole ones if ``given``."""
-    alike = sum(layer.parameters for layer in layers if layer.shards == 1) if given else 0
+    alike = sum(layer.trained for layer in layers if layer.shards == 1) if given else 0
     return 2 * sum(layer.partial_vectors for layer in layers) + alike

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.ground.cuda_graphs import cached
+from ddpm_ds.unet import fused_norm
 from ddpm_ds.unet.weight_gradients import Weighted
 
 Kind = tuple[torch.Size | tuple[int, ...], torch.dtype]
@@ -146,8 +147,8 @@ class Band(NamedTuple):
         return self.first + self.rows[self.group.rank]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of images (N, C, H, W)."""
-        return whole[:, :, self.first : self.stop]
+        """Return this rank's rows of images (N, C, H, W), which may have them alone already."""
+        return whole[:, :, self.first : self.stop] if whole.shape[2] == self.height else whole
 
     def wide(self, x: Tensor, above: int = 1, below: int = 1) -> Tensor:
         """Return x (N, C, rows, W) with so many rows of the neighbours beside it, zeros beyond the image."""
@@ -226,27 +227,41 @@ class _Linear(torch.autograd.Function):
 def normalised(
     band: Band,
     x: Tensor,
-    affine: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    vectors: fused_norm.Vectors,
     groups: int,
     epsilon: float,
     *,
     silu: bool = True,
+    fused: bool = False,
     parts: Sequence[Weighted] = (),
 ) -> Tensor:
-    """Return SiLU(norm(x) * (1 + scale) + shift) of images whose rows a group shares, with a row more on either side.
+    """Return SiLU(norm(x + add) * (1 + scale) + shift) of images whose rows a group shares, with a row on either side.
 
-    ``affine`` has the norm's weight and bias (C,), then scale and shift (N, C) or None. Rows beyond the image are
-    zeros. Without ``silu`` there are neither SiLU nor more rows. While gradients are swapped the backward computes the
-    weight gradients of ``parts``, which read the result.
+    Rows beyond the image are zeros. Without ``silu`` there are neither SiLU nor more rows. The kernels are ``fused``
+    ones, or PyTorch's. While gradients are swapped the backward computes the weight gradients of ``parts``, which read
+    the result.
     """
     beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
-    return _Norm.apply(x, *affine, band, groups, epsilon, silu, beside, *(part.weight for part in beside))
+    how = _How(band, groups, epsilon, silu, fused_norm if fused else _Reference, beside)
+    return _Norm.apply(x, *vectors, how, *(part.weight for part in beside))
+
+
+class _How(NamedTuple):
+    """What a normalisation is given beside tensors: the arguments of :func:`normalised`."""
+
+    band: Band
+    groups: int
+    epsilon: float
+    silu: bool
+    kernels: Any
+    """Functions of :mod:`ddpm_ds.unet.fused_norm`, or those of :class:`_Reference`."""
+    parts: Sequence[Weighted]
 
 
 class _Norm(torch.autograd.Function):
-    """Group normalisation over the rows of all ranks, an affine function of each pixel once its statistics are known.
+    """Group normalisation over the rows of all ranks, a function of each pixel once its statistics are known.
 
-    With mean m and r = 1 / sigma over a group, gain w and offset b of a channel, y = x a + c for a = r w, c = b - m a.
+    Formulas and names are those of :mod:`ddpm_ds.unet.fused_norm_kernels`. ``halo`` has the rows from above and below.
     """
 
     @staticmethod
@@ -255,78 +270,123 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
+        add: Tensor | None,
         scale: Tensor | None,
         shift: Tensor | None,
-        band: Band,
-        groups: int,
-        epsilon: float,
-        silu: bool,
-        parts: Sequence[Weighted],
-        *_: Tensor,
+        how: _How,
+        *weights: Tensor,
     ) -> Tensor:
-        beside = int(silu)
-        dtype = _wide_type(x.dtype)
-        mean = x.mean((2, 3), dtype=dtype).unflatten(1, (groups, -1)).mean(-1)
-        squares = (x - _by_channel(mean, x)[:, :, None, None]).square_().mean((2, 3))
-        own = torch.stack((mean, squares.unflatten(1, (groups, -1)).mean(-1)))  # (2, N, G)
-        top, bottom, both = band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
+        band, groups, epsilon, silu, kernels, _ = how
+        rows, beside, vectors = x.shape[2], int(silu), (weight, bias, add, scale, shift)
+        own = kernels.moments(x, add, groups)  # (2, N, G)
+        *others, both = band.group.trade(x[:, :, :beside], x[:, :, rows - beside :], own)()
+        halo = torch.cat(others, dim=2).contiguous(memory_format=torch.channels_last)
         # Chan et al. 1979: moments of parts with different means
-        share = _shares(band.rows, dtype, x.device)
+        share = _shares(band.rows, own.dtype, x.device)
         mean = _total(share * both[:, 0])  # (N, G)
         variance = _total(share * (both[:, 1] + (both[:, 0] - mean).square()))
         rstd = (variance + epsilon).rsqrt()
-        ctx.save_for_backward(x, top, bottom, weight, bias, scale, shift, mean, rstd)
-        ctx.band, ctx.silu, ctx.parts = band, silu, parts
-        gain, offset = _gain(weight, bias, scale, shift, dtype)
-        a = _by_channel(rstd, x) * gain
-        return _Norm.applied(ctx, x, top, bottom, a, offset - _by_channel(mean, x) * a)[1].to(x.dtype)
-
-    @staticmethod
-    def applied(ctx: Any, x: Tensor, top: Tensor, bottom: Tensor, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x with its neighbours' rows, and y."""
-        wide = torch.cat((top, x, bottom), dim=2) if ctx.silu else x
-        y = torch.addcmul(c[:, :, None, None], wide.to(a.dtype), a[:, :, None, None])
-        return wide, _without_edges(F.silu(y, inplace=True), ctx.band.group) if ctx.silu else y
+        ctx.save_for_backward(x, halo, *vectors, mean, rstd)
+        ctx.how = how
+        given = kernels.prepare(vectors, mean, rstd)
+        images, channels, _, width = x.shape
+        y = x.new_empty(images, rows + 2 * beside, width, channels).permute(0, 3, 1, 2)
+        kernels.normalise(x, y[:, :, beside : rows + beside], given, silu)
+        if silu:
+            kernels.normalise(halo, edges := torch.empty_like(halo), given, silu)
+            y[:, :, :: rows + 1] = _without_edges(edges, band.group)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, top, bottom, weight, bias, scale, shift, mean, rstd = ctx.saved_tensors
-        band, beside = ctx.band, int(ctx.silu)
-        gain, offset = _gain(weight, bias, scale, shift, mean.dtype)
-        of_mean, of_rstd = _by_channel(mean, x), _by_channel(rstd, x)
-        a = of_rstd * gain
-        wide = torch.cat((top, x, bottom), dim=2) if ctx.silu else x
-        wide, dy = wide.to(a.dtype), dy.to(a.dtype).contiguous(memory_format=torch.channels_last)
-        if ctx.silu:
-            y = torch.addcmul((offset - of_mean * a)[:, :, None, None], wide, a[:, :, None, None])
-            dy = _without_edges(torch.ops.aten.silu_backward(dy, y), band.group)
-        of_c = dy.sum((2, 3))  # (N, C)
-        of_a = (dy * wide).sum((2, 3)) - of_mean * of_c
-        sums = torch.stack([-of_c * a, of_a * gain]).unflatten(2, (mean.shape[1], -1)).sum(-1)  # (2, N, G)
-        end = dy.shape[2] - beside
-        edges = [rows * a[:, :, None, None] for rows in (dy[:, :, :beside], dy[:, :, end:])]
-        finish = band.group.trade(*(rows.to(x.dtype) for rows in edges), sums)
-        of_gain = of_a * of_rstd
-        vectors: list[Tensor | None] = [None, None]
+        x, halo, *vectors, mean, rstd = ctx.saved_tensors
+        weight, bias, add, scale, shift = vectors
+        band, groups, _, silu, kernels, parts = ctx.how
+        rows, beside, given = x.shape[2], int(silu), kernels.prepare(vectors, mean, rstd)
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        both, du = kernels.gradient_sums(x, dy[:, :, beside : rows + beside], given, silu)  # (2, N, C)
+        edges = halo
+        if silu:
+            edges = _without_edges(dy[:, :, :: rows + 1].clone(memory_format=torch.channels_last), band.group)
+            more, edges = kernels.gradient_sums(halo, edges, given, silu)
+            both = both + more
+            edges = kernels.input_gradient(halo, edges, given, torch.zeros_like(both[:, :, :groups]), silu)
+        gain, _ = _gain(weight, bias, scale, shift, mean.dtype)
+        sums = (both * gain).unflatten(2, (groups, -1)).sum(-1)  # (2, N, G)
+        finish = band.group.trade(edges[:, :, :beside], edges[:, :, beside:], sums)
+        of_offset, of_gain = both
+        of_scale = of_shift = None
         if scale is not None and shift is not None:
-            vectors = [(of_gain * weight + of_c * bias).to(scale.dtype), of_c.to(shift.dtype)]
-            of_gain, of_bias = of_gain * (1 + scale), of_c * (1 + scale)
-        else:
-            of_bias = of_c
+            of_scale, of_shift = (of_gain * weight + of_offset * bias).to(scale.dtype), of_offset.to(shift.dtype)
+            of_gain, of_offset = of_gain * (1 + scale), of_offset * (1 + scale)
         found = dict[Tensor, Tensor]()
-        for part in ctx.parts:
+        for part in parts:
             part.beside.compute([part], [0], found.__setitem__)
-        up, down, both = finish()
-        of_moments = _total(both) / (band.height * x.shape[3] * (x.shape[1] // mean.shape[1]))
-        slope = -_by_channel(of_moments[1] * rstd.pow(3), x)  # twice the variance's gradient
-        dx = dy[:, :, beside:end] * a[:, :, None, None]
-        dx.addcmul_(wide[:, :, beside:end], slope[:, :, None, None])
-        dx = dx.add_((_by_channel(of_moments[0], x) - slope * of_mean)[:, :, None, None]).to(x.dtype)
-        if beside:
+        up, down, every = finish()
+        of_dh = _total(every) / (band.height * x.shape[3] * (x.shape[1] // groups))
+        dx = kernels.input_gradient(x, du, given, of_dh, silu)
+        if silu:
             dx[:, :, :1] += up
             dx[:, :, -1:] += down
-        vectors = [of_gain.sum(0).to(weight.dtype), of_bias.sum(0).to(bias.dtype), *vectors]
-        return dx, *vectors, *[None] * 5, *(found[part.weight] for part in ctx.parts)
+        of_add = None if add is None else dx.sum((2, 3), dtype=mean.dtype).to(add.dtype)
+        of_vectors = of_gain.sum(0).to(weight.dtype), of_offset.sum(0).to(bias.dtype), of_add, of_scale, of_shift
+        return dx, *of_vectors, None, *(found[part.weight] for part in parts)
+
+
+class _Reference:
+    """The functions of :mod:`ddpm_ds.unet.fused_norm` as operations of PyTorch, with as few passes as it has."""
+
+    @staticmethod
+    def moments(x: Tensor, add: Tensor | None, groups: int) -> Tensor:
+        x = x.to(_wide_type(x.dtype))
+        each = [torch.stack(torch.batch_norm_update_stats(one, None, None, 0.0)) for one in x.split(1)]
+        means, variances = torch.stack(each, dim=1).unflatten(2, (groups, -1))  # (N, G, C / G) each
+        means = means if add is None else means + add.unflatten(1, (groups, -1))
+        mean = means.mean(-1, keepdim=True)
+        return torch.stack((mean[..., 0], (variances + (means - mean).square()).mean(-1)))
+
+    @staticmethod
+    def prepare(vectors: fused_norm.Vectors, mean: Tensor, rstd: Tensor) -> Sequence[Tensor]:
+        """Return a and c of u = x a + c, and m and r of h = (x - m) r, (N, C) each."""
+        weight, bias, add, scale, shift = vectors
+        gain, offset = _gain(weight, bias, scale, shift, mean.dtype)
+        m, r = (one.repeat_interleave(len(weight) // mean.shape[1], dim=1) for one in (mean, rstd))
+        m = m if add is None else m - add
+        a = r * gain
+        return a, offset - m * a, m, r
+
+    @staticmethod
+    def normalise(x: Tensor, y: Tensor, given: Sequence[Tensor], silu: bool) -> None:
+        a, c, _, _ = given
+        u = torch.addcmul(_wide(c), x.to(a.dtype), _wide(a), out=y if y.dtype is a.dtype else None)
+        u = F.silu(u, inplace=True) if silu else u
+        if u is not y:
+            y.copy_(u)
+
+    @staticmethod
+    def gradient_sums(x: Tensor, dy: Tensor, given: Sequence[Tensor], silu: bool) -> tuple[Tensor, Tensor]:
+        a, c, m, r = given
+        x, du = x.to(a.dtype), dy.to(a.dtype)
+        if silu:
+            u = torch.addcmul(_wide(c), x, _wide(a))
+            du = torch.ops.aten.silu_backward.grad_input(du, u, grad_input=u)
+        backward, wanted = torch.ops.aten.native_batch_norm_backward, [False, True, True]
+        images = zip(du.split(1), x.split(1), m, r, strict=True)
+        sums = [backward(of, one, mean, None, None, mean, rstd, True, 0.0, wanted) for of, one, mean, rstd in images]
+        return torch.stack([torch.stack((of_offset, of_gain)) for _, of_gain, of_offset in sums], dim=1), du
+
+    @staticmethod
+    def input_gradient(x: Tensor, du: Tensor, given: Sequence[Tensor], of_dh: Tensor, silu: bool) -> Tensor:
+        a, _, m, r = given
+        of_dh, of_dh_h = of_dh.repeat_interleave(a.shape[1] // of_dh.shape[2], dim=2)
+        slope = -of_dh_h * r.square()
+        dx = torch.addcmul(_wide(-of_dh * r - slope * m), du, _wide(a), out=du if silu else None)
+        return dx.addcmul_(x.to(a.dtype), _wide(slope)).to(x.dtype)
+
+
+def _wide(vectors: Tensor) -> Tensor:
+    """Return vectors (N, C) for every pixel."""
+    return vectors[:, :, None, None]
 
 
 def _gain(
@@ -335,12 +395,6 @@ def _gain(
     """Return factor and offset of normalised pixels, (C,) or (N, C) each."""
     weight, bias = weight.to(dtype), bias.to(dtype)
     return (weight, bias) if scale is None or shift is None else (weight * (1 + scale), bias * (1 + scale) + shift)
-
-
-def _by_channel(of_groups: Tensor, x: Tensor) -> Tensor:
-    """Return numbers (N, G) of groups for each channel of x, (N, C)."""
-    images, groups = of_groups.shape
-    return of_groups[:, :, None].expand(images, groups, x.shape[1] // groups).reshape(images, -1)
 
 
 def _without_edges(y: Tensor, group: SpaceGroup) -> Tensor:

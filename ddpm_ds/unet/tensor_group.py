@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddpm_ds.unet.layers import COLUMNS, Parameter
 from ddpm_ds.unet.shards import Shard
-from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, queue_of
 
 
 class TensorGroup:
@@ -36,7 +36,7 @@ class TensorGroup:
         """Return x; its gradient is summed over ranks while the backward computes the weight gradients of ``parts``."""
         if self.size == 1:
             return x
-        queue = parts[0].queue if parts else None
+        queue = queue_of(parts)
         if queue is None or queue is not parts[0].beside:
             return _Enter.apply(x, self, None, ())[0]
         entered, queue.root = _Enter.apply(x, self, queue, parts, *(part.weight for part in parts))
@@ -75,7 +75,8 @@ class TensorGroup:
         """Replace a parameter of a module by this rank's part, if it is split, and mark it with its spread."""
         kept = module.get_parameter(kind)
         if (shard := Shard.of(listed, self.rank, self.size)) is not None:
-            kept = nn.Parameter(part_of(kept.detach(), shard).view(listed.own_shape(self.size)))
+            part = part_of(kept.detach(), shard).view(listed.own_shape(self.size))
+            kept = nn.Parameter(part, requires_grad=kept.requires_grad)
             setattr(module, kind, kept)
         if isinstance(module, Weighted) and listed.spread == COLUMNS:  # each rank adds the bias of its own outputs
             module.bias_place = self.place(listed.shape[0] // self.size)
@@ -131,7 +132,7 @@ class _Enter(torch.autograd.Function):
         if ctx.queue is not None:
             ctx.queue.compute(ctx.parts, [0], found.__setitem__)
         wait()
-        return gradient, None, None, None, *(found[part.weight] for part in ctx.parts)
+        return gradient, None, None, None, *(found.get(part.weight) for part in ctx.parts)
 
 
 class _Sum(torch.autograd.Function):

@@ -71,6 +71,8 @@ class WaitingGradients:
     ) -> None:
         """Give each weight its gradient over some micro-batches; layers of one product get theirs together."""
         for layer in layers:
+            if not layer.weight.requires_grad:
+                continue
             waiting = [self._queued[number].pop(layer) for number in numbers]
             together = waiting[0].layers
             if layer is not together[0]:
@@ -138,8 +140,8 @@ class Weighted(nn.Module):
 
     @property
     def queue(self) -> WaitingGradients | None:
-        """Queue for the weight gradient of the pass that is running; None if it is not deferred."""
-        if not torch.is_grad_enabled():
+        """Queue for the weight gradient of the pass that is running; None if there is none, or it is not deferred."""
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return None
         return self.waiting if self.waiting is not None and self.waiting.open else self.beside
 
@@ -153,7 +155,8 @@ class Weighted(nn.Module):
         weight = self.weight.detach() if self.taps is None else self.taps.weight
         y = self.product(x, weight.to(x.dtype), None if bias is None else bias.detach())  # _Wait adds its backward
         if self.taps is None:
-            return _Wait.apply(y, x.detach(), queue.new_root() if bias is None else bias, self, queue)
+            root = bias if bias is not None and bias.requires_grad else queue.new_root()
+            return _Wait.apply(y, x.detach(), root, self, queue)
         return _Wait.apply(y, x.detach(), bias, None, None, self.taps.x, self.taps.y)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,6 +166,11 @@ class Weighted(nn.Module):
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient from x and the output's gradient."""
         raise NotImplementedError
+
+
+def queue_of(parts: Sequence[Weighted]) -> WaitingGradients | None:
+    """Return the queue of the parts of a layer in which weight gradients are deferred."""
+    return next((part.queue for part in parts if part.queue is not None), None)
 
 
 def weighted_parts(layer: nn.Module) -> list[Weighted]:
@@ -223,7 +231,8 @@ class Tapped:
     def __init__(
         self, compute: Callable[..., Tensor], compiled: Callable[..., Tensor], parts: Sequence[Weighted]
     ) -> None:
-        self._compute, self._compiled, self._parts = compute, compiled, parts
+        self._compute, self._compiled = compute, compiled
+        self._parts = [part for part in parts if part.weight.requires_grad]
         self._known: dict[tuple[object, ...], list[Tensor]] = {}
         """A tensor without memory for each part's input and output, by the shapes of the inputs."""
 
@@ -231,7 +240,7 @@ class Tapped:
         """Compute, with taps if weight gradients are deferred."""
         # Code is compiled for one layout, and a block's projection of the embedding is a part of all blocks' product.
         inputs = tuple(one.contiguous() if isinstance(one, Tensor) and one.ndim == 2 else one for one in inputs)
-        queue = self._parts[0].queue
+        queue = queue_of(self._parts)
         if queue is None:
             return self._compiled(*inputs)
         key = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in inputs)

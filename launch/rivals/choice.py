@@ -79,7 +79,8 @@ def why_not(row: str, plan: RunDraft) -> str | None:
     spec, layout, processes, stages = plan.spec, plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if spec.unet.text is not None and row not in READ_TEXT:
         return "reads no captions"
-    if row in ("plain", *NAMED) and processes > 1:
+    alone = 1 if row in NAMED else plan.ds.layout.space.size  # beside a space group its first rank runs the plain loop
+    if row in ("plain", *NAMED) and processes > alone:
         return f"runs in one process, and {processes} were started"
     if row in PACKAGES and find_spec(PACKAGES[row]) is None:
         return f"{PACKAGES[row]} is not installed; pip install 'ddpm_ds[bench]'"

@@ -39,12 +39,13 @@ class OurPipeline:
         how = ("1F1B" if schedule == "1f1b" else schedule) + ("" if graphs else ", eager")
         self.name = f"ddpm_ds {how}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
         self.comparable = True
-        self._replicas, self._graphs = plan.ds.layout.replicas, graphs and setting.device.type == "cuda"
+        layout = plan.ds.layout
+        self._data_ranks, self._graphs = layout.data_ranks, graphs and setting.device.type == "cuda"
         with layout_of(None):
             parts, seed = (plan.layers, plan.bounds, plan.ds, setting.objective()), plan.spec.train.seed
             self._engine = build_engine(*parts, seed=seed, programs=plan.programs, verbose=setting.verbose)
-        replica = self._engine.grid.get_data_parallel_id()
-        self._batches = setting.batches(self._replicas, replica) if self._engine.reads_data else None
+        replica = self._engine.grid.get_data_parallel_id() // layout.space.size
+        self._batches = setting.batches(layout.replicas, replica) if self._engine.reads_data else None
 
     @property
     def note(self) -> str:
@@ -53,7 +54,7 @@ class OurPipeline:
 
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):
-            return self._engine.train_batch(self._batches) / self._replicas
+            return self._engine.train_batch(self._batches) / self._data_ranks
 
 
 class TupleLayer(nn.Module):

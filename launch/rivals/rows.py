@@ -30,6 +30,7 @@ from ddpm_ds.training.start import check_store
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels
+from ddpm_ds.unet.shards import whole_layers
 from rivals.choice import bounds_of
 
 DIM64 = SPECS / "cifar10_dim64.yaml"
@@ -164,7 +165,7 @@ class RandomDenoising(Denoising):
 
 
 class Loop:
-    """Plain PyTorch loop in one process."""
+    """Plain PyTorch loop in the first process, which the others wait for."""
 
     def __init__(
         self, setting: Setting, model: nn.Module, name: str, *, fused: bool = False, objective: Denoising | None = None
@@ -181,6 +182,8 @@ class Loop:
 
     def step(self) -> Tensor:
         total = torch.zeros((), device=self._device)
+        if dist.get_rank():
+            return total
         for micro_batch in itertools.islice(self._batches, self._micro_batches):
             prepared = self._objective.prepare(micro_batch)
             prediction = self.predict(self._objective.inputs(prepared), micro_batch.index)
@@ -193,7 +196,7 @@ class Loop:
 
 def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
     """Return the loop of our U-Net, or with ``dim64`` of :data:`DIM64`'s, in the precision of this JSON."""
-    plan, ds, layers = setting.plan, setting.plan.ds, setting.plan.layers
+    plan, ds, layers = setting.plan, setting.plan.ds, whole_layers(setting.plan.layers)
     if dim64:
         layers = unet_layers(load_spec(DIM64, []).unet, plan.spec.data.interface)
     unet = UNet(layers, plan.spec.train.seed).to(setting.device, DTYPES[ds.precision][1])

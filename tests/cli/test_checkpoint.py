@@ -1,7 +1,5 @@
 """``ddpm-ds checkpoint``: its output, its one-line errors, and no import of torch where none is needed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,7 @@ from safetensors.torch import load_file
 
 from ddpm_ds.cli.main import main
 from tests.checkpoint.saving import SHAPES, save, values_of
+from tests.evaluate.planted import refusal
 
 
 @pytest.fixture
@@ -24,13 +23,6 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["checkpoint", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("ddpm-ds: error: ") and err.count("\n") == 1
-    return err
 
 
 def test_list_shows_the_checkpoints_oldest_first(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,10 +41,10 @@ def test_verify_reads_a_checkpoint_or_all_of_a_run(run_dir: Path, capsys: pytest
     good = [line.split(": good, ")[0] for line in capsys.readouterr().out.splitlines()]
     assert good == ["images-000001000", "images-000020000", "images-000020000"]
     flip(first / "rank1.safetensors")
-    assert "rank1.safetensors has another checksum" in error_of(["verify", str(run_dir)], capsys)
+    assert "rank1.safetensors has another checksum" in refusal(capsys, "checkpoint", "verify", run_dir)
     assert main(["checkpoint", "verify", str(second)]) == 0
     (second / "state.json").unlink()
-    said = error_of(["verify", str(run_dir)], capsys)
+    said = refusal(capsys, "checkpoint", "verify", run_dir)
     assert "2 of 2 checkpoints are damaged" in said and str(first) in said and str(second) in said
 
 
@@ -79,12 +71,13 @@ def test_consolidate_writes_the_weights(
 def test_wrong_paths_are_one_line_and_exit_code_2(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "there are no checkpoints in" in error_of(["list", str(tmp_path)], capsys)
+    assert "there are no checkpoints in" in refusal(capsys, "checkpoint", "list", tmp_path)
     for verb in ("verify", "describe"):
-        assert "manifest.json can't be read (No such file or directory)" in error_of([verb, str(tmp_path)], capsys)
-    assert "manifest.json can't be read" in error_of(["consolidate", str(tmp_path), str(tmp_path / "x")], capsys)
-    assert "VERB" in error_of([], capsys)
-    assert "fp8" in error_of(["consolidate", str(run_dir), str(tmp_path / "x"), "--dtype", "fp8"], capsys)
+        line = refusal(capsys, "checkpoint", verb, tmp_path)
+        assert "manifest.json can't be read (No such file or directory)" in line
+    assert "manifest.json can't be read" in refusal(capsys, "checkpoint", "consolidate", tmp_path, tmp_path / "x")
+    assert "VERB" in refusal(capsys, "checkpoint")
+    assert "fp8" in refusal(capsys, "checkpoint", "consolidate", run_dir, tmp_path / "x", "--dtype", "fp8")
 
 
 def test_looking_needs_no_torch(run_dir: Path) -> None:

@@ -4,8 +4,6 @@ A comment before a page's block names options that are appended here, so that it
 shows below a block ends as here, numbers aside.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
@@ -70,6 +68,7 @@ PAGES = {
         "ddpm-ds train",
         "ddpm-ds evaluate",
     ],
+    "space": ["python launch/examples/make_fields.py", "ddpm-ds train", "ddpm-ds sample"],
     "text": ["python launch/examples/make_text.py", "ddpm-ds prepare", "ddpm-ds train", "ddpm-ds sample"],
     "upscaling": ["python -", "ddpm-ds train", "ddpm-ds evaluate", "ddpm-ds sample"],
 }

@@ -1,7 +1,5 @@
 """Data sets of sd-scripts, OneTrainer and SimpleTuner become a run spec that needs no editing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.prepare import prepare
+from tests.evaluate import planted
 from tests.launching import tiny_spec
 from tests.training.test_previews import train
 
@@ -90,9 +89,7 @@ def imported(file: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> tupl
 
 def refusal(file: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line with which a file is refused; nothing is written."""
-    capsys.readouterr()
-    assert main(["import-data", str(file), "--spec", str(base), "--out", "mine.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = planted.refusal(capsys, "import-data", file, "--spec", base, "--out", "mine.yaml")
     assert not Path("mine.yaml").exists() and not [*Path().glob("*/metadata.jsonl")]
     return line
 

@@ -1,7 +1,5 @@
 """``ddpm-ds init``: it writes presets, and prints commands that can be typed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

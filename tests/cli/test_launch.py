@@ -1,7 +1,5 @@
 """``ddpm-ds train``: typed in a terminal, stopped with Ctrl-C, and continued with the command that it prints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The command ``ddpm-ds``: verbs, one-line errors, exit codes, and no heavy import before it is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

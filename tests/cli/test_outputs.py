@@ -1,7 +1,5 @@
 """Files that a user names are written whole, and replace a file only with --overwrite, by every program."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

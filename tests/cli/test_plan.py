@@ -1,7 +1,5 @@
 """``ddpm-ds plan``: output, files and refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

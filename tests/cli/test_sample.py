@@ -1,7 +1,5 @@
 """``ddpm-ds sample --conditions``: files in physical units, pictures, rollouts, continuation, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

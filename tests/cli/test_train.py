@@ -1,7 +1,5 @@
 """Bad input: one line with the fix, exit code 2, before any process group, and no run left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

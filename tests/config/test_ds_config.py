@@ -1,12 +1,11 @@
 """The DeepSpeed JSON: every key known, refused or filled, and the batch shared out exactly."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ddpm_ds.ground.errors import DsConfigError, LayoutError, SpecError
 from ddpm_ds.schema.layout import BUCKET_ELEMENTS
 from ddpm_ds.schema.section import Section
 from tests.ds_json import laid_out
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, error_of
 
 CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -53,21 +52,13 @@ def filled(config: dict[str, Any], *overrides: str, world_size: int = 1, stages:
     return laid_out(config, spec(*overrides), world_size=world_size, stages=stages, path=Path("x.json"))
 
 
-def refusal(config: dict[str, Any], *overrides: str, **layout: Any) -> str:
-    with pytest.raises((DsConfigError, LayoutError)) as caught:
-        filled(config, *overrides, **layout)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+refusal = partial(error_of, (DsConfigError, LayoutError), filled)
 
 
 def values_of(block: object) -> Iterator[object]:
     yield block
     for value in block.values() if isinstance(block, dict) else block if isinstance(block, list) else ():
         yield from values_of(value)
-
-
-# -------------------------------------------------------------------------------- the model
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -109,9 +100,6 @@ def test_every_field_says_what_it_does_or_why_it_has_one_value() -> None:
 def test_the_committed_tables_are_current() -> None:
     committed = (REPOSITORY / "docs" / "ds_configs.md").read_text()
     assert DS_CONFIG.markdown(3) in committed, "replace the tables by what `ddpm-ds schema ds_config --markdown` prints"
-
-
-# -------------------------------------------------------------------------------- what DeepSpeed is given
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -190,9 +178,6 @@ def test_a_decay_of_the_spec_drops_a_warm_up_that_agrees_with_it() -> None:
 def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
     assert "steps_per_print" not in filled(config()).config.given
     assert filled(config(wall_clock_breakdown=True)).config.steps_per_print == 50
-
-
-# -------------------------------------------------------------------------------- layout
 
 
 @pytest.mark.parametrize(
@@ -326,9 +311,6 @@ def test_a_layout_is_exact_or_refused(
     assert layout.replicas * layout.micro_batches * layout.micro_batch_images == batch == layout.batch_images
     assert layout.stages * layout.replicas == layout.world_size
     assert micro in (None, layout.micro_batch_images) and accumulation in (None, layout.micro_batches)
-
-
-# -------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The run spec's own rules: frozen, documented, and what no single field can know."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run specs on disk: YAML, --set, one-line errors, and the committed schema and reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC, SPECS, load_spec, rewritten
 from ddpm_ds.ground.errors import SpecError
 from ddpm_ds.schema.section import Section
+from tests import launching
 from tests.launching import REPOSITORY
 
 DIGITS = SPECS / "digits.yaml"
@@ -19,11 +18,7 @@ SIZE = "a whole number from 1 to 8,192 or two of these, [height, width]"
 
 
 def error_of(*overrides: str, path: Path = DIGITS) -> str:
-    with pytest.raises(SpecError) as caught:
-        load_spec(path, overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return launching.error_of(SpecError, load_spec, path, overrides)
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)

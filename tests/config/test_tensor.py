@@ -1,7 +1,5 @@
 """Tensor groups in the DeepSpeed JSON: what they are resolved to, what is refused, and advice that works when typed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

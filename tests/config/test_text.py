@@ -1,7 +1,5 @@
 """What a spec of captions may not ask for is refused in a line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

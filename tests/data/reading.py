@@ -1,14 +1,12 @@
 """How tests read a source and its errors."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from PIL import Image
 
 from ddpm_ds.data.cache import DatasetCache, Indices, Subset
@@ -17,8 +15,8 @@ from ddpm_ds.data.loader import MicroBatch, Share, micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Pixels, Source
-from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.ground.errors import DataError
+from tests.launching import error_of
 
 PICTURES = np.random.default_rng(3).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
 """Twelve colour pictures of 8x8 pixels."""
@@ -58,17 +56,7 @@ def loaded(
     return micro_batches(images, share, **{"seed": 0, **asked})
 
 
-def line_of(spec: DataSpec) -> str:
-    """The error of a source, which is one line."""
-    with pytest.raises(DataError) as caught:
-        open_source(spec)
-    assert str(caught.value).isprintable()
-    return str(caught.value)
-
-
-def refusal(spec: DataSpec) -> str:
-    """The error of a preparation, which is one line."""
-    with pytest.raises(DataError) as caught:
-        prepare(spec)
-    assert str(caught.value).isprintable()
-    return str(caught.value)
+line_of = partial(error_of, DataError, open_source)
+"""The error of opening a source."""
+refusal = partial(error_of, DataError, prepare)
+"""The error of a preparation."""

@@ -1,7 +1,5 @@
 """Buckets of aspect: their sizes, the bucket of an image, their caches, and the order of training."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Callable

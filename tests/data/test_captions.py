@@ -1,7 +1,5 @@
 """Captions are read beside their images, encoded once as diffusers' pipelines encode them, and chosen by key."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,7 +16,7 @@ from PIL import ExifTags, Image
 
 from ddpm_ds.data import captions
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
+from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import How, Recipes, images_of, prepare
@@ -139,15 +137,8 @@ def test_usual_places_of_captions_are_read(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"metadata.jsonl": LINES.replace("text", "caption")},
-            "metadata.jsonl has no text, but caption: --set data.text.captions=caption",
-        ),
-        (
-            {"2.json": '{"url": "x", "captions": ["two", "too"], "box": [1, 2]}', "a/1.txt": ""},
-            "2.json has no text, but captions, url: --set data.text.captions=captions",
-        ),
-        ({"a/1.txt": ""}, "1 of 2 images of data.source = folder have no caption, first 2.png; give each a .txt"),
+        ({"metadata.jsonl": LINES.replace("text", "caption")}, "2 of 2 images"),
+        ({"a/1.txt": ""}, "1 of 2 images of data.source = folder have no caption, first 2.png; give each a .txt "),
         ({"metadata.jsonl": '{"file_name": "no/9.png"}', **ONE, "a/1.txt": ""}, "1 of 3 images"),
         ({"metadata.jsonl": LINES * 2}, "line 3: a/1.png is named twice, and several captions are a list; write it"),
         ({"metadata.jsonl": '{"image_path": "2.png"}'}, "line 1: it has no file_name, but image_path; write"),
@@ -165,17 +156,13 @@ def test_usual_places_of_captions_are_read(
         ({"2.caption": 2**40}, "2.caption can't be read (it has more than 16,777,216 bytes); write it again"),
     ],
 )
-def test_captions_that_are_not_read_are_named_with_the_key_that_reads_them(
+def test_captions_that_are_not_read_are_one_line(
     spec_of: SpecOf, tmp_path: Path, files: Mapping[str, str | int | None], message: str
 ) -> None:
-    """And what advice sets is read."""
     with pytest.raises(DataError) as caught:
         captions.known_captions(opened(spec_of, tmp_path / "few", files), spec_of())
     line = str(caught.value)
     assert message in line and "\n" not in line
-    if "--set data.text.captions=" in line:
-        source = open_source(spec_of({"captions": line.rpartition("=")[2]}, path=tmp_path / "few"))
-        assert not source.captions.missing  # type: ignore[attr-defined]
 
 
 def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -392,34 +379,12 @@ def test_a_caption_is_chosen_by_seed_and_index_alone(spec_of: SpecOf) -> None:
     assert many.text is not None and len(many.text[first].unique(dim=0)) == 2, "both captions of the first cat are seen"
 
 
-def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = torch.randn(5, 7, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 7)[:, None]
-    tokens[0, 0] = 0.0
-    stored, scale = in_8_bits(tokens)
-    largest = tokens.abs().amax(dim=2, keepdim=True)
-    # Half a step of largest / 127, and the roundings of one division and one product of numbers up to the largest.
-    assert ((stored * scale[:, :, None] - tokens).abs() <= largest * (0.5 / STEPS + 4 * 2.0**-24)).all()
-    cache = prepare(spec_of({"stored": "int8"}), How(progress=True, encode_on=CPU))
-    message = capsys.readouterr().err
-    assert (
-        "int8: relative error of a token 0." in message
-        and "9 distinct captions of" in message
-        and "are free" in message
-    )
-    batch = batch_of(cache, fields={"text", "text_scale"})
-    assert batch.text is not None and batch.text.dtype == torch.int8 and batch.text_scale is not None
-    exact = batch_of(prepare(spec_of(), How(encode_on=CPU)), fields={"text"}).text
-    assert exact is not None
-    bound = batch.text_scale[:, :, None] * (0.5 + 1e-4) + exact.abs() * 2.0**-11  # and that of float16
-    assert ((batch.text * batch.text_scale[:, :, None] - exact).abs() <= bound).all()
-    assert cache.empty_text is not None and cache.empty_text.tokens.dtype == torch.float32
-
-
 def test_long_captions_are_cut_and_counted(spec_of: SpecOf, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "dogs" / "5.txt").write_text("dog " * 100)
     prepare(spec_of(), How(progress=True, encode_on=CPU))
     assert "1 of 9 captions have more than 77 tokens and are cut" in (message := capsys.readouterr().err)
     assert "the longest loses 25" in message, "100 words, a start and an end"
+    assert "9 distinct captions of" in message and "are free" in message
 
 
 def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -603,7 +568,7 @@ def test_captions_that_training_tokenizes_need_no_cache_and_know_their_encoders(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ({"stored": "int8", "tags": {"shuffle": True}}, "data.text.tags needs data.text.stored: text; give that, or"),
+        ({"stored": "ids", "tags": {"shuffle": True}}, "data.text.tags needs data.text.stored: text; give that, or"),
         ({"tags": {}}, "data.text.tags needs data.text.stored: text; give that, or use null"),
         ({"stored": "text", "tags": {"drop": 1.5}}, "data.text.tags.drop = 1.5 should be a number from 0 to 1"),
         ({"stored": "text", "tags": {"separator": ""}}, 'data.text.tags.separator = "" should be text of 1 to 20'),

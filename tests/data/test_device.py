@@ -1,7 +1,5 @@
 """The next micro-batch travels while the current one is computed with, and it is the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice

@@ -1,7 +1,5 @@
 """Fields: every source of named arrays into the cache and out of the loader, against the arrays that a test wrote."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import tracemalloc

@@ -1,7 +1,5 @@
 """Held-out images of a source of their own: never trained on, scaled as the training images are, or refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from itertools import islice

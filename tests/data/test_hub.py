@@ -1,8 +1,5 @@
 """Downloads from the Hugging Face hub: only the files that a model needs, once; each fault is one line."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ from ddpm_ds.ground.errors import DataError
 from tests.model_hub import ModelHub
 
 WEIGHTS = ("a.safetensors", "a.fp16.safetensors")
-Open = Callable[..., str]
 
 
 @pytest.fixture

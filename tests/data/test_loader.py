@@ -1,7 +1,5 @@
 """Which image comes when, micro-batches of it in every layout, and how they are read; what is held out never is."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import tracemalloc

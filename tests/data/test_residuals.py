@@ -1,7 +1,5 @@
 """Residuals are fields minus what a regression predicts of them, in a cache of their own beside that of the fields."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Several folders are one data set; each comes in proportion to its images and repeats, with captions of its own."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

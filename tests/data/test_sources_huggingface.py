@@ -1,7 +1,5 @@
 """Data sets of Hugging Face's library, made and saved by it."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """Samplers, and a whole drawing with one, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ What must be equal is compared in float64, in which ``assert_close`` allows 1e-7
 smallest signal, 1 / 80, in each of fifty steps at most.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A drawn image is a function of seed, index and label alone, whoever asks the U-Net and in whatever batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.data.latents import to_pixels
-from ddpm_ds.diffusion.condition import Scale
+from ddpm_ds.diffusion.condition import Condition, Scale
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec
 from ddpm_ds.ground import keyed
@@ -183,6 +181,20 @@ def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor 
     wanted = ((x + 1) * 127.5).round().clamp(0, 255)
     # predictions are rounded to steps of 2^-8 after float32's rounding of x, so that a few differ by a step
     assert ((found - wanted).abs() > 1).double().mean() < 0.02 and len(found.unique()) > 20
+
+
+@pytest.mark.parametrize(("text", "image", "wanted"), [(7.5, 1.5, 16.5), (7.5, 1.0, 16.0), (1.0, 1.5, 3.5), (1, 0, 2)])
+def test_a_text_and_an_image_guide_as_in_instruct_pix2pix(text: float, image: float, wanted: float) -> None:
+    """Of the predictions 3 with both, 1 without text and 0 without both."""
+    values: dict[str, Any] = {"guidance": text, "condition_guidance": image}
+    sampler = sampler_of(DiffusionSpec(objective="x0"), kind="ddim", steps=1, clip="none", **values)
+    given = [Condition(torch.full((2, 1, 6, 5), number), ()) for number in (3.0, 1.0, 0.0)]
+    drawing = drawing_of(sampler, torch.arange(2), conditions=given)
+    x, _ = drawing.inputs()
+    count = sampler.spec.predictions
+    assert len(x) == 2 * count == 2 * drawing.evaluations[0] and torch.equal(x[:2, :3], x[-2:, :3])
+    drawing.take(x[:, 3:].expand(-1, 3, -1, -1))
+    assert torch.equal(drawing.images(), torch.full((2, *SHAPE), wanted))
 
 
 # Pixels

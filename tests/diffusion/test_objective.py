@@ -1,8 +1,6 @@
 """Noise schedules are those of the papers; targets, conversions, weights and distances agree with one another and with
 numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process draws by image, not by batch; its loss is the paper's; it never waits for a device."""
 
-from __future__ import annotations
-
 from itertools import permutations, product
 from math import prod
 from typing import Any

@@ -9,8 +9,6 @@ What must be equal is compared in float64: a rounding error of 2^-53, divided by
 of the cosine schedule) in each of up to 1000 steps, stays below 3e-9, and ``assert_close`` allows float64 1e-7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Schedulers keep alpha_bar in fp32, so that their 1 - alpha_bar is off by 5e-4 at
 and not tables, they are given ours in fp64 here; the last test compares whole drawings with schedulers as they come.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """A run of fields with everything that a condition can have, that nobody trained: data, cache and checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

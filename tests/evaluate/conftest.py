@@ -1,7 +1,5 @@
 """Planted runs, prepared digits, and what stands in for MLflow, for all tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs and trained weights that nobody trained: a U-Net with random weights, in memory or saved as a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Our diffusion process and the configuration of diffusers' DDPMScheduler: there, back, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

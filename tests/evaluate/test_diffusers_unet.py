@@ -1,8 +1,6 @@
 """Our U-Net and diffusers' UNet2DModel and UNet2DConditionModel: configurations and tensors there and back, refusals,
 and rung a of the ladder of trust: the same predictions and gradients on the same weights."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

@@ -1,7 +1,5 @@
 """Ensembles: ``ddpm-ds evaluate`` with conditions, and scores against loops, closed forms and a known posterior."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -59,10 +57,11 @@ def drawn(run_dir: Path, members: int, **sampler: Any) -> tuple[Any, Any]:
     return torch.stack([members for _, members in found], dim=1), inputs.truth(every)
 
 
+@pytest.mark.parametrize("space", [1, 2])
 def test_the_members_of_every_held_out_field_are_scored_against_it(
-    fields: Path, evaluate: Evaluate, trackers: list[Any], tmp_path: Path
+    fields: Path, evaluate: Evaluate, trackers: list[Any], tmp_path: Path, space: int
 ) -> None:
-    out = evaluate(fields, "--members", MEMBERS, "--out", tmp_path / "here")
+    out = evaluate(fields, "--members", MEMBERS, "--space", space, "--out", tmp_path / "here")
     expected = field_scores(*drawn(fields, MEMBERS), channels=["t2m", "u"])
     content = report(tmp_path / "here")
     scores = content["scores"]

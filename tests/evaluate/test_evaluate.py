@@ -1,7 +1,5 @@
 """ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -181,7 +179,7 @@ OF_DRAWN = "--prompts held-out is an option for drawn images, and --metrics loss
     [
         ("--metrics fid", "--metrics fid can't be computed: there is no network here"),
         ("--metrics pixel,inception", "'inception' is none of fid, kid, pr, pixel"),
-        ("--metrics digits", "is none of fid, kid, pr, pixel, clip, loss"),
+        ("--metrics digits", "is none of fid, kid, pr, pixel, loss"),
         ("--count 9", "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
         ("--inception-weights nowhere.pt", "--inception-weights nowhere.pt can't be used (No such file"),
         ("--guidance 1,x", "'x' is not a guidance from 0 to 1,000"),
@@ -242,7 +240,7 @@ def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(OutputError, match="name a folder for caches with XDG_CACHE_HOME"):
         cache_beside(tmp_path / "data" / "digits")
-    Scorer(["pixel"], digits, None, None)  # which keeps no statistics
+    Scorer(["pixel"], digits, None)  # which keeps no statistics
 
 
 NAMES = ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))]

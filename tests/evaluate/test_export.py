@@ -1,7 +1,5 @@
 """ddpm-ds export and import: what diffusers makes of a folder, the way back, the card, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

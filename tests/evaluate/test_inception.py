@@ -1,7 +1,5 @@
 """Fréchet distances, and Inception's scores by torch-fidelity with random weights, and messages without them."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 from pathlib import Path

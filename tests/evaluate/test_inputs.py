@@ -1,9 +1,8 @@
 """What images are conditioned on: drawn as a plain loop draws them, whatever is drawn at once, in physical units."""
 
-from __future__ import annotations
-
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
 from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
-from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
+from ddpm_ds.evaluate.sampling import Setup, SpaceRanks, check_guide, draw
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground import keyed
 from ddpm_ds.ground.errors import CheckpointError, DataError, SpecError
@@ -382,6 +381,11 @@ def test_the_verb_stores_fields_minus_predictions_which_samples_add_again(
     ((_, members),) = draw_ensembles(trained, SAMPLER, inputs, [1], 2, seed=0, batch_images=8)
     alone = torch.stack([plain_loop(trained, SAMPLER, 1, image) for image in (2, 3)])
     torch.testing.assert_close(members, alone + torch.from_numpy(predicted[inputs.positions[1]]), rtol=1e-4, atol=1e-2)
+    with SpaceRanks(2, CPU) as ranks:
+        shared = replace(trained, ranks=ranks).shared()
+        assert shared.regression is not None and shared.regression.ranks is ranks
+        ((_, together),) = draw_ensembles(shared, SAMPLER, Inputs.held_out(shared), [1], 2, seed=0, batch_images=8)
+    torch.testing.assert_close(together, members, rtol=1e-4, atol=1e-2)
 
     other = {**checksums_of(store, store), REGRESSION: "0" * 64}
     plant(planted.run_dir, 640, data_sha256=other, facts=store.meta.facts, **sections_of(spec))

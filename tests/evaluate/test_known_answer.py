@@ -6,8 +6,6 @@ The quick test trains 200 steps. Over five seeds its ensembles had a mean error 
 long one trains for about a quarter of an hour on two idle cores, and asks for what the exact draws have, within 10 %.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

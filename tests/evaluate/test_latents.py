@@ -1,7 +1,5 @@
 """Runs that have learned latents: what they draw is decoded, in pictures, samples, scores and exports."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,9 +1,6 @@
-"""Images for prompts: which text the U-Net reads, what guidance leads away from, and how well images fit, by CLIP."""
-
-from __future__ import annotations
+"""Images for prompts: which text the U-Net reads, and what guidance leads away from."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import torch
 from make_text import write_encoders
 from PIL import Image
 from torch import Tensor
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.cli.sample import TextOptions, texts_of
@@ -23,14 +19,22 @@ from ddpm_ds.data.prepare import How, prepare
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import DiffusionSpec
-from ddpm_ds.evaluate.inception import Clip
 from ddpm_ds.evaluate.sampling import Setup, draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from ddpm_ds.ground.errors import DataError, SpecError
+from ddpm_ds.ground.errors import SpecError
 from tests.evaluate.conftest import FakeTracker
-from tests.evaluate.planted import FAST, FAST_SAMPLER, Sample, difference, plant, refusal, sample_verb, trained_of
+from tests.evaluate.planted import (
+    FAST,
+    FAST_SAMPLER,
+    Sample,
+    difference,
+    plant,
+    refusal,
+    report,
+    sample_verb,
+    trained_of,
+)
 from tests.launching import tiny_spec
-from tests.model_hub import ModelHub
 
 CPU = torch.device("cpu")
 WORDS = ("a", "red", "blue", "circle", "square")
@@ -248,9 +252,6 @@ NO_TEXT = "reads no text (unet.text is null); leave it out"
         ("--prompt a --prompts b.txt", "not allowed with argument --prompt"),
         ("--prompt a", NO_TEXT),
         ("--negative a", NO_TEXT),
-        ("evaluate --metrics clip", NO_TEXT),
-        ("evaluate --clip-model x", NO_TEXT),
-        ("evaluate --metrics clip", "--metrics clip needs --clip-model, such as"),
     ],
 )
 def test_prompts_that_can_not_be_drawn_are_refused_in_one_line(
@@ -259,8 +260,7 @@ def test_prompts_that_can_not_be_drawn_are_refused_in_one_line(
     (tmp_path / "empty.txt").write_text("\n \n")
     path = without_classes if message == NO_TEXT else run_dir
     options = words.replace("EMPTY", str(tmp_path / "empty.txt")).split()
-    verb, given = ("evaluate", [*options[1:], "--count", "10"]) if options[0] == "evaluate" else ("sample", options)
-    assert message in refusal(capsys, verb, path, *FAST, *given)
+    assert message in refusal(capsys, "sample", path, *FAST, *options)
 
 
 def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(encoders: Path) -> None:
@@ -278,101 +278,8 @@ def test_a_prompt_of_a_million_characters_is_refused_in_a_line(trained: Trained)
             sample(trained, 1, sampler=FAST_SAMPLER, prompts=prompt, negative=negative)
 
 
-SHOWN = ["a red circle", "a blue square", "a circle"]
-
-
-@pytest.fixture(scope="module")
-def model(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random CLIP model with its processor."""
-    folder = tmp_path_factory.mktemp("clip")
-    tokenizer = CLIPTokenizer.from_pretrained(encoders / "tokenizer")
-    layer = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**layer, "vocab_size": len(tokenizer), "max_position_embeddings": 9}
-    text |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    vision = {**layer, "image_size": 16, "patch_size": 8}
-    with torch.random.fork_rng():
-        torch.manual_seed(2)  # some prompts fit, others point away
-        made = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.normal_(std=0.5)  # else all images are about alike
-    made.save_pretrained(folder)
-    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    CLIPProcessor(images, tokenizer).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_scores_are_the_cosines_of_transformers_own_model_times_100(model: Path, channels: int) -> None:
-    random = np.random.default_rng(0)
-    images = (random.integers(0, 256, (40, channels, 20, 24)) * random.random((40, channels, 1, 1))).astype(np.uint8)
-    found = Clip(model).scores(images, SHOWN, CPU)
-    assert found.shape == (40,) and (found == 0.0).any() and len(np.unique(found.round(3))) > 5
-    judge, processor = CLIPModel.from_pretrained(model), CLIPProcessor.from_pretrained(model)
-    for number, image in enumerate(images):
-        shown = Image.fromarray(image[0] if channels == 1 else image.transpose(1, 2, 0)).convert("RGB")
-        with torch.no_grad():
-            logit = judge(**processor(text=SHOWN[number % 3], images=shown, return_tensors="pt")).logits_per_image
-            theirs = 100.0 * (logit / judge.logit_scale.exp()).item()
-        assert found[number] == pytest.approx(max(theirs, 0.0), abs=1e-3), "a cosine in fp32, times 100"
-
-
-def test_a_prompt_that_is_too_long_is_cut_and_a_name_on_the_hub_is_as_good_as_a_folder(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = ModelHub(tmp_path / "cache")
-    hub.repositories["owner/clip"] = model
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
-    monkeypatch.chdir(tmp_path)
-    images = np.random.default_rng(0).integers(0, 256, (2, 3, 16, 16), dtype=np.uint8)
-    long = [" ".join(["red"] * count) for count in (7, 30)]
-    by_name = Clip(Path("owner/clip"))
-    assert by_name.scores(images[:1], long[:1], CPU) == by_name.scores(images[:1], long[1:], CPU)
-    np.testing.assert_array_equal(by_name.scores(images, SHOWN, CPU), Clip(model).scores(images, SHOWN, CPU))
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        ("model.safetensors", "it is no CLIP model with weights in safetensors"),
-        ("config.json", "No such file or directory"),
-        ("tokenizer", "it has neither tokenizer.json nor vocab.json"),
-        ("text model", "it is no CLIP model"),
-    ],
-)
-def test_a_folder_without_a_clip_model_is_one_line(
-    model: Path, encoders: Path, tmp_path: Path, harm: str, message: str
-) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(encoders / "text_encoder" if harm == "text model" else model, folder)
-    for path in folder.glob(f"{harm}*"):
-        path.unlink()
-    with pytest.raises(DataError, match=rf"^--clip-model .*{message}.*; name the folder of a CLIPModel[^\n]*$"):
-        Clip(folder)
-
-
-def scored(run: Path, *words: object) -> tuple[Path, dict[str, Any]]:
-    """Evaluate ten images by CLIP; return the folder of the evaluation and its report."""
-    assert main(["evaluate", str(run), *FAST, "--count", "10", "--metrics", "clip", *map(str, words)]) == 0
-    (folder,) = (run / "evaluations").iterdir()
-    return folder, json.loads((folder / "scores.json").read_text())
-
-
-def test_evaluate_scores_the_prompts_that_it_draws_for(
-    model: Path, encoders: Path, tmp_path: Path, trackers: list[FakeTracker], capsys: pytest.CaptureFixture[str]
-) -> None:
-    plant(tmp_path / "run", **sections(encoders))
-    (tmp_path / "prompts.txt").write_text("\n".join(SHOWN))
-    folder, content = scored(tmp_path / "run", "--prompts", tmp_path / "prompts.txt", "--clip-model", model)
-    (score,) = content["scores"]
-    found = Clip(model).scores(np.load(folder / "drawn" / "images.npy"), SHOWN, CPU)
-    assert score["value"] == pytest.approx(found.mean()) and score["references"] == 3 and content["reference"] is None
-    assert trackers[-1].logged == {"eval/clip_10": score["value"]} and content["prompts"] == SHOWN
-    assert f"CLIP score, {model.name}" in capsys.readouterr().out
-
-
 def test_prompts_may_be_the_captions_of_the_held_out_images(
-    model: Path, encoders: Path, tmp_path: Path, trackers: list[FakeTracker]
+    encoders: Path, tmp_path: Path, trackers: list[FakeTracker]
 ) -> None:
     pictures = tmp_path / "pictures"
     pictures.mkdir()
@@ -385,5 +292,5 @@ def test_prompts_may_be_the_captions_of_the_held_out_images(
     values["data"] |= {"path": str(pictures), "store_root": str(tmp_path), "held_out_images": 3, "held_out": "last"}
     known = prepare(tiny_spec(**values).data, How(encode_on=CPU)).meta.sha256
     plant(run, data_sha256=known, **values)
-    _, content = scored(run, "--clip-model", model, "--prompts", "held-out")
-    assert content["prompts"] == ["red circle", "blue circle", "red circle"]
+    assert main(["evaluate", str(run), *FAST, "--count", "10", "--metrics", "pixel", "--prompts", "held-out"]) == 0
+    assert report(run / "evaluations")["prompts"] == ["red circle", "blue circle", "red circle"]

@@ -1,12 +1,13 @@
 """Images from trained weights: one batch, the sampler's options, what ddpm-ds sample writes, and going on."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import errno
+import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,21 @@ from ddpm_ds.cli.options import add_options, read
 from ddpm_ds.cli.sample import SamplerOptions, samplers_from
 from ddpm_ds.diffusion.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.evaluate import outputs
-from ddpm_ds.evaluate.sampling import Setup, check_guide, draw
+from ddpm_ds.evaluate.sampling import Setup, SpaceRanks, check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from ddpm_ds.ground.errors import EvaluationError, SpecError
+from ddpm_ds.ground.errors import EXIT_PEER_LOST, EvaluationError, SpecError
 from ddpm_ds.tracking.pictures import grid
-from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, difference, plant, sample_verb, trained_of
+from tests.evaluate.planted import (
+    FAST,
+    FAST_SAMPLER,
+    UNLABELLED,
+    Sample,
+    difference,
+    plant,
+    sample_verb,
+    trained_of,
+)
 from tests.launching import tiny_spec
 
 INDEX = torch.arange(6)
@@ -334,3 +344,63 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_drawn_images_are_kept(
         assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in printed
     watch_drawing()
     assert sample(*arguments).startswith("4 of 6 images are there from before")
+
+
+def test_a_command_on_two_devices_draws_the_images_of_one(planted: Path, sample: Sample, tmp_path: Path) -> None:
+    """The guide's images too; the other process ends with the command."""
+    arguments = ("--count", 2, "--guide", planted, "--guidance", 2)
+    for space in ("1", "2"):
+        sample(*arguments, "--space", space, "--out", tmp_path / f"{space}.npz")
+    one, two = (torch.from_numpy(np.load(tmp_path / f"{space}.npz")["arr_0"]) for space in ("1", "2"))
+    assert difference(one, two) <= 1 and not multiprocessing.active_children()
+
+
+def test_devices_share_images_of_several_sizes(trained: Trained) -> None:
+    """The other process gets the weights once, and computes its own rows: 3 of 6 rows, and 4 of 8."""
+    with SpaceRanks(2, torch.device("cpu")) as ranks, torch.inference_mode():
+        for size in ((8, 8), (12, 8), (8, 8)):
+            alone = trained.resized(size)
+            shared = replace(alone, ranks=ranks).shared()
+            x_t, t = torch.randn(2, 1, *size), torch.tensor([3, 700])
+            assert torch.allclose(shared.unet(x_t, t, t % 10), alone.unet(x_t, t, t % 10), rtol=0.0, atol=1e-4)
+            (_,) = multiprocessing.active_children()
+
+
+LOSES = """
+import multiprocessing, os, sys
+from ddpm_ds.cli.main import main
+from ddpm_ds.evaluate import sampling
+inner = sampling.Drawing.take
+def take(self, prediction):
+    multiprocessing.active_children()[0].kill()
+    inner(self, prediction)
+sampling.Drawing.take = take
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_lost_process_ends_the_command_in_one_line(planted: Path, tmp_path: Path) -> None:
+    """After the first prediction the other process is killed."""
+    (tmp_path / "loses.py").write_text(LOSES)
+    words = ["sample", str(planted), *FAST, "--space", "2", "--out", str(tmp_path / "x")]
+    ended = subprocess.run([sys.executable, tmp_path / "loses.py", *words], capture_output=True, text=True)
+    assert ended.returncode == EXIT_PEER_LOST and "Traceback" not in ended.stderr, ended
+    assert "ddpm-ds: error: a process that shares the images with --space has ended; " in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (
+            (8, "--size", "6x8"),
+            "--space 8: level 0 of an image of height 6 has 6 rows; sizes that work are 1, 2, 3, 4, 6;",
+        ),
+        ((7,), "--space 7: level 0 of an image of height 8 gives one rank 1.75 shares of 8 rows; sizes that work are"),
+        ((9,), "'9' is not a number of devices from 1 to 8"),
+    ],
+)
+def test_devices_that_would_have_too_few_rows_are_refused(
+    sample: Sample, tmp_path: Path, given: tuple[object, ...], fault: str
+) -> None:
+    assert fault in sample("--space", *given, "--out", tmp_path / "x", code=2) and not multiprocessing.active_children()

@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
 SCHEDULER = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
 
-def write_pipeline_of(folder: Path, kind: str) -> Path:
+def write_pipeline_of(folder: Path, kind: str, shift_factor: float | None = 0.5) -> Path:
     """A pipeline with random weights, as ``save_pretrained`` writes one."""
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -76,7 +76,7 @@ def write_pipeline_of(folder: Path, kind: str) -> Path:
     unet = diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **KINDS[kind])
     randomise(unet, 0)
     sides = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    vae = diffusers.AutoencoderKL(**sides, block_out_channels=[8, 16], norm_num_groups=4, shift_factor=0.5)
+    vae = diffusers.AutoencoderKL(**sides, block_out_channels=[8, 16], norm_num_groups=4, shift_factor=shift_factor)
     parts: dict[str, Any] = {"vae": vae, "unet": unet, "scheduler": diffusers.EulerDiscreteScheduler(**SCHEDULER)}
     parts["text_encoder"] = CLIPTextModel.from_pretrained(folder / "text_encoder")
     parts["tokenizer"] = CLIPTokenizer.from_pretrained(folder / "tokenizer")
@@ -358,7 +358,7 @@ def test_a_unet_is_found_wherever_a_single_file_has_it(
         ({"force_zeros_for_empty_prompt": ...}, "zeros"),
         ({"force_zeros_for_empty_prompt": False}, "empty"),
         ({"force_zeros_for_empty_prompt": "no"}, 'force_zeros_for_empty_prompt = "no"'),
-        ({"is_cosxl_edit": True}, "is_cosxl_edit = true: no such setting of a pipeline is known here"),
+        ({"use_full_z_range": True}, "use_full_z_range = true: no such setting of a pipeline is known here"),
     ],
 )
 @pytest.mark.parametrize("pipeline", ["sdxl"], indirect=True)
@@ -402,11 +402,19 @@ def imported_spec(pipeline: Path) -> RunSpec:
     return import_of(pipeline, base_spec(folder, autoencoder=str(pipeline / "vae")), folder / "out")[0]
 
 
-def checkpoint_of(pipeline: Path, folder: Path, noise: str, learned: dict[str, str] | None = None, **text: Any) -> Path:
+def checkpoint_of(
+    pipeline: Path,
+    folder: Path,
+    noise: str,
+    learned: dict[str, str] | None = None,
+    condition: dict[str, Any] | None = None,
+    **text: Any,
+) -> Path:
     """A checkpoint of a run that began with a pipeline, and has other weights and keys of ``data.text`` since."""
     values = imported_spec(pipeline).model_dump(mode="json")
     values["diffusion"] |= NOISE[noise]
     values["data"]["text"] |= text
+    values["data"]["condition"] = condition
     values["train"]["initial_weights"] = None
     spec = RunSpec.model_validate_json(json.dumps(values))
     unet = UNet(unet_layers(spec.unet, spec.data.interface), 0)

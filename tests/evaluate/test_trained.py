@@ -1,7 +1,5 @@
 """Trained weights from checkpoints of any layout and from folders of diffusers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

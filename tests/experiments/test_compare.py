@@ -1,7 +1,5 @@
 """Comparing runs: what differs, with ratios to the first."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Real runs with a planted fault each, which the verdict names; and the verb, on runs it can judge and on others."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Notes: why a run is made, and what was learned from it."""
 
-from __future__ import annotations
-
 import shutil
 from datetime import date
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ddpm-ds sweep: trials that are made, run, stopped, gone on with and compared."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -20,6 +20,7 @@ from ddpm_ds.ground.device import LOCKING_ENVIRONMENT, MESSAGE_ENVIRONMENT, choo
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.host import processors
 from tests.forking import ONE_THREAD, REPOSITORY
+from tests.launching import error_of
 
 TOO_OLD = (
     "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
@@ -54,10 +55,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def refused(wanted: str = "auto", stages: int = 1) -> str:
-    with pytest.raises(LayoutError) as error:
-        choose_device(wanted, stages)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_of(LayoutError, choose_device, wanted, stages)
 
 
 ALL = 2**50  # bytes of the host's memory

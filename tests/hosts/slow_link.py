@@ -7,8 +7,6 @@ many images as its share of a step of both, so the difference is communication. 
 so that the simulated step alone is the measured one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

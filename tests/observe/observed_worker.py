@@ -7,8 +7,6 @@ A case has the ladder's ``case``; ``course``, the steps in the order in which th
 ``REPORT_FOLDER/NAME``, what observers report to ``REPORT_FOLDER/rank{r}.json``.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -101,7 +99,9 @@ def run(entry: dict[str, Any]) -> dict[str, Any]:
     found = train(engine, entry, observers)
     if entry["name"] != "broken":
         observers.finish()
-        found["restored"] = not is_wrapped(engine) and dist.Work.wait is wait
+        found["restored"] = (
+            not is_wrapped(engine) and dist.Work.wait is wait and "swap" not in vars(engine.module.space)
+        )
     engine.destroy()
     return {**found, **vars(told), "expected": expected}
 

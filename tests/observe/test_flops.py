@@ -1,7 +1,5 @@
 """The flops profile: its table equals PyTorch's own count, in every layout; it is made once."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The timeline's clock and metrics, its files, and its limits, of traces written by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

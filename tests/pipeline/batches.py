@@ -1,7 +1,5 @@
 """Images of a step, a rank's micro-batches of them, and their device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from operator import itemgetter
 
@@ -79,7 +77,12 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
         labels=torch.randint(0, 10, (batch,), generator=generator),
         index=torch.arange(step * batch, (step + 1) * batch),
     )
-    if condition is not None and condition.kind == "stored":
+    if data.autoencoder is not None:
+        whole = whole._replace(images=torch.randn(shape, generator=generator).half())
+        if data.condition_is_stored:
+            given = torch.randn(batch, data.interface.condition_channels, *data.size, generator=generator)
+            whole = whole._replace(condition=given.half())
+    elif condition is not None and condition.kind == "stored":
         coarse = (batch, condition.channels, *(side // 2 for side in data.size))
         whole = whole._replace(condition=torch.rand(coarse, generator=generator))
     if condition is not None and condition.vector_size:
@@ -87,15 +90,14 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
     if data.mask is not None:
         mask = torch.rand(batch, 1, *data.size, generator=generator) < 0.7
         mask[1] = False  # nothing counts in an image of each step
-        whole = whole._replace(mask=mask.to(torch.uint8))
+        grey = torch.randint(1, 256, mask.shape, generator=generator) if data.autoencoder is not None else 1
+        whole = whole._replace(mask=(mask * grey).to(torch.uint8))
     if any(source.loss_weight != 1 for source in data.sources):
         whole = whole._replace(weight=torch.rand(batch, generator=generator))
     if (text := spec.unet.text) is not None:
         tokens = torch.randn(batch, text.tokens, text.context_channels, generator=generator)
-        scale = tokens.abs().amax(2) / 127
         whole = whole._replace(
-            text=(tokens / scale[:, :, None]).round().to(torch.int8),
-            text_scale=scale,
+            text=tokens.half(),
             pooled=torch.randn(batch, text.pooled_channels or 0, generator=generator).half(),
             sizes=torch.randint(0, 1024, (batch, SIZES), generator=generator).float(),
         )
@@ -114,7 +116,7 @@ def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[Mic
     if engine.stage_id not in (0, engine.loss_stage):
         batch = batch._replace(images=batch.images.new_empty(len(batch.index), 0))
     if not engine.readers:
-        batch = batch._replace(text=None, text_scale=None)
+        batch = batch._replace(text=None)
     for first in range(engine.replica * size, len(batch.index), replicas * size):
         part = batch.each(itemgetter(slice(first, first + size)))
         sized = len(engine.module.sized_layers) > 1 and part.images.numel()

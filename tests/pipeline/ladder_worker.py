@@ -53,6 +53,7 @@ from ddpm_ds.schema.layout import AcrossHosts, Layout, Schedule, SpaceSplit, Ten
 from ddpm_ds.unet import model, operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
+from ddpm_ds.unet.names import trained_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
 from ddpm_ds.unet.shards import layers_of_rank, row_layers, split_layers, swaps_of
 from ddpm_ds.unet.space import SpaceGroup
@@ -67,7 +68,7 @@ EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0
 """Settings of Adam in 8 bits, those of the reference."""
 Precision = Literal["fp32", "fp16", "bf16"]
 Process = Literal["plain", "heads", "edm", "flow", "weighted", "rectangles", "uneven",
-                  "stored", "reduced", "regression", "text", "caption", "buckets"]  # fmt: skip
+                  "stored", "reduced", "regression", "text", "caption", "buckets", "cut"]  # fmt: skip
 """Kinds of training; :func:`spec_of` and :func:`fields_spec` have the specs."""
 COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "uneven", "stored", "text", "caption", "buckets")
 """Kinds of training whose bytes are counted."""
@@ -110,6 +111,12 @@ class Case:
     """Number of ranks that share each image."""
     levels: tuple[int, ...] | Literal["auto"] = "auto"
     """Levels whose rows they share."""
+    train: tuple[str, ...] = ()
+    """Patterns of diffusers' names of the parameters that are trained; all without."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """Factors on the learning rate by such patterns."""
+    rounded: bool = False
+    """Whether weights have 16 bits alone, and are rounded at random."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Case:
@@ -122,11 +129,12 @@ class Case:
         zero = {"stage": self.zero, "reduce_bucket_size": 4096}
         fused = self.fused or self.offload
         adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": fused}}
+        eight = EIGHT_BIT | ({"stochastic_rounding": True} if self.rounded else {})
         blocks: dict[str, Any] = {
             "pipeline": {"use_reentrant": self.reentrant},
             "kernels": self.kernels,
             "compile": self.compile,
-            "optimizer": {"type": "AdamW8bit", "params": EIGHT_BIT} if self.eight_bit else adamw,
+            "optimizer": {"type": "AdamW8bit", "params": eight} if self.eight_bit else adamw,
             "gradient_clipping": 1.0,
             "zero_optimization": {**zero, **({"offload_optimizer": {"device": "cpu"}} if self.offload else {})},
             "steps_per_print": 1 if self.wall_clock else None,
@@ -150,6 +158,10 @@ class Case:
             config=config_of(**blocks),
         )
 
+    def layers(self, spec: RunSpec, size: tuple[int, int] | None = None) -> tuple[Layer, ...]:
+        """The whole layers of a spec's U-Net, trained as in the case."""
+        return trained_layers(layers_of(spec, size), self.train, {pattern: float(rate) for pattern, rate in self.rates})
+
     def bounds(self, layers: tuple[Layer, ...]) -> tuple[int, ...]:
         """The bounds of the stages."""
         return partition(layers, self.stages, self.cuts or "flops", self.schedule)
@@ -158,10 +170,10 @@ class Case:
         """This rank's engine for the U-Net of a spec; ``blocks`` replace some of the configuration."""
         resolved = self.resolved(spec.train.batch_images)
         sizes = [None, *(BUCKETS[1:] if spec.data.buckets else ())]
-        layers, *others = (shared_layers(spec, size, resolved.layout) for size in sizes)
+        layers, *others = (shared_layers(self.layers(spec, size), resolved.layout) for size in sizes)
         engine = build_engine(
             layers,
-            self.bounds(layers_of(spec)),
+            self.bounds(self.layers(spec)),
             resolved.with_keys(blocks),
             objective_of(spec),
             seed=spec.train.seed,
@@ -171,9 +183,9 @@ class Case:
         return engine
 
 
-def shared_layers(spec: RunSpec, size: tuple[int, int] | None, layout: Layout) -> tuple[Layer, ...]:
-    """The layers of a spec's U-Net as the groups of a layout share them."""
-    return row_layers(split_layers(layers_of(spec, size), layout.tensor), layout.space)
+def shared_layers(layers: tuple[Layer, ...], layout: Layout) -> tuple[Layer, ...]:
+    """The layers as the groups of a layout share them."""
+    return row_layers(split_layers(layers, layout.tensor), layout.space)
 
 
 def build_awake_layer(
@@ -211,14 +223,17 @@ class Reference:
     def __init__(self, spec: RunSpec, layers: tuple[Layer, ...], precision: Precision) -> None:
         self.modules = nn.ModuleList(build_awake_layer(layer, i, spec.train.seed) for i, layer in enumerate(layers))
         self.modules.to(device(), DTYPES[precision])
-        self.masters = [parameter.detach().float() for parameter in self.modules.parameters()]
+        self.trained = [(name, one) for name, one in self.modules.named_parameters() if one.requires_grad]
+        self.masters = [parameter.detach().float() for _, parameter in self.trained]
         self.modules.double()
         self.spec, self.objective, self.stored = spec, objective_of(spec), DTYPES[precision]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.0)
+        rates = (rate for layer in layers for rate in layer.rates or (1.0,) * len(layer.listed) if rate)
+        groups = [{"params": [one], "lr": 1e-3 * rate} for one, rate in zip(self.masters, rates, strict=True)]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
 
     def step(self, batch: MicroBatch) -> Expected:
         """One optimizer step."""
-        names, parameters = zip(*self.modules.named_parameters(), strict=True)
+        names, parameters = zip(*self.trained, strict=True)
         images, losses, found = images_of(self.spec, batch), [], []
         for image in images:
             losses.append(self._loss(image))
@@ -249,12 +264,12 @@ class Reference:
 
 
 @functools.cache
-def expected_steps(precision: Precision, compiled: bool, process: Process) -> list[Expected]:
+def expected_steps(precision: Precision, compiled: bool, process: Process, layers: tuple[Layer, ...]) -> list[Expected]:
     """Results that all cases of a precision must equal, computed by rank 0; no other setting changes them."""
     found: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         spec = spec_of(compiled, process)
-        reference = Reference(spec, layers_of(spec), precision)
+        reference = Reference(spec, layers, precision)
         found = [[reference.step(global_batch(spec, step)) for step in range(STEPS)]]
     for group in value_groups():
         torch.distributed.broadcast_object_list(found, group=group, group_src=0)
@@ -269,11 +284,13 @@ def error_of(engine: UnetPipelineEngine, name: str, found: Tensor, expected: Exp
     return difference(found, own, whole) / expected.cancelled[name]
 
 
-def bits_of_whole_parameters(engine: UnetPipelineEngine) -> str:
-    """Checksum of the parameters that this rank shares with all others of its stage."""
+def bits_of(engine: UnetPipelineEngine, *, frozen: bool = False) -> str:
+    """Checksum of the parameters that this rank shares with all others of its stage, or of those that are not trained,
+    which have no gradient."""
     digest = hashlib.sha256()
     for parameter in engine.module.parameters():
-        if shard_of(parameter) is None:
+        assert parameter.requires_grad or parameter.grad is None
+        if not parameter.requires_grad if frozen else shard_of(parameter) is None:
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -285,15 +302,16 @@ def difference(found: Tensor, expected: Tensor, whole: Tensor | None = None) -> 
 
 def gradients_of(engine: UnetPipelineEngine) -> Iterator[tuple[str, Tensor | None]]:
     """This stage's gradients, scaled; the parts of all replicas are added."""
-    named = list(engine.module.named_parameters())
+    named = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
     if not isinstance(engine.gradients, FlatGradients):
         yield from ((name, parameter.grad) for name, parameter in named)
         return
     sizes = [parameter.numel() for _, parameter in named]
     parts = (flat := torch.zeros(sum(sizes), device=engine.device)).split(sizes)
     places = dict(zip((name for name, _ in named), parts, strict=True))
+    sums = {master: engine.gradients.own_sum[place] for master, place in engine.gradients._stepped}
     for piece in engine.gradients.owned():
-        places[piece.name][piece.first : piece.first + piece.length] = piece.of(engine.gradients.own_sum)
+        places[piece.name][piece.first : piece.first + piece.length] = piece.of(sums[piece.master])
     torch.distributed.all_reduce(flat, group=engine.grid.get_data_parallel_group())
     yield from ((name, places[name].view(parameter.shape)) for name, parameter in named)
 
@@ -366,7 +384,7 @@ def farthest_prediction(engine: UnetPipelineEngine, spec: RunSpec, precision: Pr
 def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int, place: int) -> list[float]:
     """Bytes of messages and of collectives that a rank of the pipeline, at its ``place`` in a space group, sends in a
     step, as the planner counts them."""
-    bounds, reductions = case.bounds(layers_of(spec)), weight_passes(programs, case.schedule)
+    bounds, reductions = case.bounds(case.layers(spec)), weight_passes(programs, case.schedule)
     resolved = case.resolved(spec.train.batch_images)
     sizes = [spec.data.size]
     if spec.data.buckets is not None:
@@ -376,7 +394,7 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int, 
         "arithmetic_bytes": arithmetic_dtype(device().type, DTYPES[case.precision]).itemsize,
         "gives_gradients": device().type == "cuda",
     }
-    lists = [layers_of_rank(shared_layers(spec, size, resolved.layout), place) for size in sizes]
+    lists = [layers_of_rank(shared_layers(case.layers(spec, size), resolved.layout), place) for size in sizes]
     exchanges = [run_exchange(resolved, layers, bounds, reductions, **kind) for layers in lists]
     messages = sum(sum(sent.messages[max(stage - 1, 0) : stage + 1]) for sent in exchanges) / len(exchanges)
     messages += sum(sent.swaps[stage] for sent in exchanges) / len(exchanges)
@@ -413,6 +431,12 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
     "uneven": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (12, 4)}},
+    "cut": {  # latents, a cut image's latents and a hole: 9 channels, masks, and captions whose draw drops both
+        "data": {"autoencoder": "vae", "channels": 4, "mask": "alpha", "horizontal_flips": True}
+        | {"condition": {"kind": "cut_out", "drop": 0.3}},
+        "diffusion": {"objective": "v"},
+        "sampler": {"clip": "none"},
+    },
     "buckets": {
         "data": {"buckets": {"step": 8}},
         "unet": {"dropout": 0.0},
@@ -425,7 +449,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
 def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
     sections = SECTIONS.get(process, {})
-    if process in ("text", "caption", "buckets"):
+    if process in ("text", "caption", "buckets", "cut"):
         tokens = 227 if process == "caption" else 5
         return tiny_text_spec(levels=2 if process == "text" else 1, tokens=tokens, **sections)
     if process in ("stored", "reduced", "regression"):
@@ -510,7 +534,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     swaps = count_swaps(engine)
     # Compiled layers run eagerly where operators are watched; each of these processes sends the same bytes.
     counting, records = not case.compile and case.process in COUNTED, []
-    for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
+    ways, frozen = (case.precision, case.compile, case.process), bits_of(engine, frozen=True)
+    for step, expected in enumerate(expected_steps(*ways, case.layers(spec))):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
         loss_here = loss_here / (case.replicas * case.tensor * case.space)
@@ -536,7 +561,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "errors": {name: error_of(engine, name, seen[name], expected) for name in seen},
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
-                "whole": bits_of_whole_parameters(engine),
+                "whole": bits_of(engine),
+                "unchanged": bits_of(engine, frozen=True) == frozen,
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id(), engine.module.tensor.rank],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
@@ -545,6 +571,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "graphs": [warm, counters["stats"]["unique_graphs"]],
             }
         )
+    del engine.basic_optimizer.param_groups[1:]  # of other rates, which DeepSpeed does not know
     engine.destroy()
     return records
 

@@ -10,19 +10,25 @@ the ranks against each other::
     rank 0   receive gradients 0 | send activations 0 | ... wait for gradients 0
     rank 1   receive activations 0 | wait for activations 0 | ... | send gradients 0
 
+Between messages come the passes, with what they exchange inside of a tensor or a space group. :func:`swaps_of_passes`
+notes the swaps of a space group, and the weight gradients beside them, from a walk through real layers.
+
 A wait blocks the host here. On CUDA it blocks the current stream instead, behind which every later operation starts, so
 what can lock is the same.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, P2PGroup, Posted, Work, pipeline_edges
 from ddpm_ds.pipeline.schedule import (
@@ -34,12 +40,15 @@ from ddpm_ds.pipeline.schedule import (
     phases_of,
     posted_before,
 )
+from ddpm_ds.unet.blocks import walk
+from ddpm_ds.unet.space import SpaceGroup
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 
 
 class Operation(NamedTuple):
     """Operation of a rank, in the order of its host: it posts, waits or computes."""
 
-    does: Literal["send", "receive", "wait", "pass", "sum", "together", "device"]
+    does: Literal["send", "receive", "wait", "pass", "sum", "swap", "swapped", "put", "compute", "together", "device"]
     edge: Edge | None = None
     number: int = 0
     """Number of the message on its edge, from 0."""
@@ -48,11 +57,13 @@ class Operation(NamedTuple):
     seconds: float = 0.0
     """Seconds of a pass."""
     name: str = ""
-    """Name of a pass."""
+    """Name of a pass, or of the convolution whose weight gradient is queued and computed."""
+    bytes: tuple[tuple[int, int, int], ...] = ()
+    """Other ranks of the space group, with the bytes that go there and come back in a swap."""
 
     def __str__(self) -> str:
         if self.edge is None:
-            others = {"together": "a collective of all ranks", "device": "the device"}
+            others = {"together": "a collective of all ranks", "device": "the device", "swapped": "a swap"}
             return others.get(self.does, f"a sum in {self.name}" if self.does == "sum" else self.name)
         kind, phase, source, target = self.edge
         return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
@@ -123,7 +134,7 @@ def training_order(
     by_host: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
     posted: Callable[[Program], list[list[Instruction]]] = posted_before,
-    sums: int = 0,
+    inside: Mapping[str, Sequence[Operation]] = MappingProxyType({}),
 ) -> list[Operation]:
     """Return what one rank of a pipeline posts and waits for in a training step, as the engine does.
 
@@ -133,7 +144,7 @@ def training_order(
         by_host: messages go from host to host, as in the engine's cautious steps.
         seconds: of a pass, by its instruction and phase.
         posted: the passes whose receives are posted before each instruction.
-        sums: over the tensor group in each pass, or swaps with the space group; weight gradients have none.
+        inside: operations of the rank with its tensor or space group, by the instruction of the pass.
     """
     operations: list[Operation] = []
     own, ranks, most = programs[rank], len(programs), most_in_flight(programs)
@@ -156,7 +167,7 @@ def training_order(
             if (end := source(one)) is not None:
                 end.receive()
             operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
-            operations += [Operation("sum", name=name)] * (sums if name != "WeightGradients" else 0)
+            operations += inside.get(name, ())
             if name in device_waits:
                 operations.append(Operation("device"))
     operations.append(Operation("together"))
@@ -165,24 +176,67 @@ def training_order(
     return operations
 
 
+class RecordedSpace(SpaceGroup):
+    """Rank of a space group that notes its swaps and receives zeros."""
+
+    def __init__(self, rank: int, size: int, operations: list[Operation]) -> None:
+        super().__init__(rank, size)
+        self.operations = operations
+
+    def post(self, sends: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Sequence[Any]:
+        ranks = sorted({*sends, *received})
+        swapped = tuple((rank, len(sends.get(rank, ())), len(received.get(rank, ()))) for rank in ranks)
+        self.operations.append(Operation("swap", bytes=swapped))
+        return [self]
+
+    def wait(self) -> None:
+        self.operations.append(Operation("swapped"))
+
+
+def swaps_of_passes(
+    make: Callable[[SpaceGroup], nn.ModuleList], inputs: tuple[Tensor, ...], rank: int, size: int
+) -> dict[str, list[Operation]]:
+    """Return what a rank of a space group does in each pass, noted from a walk through modules that ``make`` shares."""
+    operations: list[Operation] = []
+    modules = make(RecordedSpace(rank, size, operations))
+    names = {part: name for name, part in modules.named_modules()}
+
+    def noting(does: Literal["put", "compute"]) -> Callable[..., None]:
+        call = getattr(WaitingGradients, does)
+
+        def noted(queue: WaitingGradients, parts: Sequence[Weighted], *others: Any) -> None:
+            operations.extend(Operation(does, name=names[part]) for part in parts)
+            call(queue, parts, *others)
+
+        return noted
+
+    with patch.multiple(WaitingGradients, put=noting("put"), compute=noting("compute")):
+        prediction = walk(modules, inputs)
+        forward = [*operations]
+        operations.clear()
+        prediction.sum().backward()
+    return {"ForwardPass": forward, "BackwardPass": operations}
+
+
 class LockError(RuntimeError):
-    """Error: the ranks wait for each other for ever; the message says which rank waits for what."""
+    """Error: the ranks wait for each other for ever, or take what another meant; the message says which and what."""
 
 
 def execute(
-    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = lambda edge: edge, tensor: int = 1
+    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = lambda edge: edge, group: int = 1
 ) -> float:
     """Play the orders of the ranks of one pipeline, and return the seconds that they take; messages take none.
 
-    With a ``tensor`` group for each stage there are as many pipelines, whose orders follow each other.
+    With a tensor or space ``group`` of several ranks for each stage there are as many pipelines, whose orders follow
+    each other.
 
     The replicas of a pipeline execute the same order, so what they do together after a backward, as under ZeRO-2, is no
     wait within one pipeline and is left out. ``communicator`` says which edges share one.
 
     Raises:
-        LockError: some ranks wait for each other for ever.
+        LockError: some ranks wait for each other for ever, swaps of two ranks differ, or weight gradients stay queued.
     """
-    stages = len(orders) // tensor
+    stages = len(orders) // group
     ranks = [_Player(number, tuple(order), stages) for number, order in enumerate(orders)]
     moved = True
     while moved:
@@ -213,6 +267,10 @@ class _Player:
     queues: dict[Hashable, deque[tuple[Operation, float]]] = field(default_factory=dict)
     """Operations posted and not complete, by communicator, with the time of posting."""
     complete: dict[tuple[Edge, int], float] = field(default_factory=dict)
+    swaps: deque[dict[int, tuple[int, int]]] = field(default_factory=deque)
+    """Bytes there and back of posted swaps, by the ranks of the space group that have not taken part yet."""
+    queued: set[str] = field(default_factory=set)
+    """Convolutions whose weight gradients wait for a swap."""
 
     def step(self, ranks: Sequence[_Player], communicator: Callable[[Edge], Hashable]) -> bool:
         """Do the next operation, if it need not wait."""
@@ -234,6 +292,16 @@ class _Player:
                 if any(rank.sums < self.sums for rank in group):
                     return False
                 self.now, self.summing = max(rank.now for rank in group), False
+            case "swap":
+                self.swaps.append({rank: (there, back) for rank, there, back in operation.bytes})
+                _swap(ranks[self.number % self.stages :: self.stages])
+            case "swapped":
+                if self.swaps:
+                    return False
+            case "put" if operation.name not in self.queued:
+                self.queued.add(operation.name)
+            case "compute":
+                self.queued.remove(operation.name)
             case "wait":
                 assert operation.edge is not None
                 done = self.complete.get((operation.edge, operation.number))
@@ -244,6 +312,8 @@ class _Player:
                 if any(not queue[0][0].by_host for queue in self.queues.values() if queue):
                     return False
                 self.now = max([self.now, *self.complete.values()])
+            case "put" | "together" if self.queued:
+                raise LockError(f"rank {self.number} never computes the weight gradients of {sorted(self.queued)}")
             case "together":
                 self.met = True
                 if not all(rank.met or rank.position == len(rank.order) for rank in ranks):
@@ -281,3 +351,20 @@ def _match(ranks: Sequence[_Player], key: Hashable) -> None:
                     ends.popleft()
                     end.complete[sent.edge, sent.number] = done
                 moved = True
+
+
+def _swap(group: Sequence[_Player]) -> None:
+    """Match the first swaps that the ranks of a space group have posted and that are not complete."""
+    for (own, rank), (number, other) in itertools.permutations(enumerate(group), 2):
+        if not rank.swaps or not other.swaps or number not in rank.swaps[0] or own not in other.swaps[0]:
+            continue
+        (there, back), (sent, wanted) = rank.swaps[0].pop(number), other.swaps[0].pop(own)
+        if (there, back) != (wanted, sent):
+            raise LockError(
+                f"rank {rank.number} swaps {there} for {back} bytes with rank {other.number}, which swaps {sent} for "
+                f"{wanted}"
+            )
+        for end in (rank, other):
+            if not end.swaps[0]:
+                end.swaps.popleft()
+        return _swap(group)

@@ -1,7 +1,5 @@
 """Random programs that the format allows."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 

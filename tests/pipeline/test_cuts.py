@@ -1,7 +1,5 @@
 """Cuts are exact, impossible ones are refused with the fix, and every fold computes what the whole list does."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,11 +1,8 @@
 """Values travel between ranks as JSON that is checked, never as a pickle, and never in a communicator of all ranks."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +34,6 @@ VALUES: dict[str, tuple[Any, Any]] = {
 
 
 COLLECTIVES = {name for name in dir(dist) if name.endswith(("_object", "_object_list", "_objects"))}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -4,8 +4,6 @@ As a script, with a file of cases and a folder, this builds engines and modules 
 process drew and had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path

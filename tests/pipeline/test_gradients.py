@@ -3,8 +3,6 @@
 As a script, with a file of cases and a folder for its reports, this trains each case on real ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import unittest.mock
 from dataclasses import replace

@@ -5,8 +5,6 @@ addresses and with the numbers that the host had: whatever a step takes from the
 makes a replay differ from an eager step. As a script, with a file of cases and a folder, this trains both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -5,8 +5,6 @@ PyTorch's dispatcher; it is a launch unless it is a view or an allocation. Draws
 the loop as in the engine. Counts are exact, but depend on the processor's vector instructions, alike in both.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import unittest.mock

@@ -4,8 +4,6 @@ As a script, with a file of cases and a folder, this trains replicas eagerly and
 both choose the same algorithms. Without a GPU graphs are recordings (``test_graph.py``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

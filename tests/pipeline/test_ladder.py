@@ -41,6 +41,9 @@ SMALL_BYTES = 128
 """Messages for overflow, norm and padding, which the planner does not count."""
 
 
+LEVEL: dict[str, Any] = {"train": ("down_blocks.1", "mid_"), "rates": (("mid_", 0.5), ("conv", 2.0))}
+ROUNDED: dict[str, Any] = {"eight_bit": True, "rounded": True}
+
 BY_TWO = [
     Case(2, 1, 0, "fp32", 0, process="edm"),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, fused=True, growing_scale=True),
@@ -51,8 +54,18 @@ BY_TWO = [
     Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
     # text: cuts inside of transformers, intervals that begin before, at and after an entry
     Case(2, 1, 2, "fp32", 2, schedule="folded", random_programs=13, process="caption", cuts=(4, 9, 13)),
+    # masked latents with 9 channels
+    Case(2, 1, 1, "fp32", 0, process="cut"),
     # micro-batches of three sizes
     Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
+    # frozen parts: all but the last layer, the first, one level, and attention; a rank that trains nothing
+    Case(2, 1, 1, "fp32", 2, schedule="folded", process="flow", train=("conv_out",)),
+    Case(1, 2, 2, "fp32", 1, micro_batches=2, process="flow", train=("conv_in", "time_emb"), rates=(("bias", 3.0),)),
+    Case(2, 1, 1, "fp16", 0, schedule="folded", random_programs=2, process="weighted", **LEVEL),
+    Case(2, 1, 2, "fp32", 2, schedule="folded", random_programs=13, process="text", cuts=(9, 15, 20), train=("attn",)),
+    Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2, train=("time", "resnets.0", "to_[qkv]")),
+    # weights of 16 bits, rounded at random
+    Case(2, 1, 1, "bf16", 0, schedule="folded", random_programs=3, process="text", train=("attn", "norm"), **ROUNDED),
     # layers that two ranks compute together
     Case(1, 1, 2, "fp16", 1, micro_batches=2, process="caption", tensor=2),
     Case(1, 1, 1, "bf16", 0, micro_batches=2, process="heads", tensor=2, offload=True),
@@ -61,6 +74,8 @@ BY_TWO = [
     Case(1, 1, 1, "fp32", 1, micro_batches=2, space=2),
     Case(1, 1, 2, "fp16", 0, micro_batches=2, process="caption", space=2),
     Case(1, 1, 0, "fp32", 2, process="reduced", space=2, levels=(0,)),
+    Case(1, 1, 2, "fp16", 0, micro_batches=2, process="cut", space=2),
+    Case(1, 1, 1, "fp32", 0, process="cut", tensor=2),
 ]
 BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
@@ -79,6 +94,8 @@ BY_FOUR = [
 
 SOME: tuple[tuple[int, Precision, int], ...] = ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
 ONE_PROCESS = [
+    Case(1, 1, 1, "bf16", 1, micro_batches=1, process="text", train=("attn",), **ROUNDED),
+    Case(1, 1, 0, "fp32", 0, micro_batches=2, process="text", train=("up_blocks.0",)),
     Case(1, 1, 2, "fp32", 0, micro_batches=2, process="stored"),
     Case(1, 1, 0, "fp16", 1, micro_batches=2, process="regression"),
     *(Case(1, 1, *ways, micro_batches=2) for ways in (*SOME, (0, "fp16", 0))),
@@ -88,9 +105,19 @@ ONE_PROCESS = [
     Case(1, 1, 0, "fp32", 5, micro_batches=2, process="text"),
     Case(1, 1, 1, "fp32", 0, compile=True, process="text", random_programs=17),
     Case(1, 1, 2, "bf16", 0, process="buckets"),
+    Case(1, 1, 0, "fp16", 0, micro_batches=2, process="cut"),
     Case(1, 1, 0, "fp32", 0, compile=True, process="buckets"),
 ]
 MORE_BY_TWO = [
+    Case(2, 1, 0, "fp32", 0, process="edm", train=("conv_out", "up_blocks.1")),
+    Case(1, 1, 1, "fp32", 0, process="edm", random_programs=31, space=2, train=("time_emb", "conv1.weight", "norm2")),
+    Case(2, 1, 0, "fp16", 0, fixed_scale=128, process="flow", rates=(("up_blocks", 0.25),)),
+    Case(1, 2, 1, "fp32", 0, eight_bit=True, process="edm", train=("blocks",), rates=(("conv1", 0.25),)),
+    Case(2, 1, 1, "fp32", 0, offload=True, process="flow", train=("blocks",), rates=(("attentions", 0.25),)),
+    Case(
+        1, 2, 1, "fp32", 0, compile=True, process="edm", random_programs=8, train=("time.*weight", "conv_in", "conv2")
+    ),
+    Case(1, 2, 2, "bf16", 0, micro_batches=2, **ROUNDED),
     Case(1, 2, 2, "fp32", 1),
     *(Case(1, 2, *ways, micro_batches=2, eight_bit=True) for ways in ((0, "fp32", 0), (1, "fp32", 0), (0, "bf16", 0))),
     Case(2, 1, 0, "fp32", 0),
@@ -109,6 +136,7 @@ MORE_BY_TWO = [
     Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
     Case(2, 1, 1, "fp16", 1, random_programs=14, process="caption", cuts=(14,)),
     Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=11, process="regression"),
+    Case(1, 2, 2, "bf16", 0, process="cut"),
     Case(1, 2, 1, "bf16", 0, micro_batches=2, process="reduced"),
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME if ways != (1, "fp16", 0)),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
@@ -284,6 +312,8 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
                 if not math.isclose(fmean(sent), fmean(planned), rel_tol=0, abs_tol=SMALL_BYTES):
                     found.append(f"step {step}, stage {stage}: sends {sent} bytes of {name} instead of {planned}")
         for rank, record in enumerate(records):
+            if not record["unchanged"]:
+                found.append(f"step {step}: rank {rank} changed parameters that are not trained")
             if record["swaps"][0] != record["swaps"][1]:
                 found.append(
                     f"step {step}: rank {rank} swaps {record['swaps'][0]} times instead of {record['swaps'][1]}"

@@ -3,8 +3,6 @@
 As a script, with a file of cases and a folder, this is one rank, which counts tensors in other formats.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """No order of messages locks: the model's sweep, the locks it must find, and that the engines post what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -13,14 +11,18 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpm_ds.pipeline import messages
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import posted_before, program
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.planning.simulate import PhaseCosts, RankCosts, simulate
-from ddpm_ds.schema.layout import Schedule
+from ddpm_ds.schema.layout import Schedule, SpaceSplit
+from ddpm_ds.unet.blocks import Upsample
+from ddpm_ds.unet.shards import row_layers
+from ddpm_ds.unet.space import Band, SpaceGroup
+from ddpm_ds.unet.weight_gradients import WaitingGradients
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases, run_cases, spec_of
 from tests.pipeline.order_model import (
@@ -30,10 +32,12 @@ from tests.pipeline.order_model import (
     RecordedWork,
     all_at_once,
     execute,
+    swaps_of_passes,
     training_order,
     where_used,
 )
 from tests.pipeline.random_programs import random_programs
+from tests.unet.test_space import banded, inputs_of, whole_of
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
 RANKS = (2, 3, 4, 5, 8)
@@ -92,26 +96,82 @@ def test_a_rank_computes_beside_one_posted_receive_at_most(schedule: Schedule, r
                 assert one.does != "pass" or len(posted) <= 1
 
 
+SUMS = {name: [Operation("sum", name=name)] * 2 for name in BOTH}
+"""Two sums over a tensor group in each pass; weight gradients have none."""
+
+
 @every_step
 def test_no_step_with_sums_over_tensor_groups_locks(schedule: Schedule, ranks: int) -> None:
     """Two pipelines whose stages sum in each pass; sums have a communicator of their own."""
     for count in counts(schedule, ranks):
         programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
-        orders = [training_order(schedule, programs, rank, sums=2) for _ in range(2) for rank in range(ranks)]
-        execute(orders, tensor=2)
+        orders = [training_order(schedule, programs, rank, inside=SUMS) for _ in range(2) for rank in range(ranks)]
+        execute(orders, group=2)
 
 
 def test_the_ranks_of_a_tensor_group_follow_one_program() -> None:
     """Two orders of passes, each of which is right on all ranks, lock beside each other."""
     programs = {seed: random_programs("folded", 4, 2, seed) for seed in range(9)}
     by_seed = {
-        seed: [training_order("folded", own, rank, sums=1) for rank in range(2)] for seed, own in programs.items()
+        seed: [training_order("folded", own, rank, inside=SUMS) for rank in range(2)] for seed, own in programs.items()
     }
     for orders in by_seed.values():
-        execute([*orders, *orders], tensor=2)
+        execute([*orders, *orders], group=2)
     different = next(orders for orders in by_seed.values() if orders != by_seed[0])
     with pytest.raises(LockError, match="waits for a sum in "):
-        execute([*by_seed[0], *different], tensor=2)
+        execute([*by_seed[0], *different], group=2)
+
+
+def swapping(space: SpaceSplit, fault: Callable[[nn.ModuleList], object] = lambda modules: None) -> Any:
+    """What each rank of a space group does in its passes, noted from real layers that have a ``fault``."""
+    name = "heads" if space.size == 4 else "levels"
+    layers = whole_of(name, (24, 8))
+    x_t, *others = inputs_of(name, layers)
+
+    def make(group: SpaceGroup) -> nn.ModuleList:
+        modules = banded(layers, space, group)
+        fault(modules)
+        return modules
+
+    bands = [Band(SpaceGroup(rank), row_layers(layers, space)[0].rows.arriving) for rank in range(space.size)]
+    return [swaps_of_passes(make, (one.cut(x_t), *others), one.group.rank, space.size) for one in bands]
+
+
+def shared_step(passes: Any, schedule: Schedule = "folded", ranks: int = 2) -> None:
+    """Play a step of stages, each of which does the same ``passes`` by rank of its space group."""
+    programs = [program(schedule, 2 * ranks, ranks, rank) for rank in range(ranks)]
+    orders = [training_order(schedule, programs, rank, inside=own) for own in passes for rank in range(ranks)]
+    execute(orders, group=len(passes))
+
+
+@pytest.mark.parametrize("space", [SpaceSplit(2), SpaceSplit(4, (0, 1)), SpaceSplit(3, (0,))], ids=str)
+def test_no_step_with_swaps_of_a_space_group_locks(space: SpaceSplit) -> None:
+    """Swaps have a communicator of their own; the third group computes levels whole."""
+    passes = swapping(space)
+    assert {"swap", "swapped", "put", "compute"} == {one.does for one in passes[0]["BackwardPass"]}
+    for schedule, ranks in itertools.product(SCHEDULES, (1, 2, 3)):
+        shared_step(passes, schedule, ranks)
+
+
+def test_a_weight_gradient_beside_a_swap_that_never_comes_is_found() -> None:
+    """A doubling whose input each rank has whole swaps nothing in its backward."""
+
+    def wait_for_nothing(modules: nn.ModuleList) -> None:
+        doubling = next(one for one in modules if isinstance(one, Upsample) and one.arriving is None)
+        doubling.conv.beside = WaitingGradients(())
+
+    with pytest.raises(LockError, match=r"rank 0 never computes the weight gradients of \['\d+\.conv'\]"):
+        shared_step(swapping(SpaceSplit(3, (0,)), wait_for_nothing))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_swaps_in_another_order_on_one_rank_are_found(name: str) -> None:
+    passes = swapping(SpaceSplit(2))
+    own = passes[1][name]
+    first, second, *_ = [place for place, one in enumerate(own) if one.does == "swap" and place > 3]
+    own[first], own[second] = own[second], own[first]
+    with pytest.raises(LockError, match=r"rank \d swaps \d+ for \d+ bytes with rank \d, which swaps"):
+        shared_step(passes)
 
 
 @every_step

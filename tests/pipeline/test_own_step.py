@@ -1,7 +1,5 @@
 """The loss scale on the device moves as DeepSpeed's scalers do on the host."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest.mock import Mock

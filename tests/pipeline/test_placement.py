@@ -1,7 +1,5 @@
 """Places of stages and replicas, and bytes that leave each host, counted by walking all messages of all processes."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator

@@ -1,7 +1,5 @@
 """Programs: the order in which each rank works, written out, and faults that are refused."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 

@@ -6,8 +6,6 @@ On a CPU nothing waits, so operations that would wait on CUDA are counted: those
 or whose result has a size that depends on values, and the accelerator's synchronize.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import traceback

@@ -1,7 +1,5 @@
 """Layers are warmed up where training will run them, and nothing of it is left."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddpm_ds.pipeline.module import warm_up

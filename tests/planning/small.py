@@ -1,7 +1,5 @@
 """Small jobs to plan for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

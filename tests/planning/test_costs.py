@@ -1,7 +1,5 @@
 """Placement in nodes, and what rings and links of a layout take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

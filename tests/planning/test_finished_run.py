@@ -1,7 +1,5 @@
 """A run's folder is read, and one that can't be read is refused in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicted memory against the bytes of all tensors of real ranks."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the host of a GPU costs: launches of layers, counted, and speeds that were measured and published."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts of a run, and the kinds of devices that they are planned for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

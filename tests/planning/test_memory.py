@@ -1,7 +1,5 @@
 """Memory by part, against sums done by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """From files and a device to a plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,7 +71,7 @@ def test_a_forecast_counts_steps_pictures_and_saves(monkeypatch: pytest.MonkeyPa
     changes = ["train.images=64000", "samples.every_images=16000", "samples.count=96", "sampler.steps=50"]
     changes += ["evaluation.every_images=null", "checkpoint.every_minutes=null", "checkpoint.every_images=null"]
     plan = make_plan(drafted(DIGITS, changes, CONFIG, world_size=1, stages=1), ("a",), CPU)
-    monkeypatch.setattr(run_plan, "_step_seconds", lambda plan, device: 2.4)
+    monkeypatch.setattr(run_plan, "_step_seconds", lambda plan, device: (2.4, 0.0))
     monkeypatch.setattr(run_plan, "picture_seconds", lambda plan: 60.0)
     monkeypatch.setattr(run_plan, "SAVED_BYTES", 0)
     words = "forecast     first picture after about 11 min, done after about 44 min"  # 1 minute each, beside 40
@@ -98,11 +96,11 @@ def test_a_step_is_forecast_by_measured_layers_on_a_cpu(monkeypatch: pytest.Monk
     times: list[float] = []
     for seconds in (0.1, 0.2):
         monkeypatch.setattr("ddpm_ds.observe.device_speed.time_layer", lambda *given, s=seconds: LayerSeconds(s, 2 * s))
-        times.append(run_plan._step_seconds(plan, device))
+        times.append(run_plan._step_seconds(plan, device)[0])
     assert times[1] == pytest.approx(2 * times[0], rel=0.05)  # beside the optimizer
     known = replace(plan.machine, layer_times=(LayerSeconds(0.1, 0.2),) * len(plan.layers))
     expected = pytest.approx(0.3 * len(plan.layers), rel=0.05)
-    assert run_plan._step_seconds(replace(plan, machine=known), device) == expected
+    assert run_plan._step_seconds(replace(plan, machine=known), device) == (expected, 0)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "planned"])

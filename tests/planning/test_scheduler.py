@@ -1,7 +1,5 @@
 """The scheduler: never worse than the schedules that have a name, near the busiest rank's work, and deterministic."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The simulator against the schedules' formulas, hand-computed steps, and streams that can't end."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

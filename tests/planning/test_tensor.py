@@ -1,7 +1,5 @@
 """Tensor groups in the planner: what their sums take, what a rank holds, and where they are proposed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,14 +14,13 @@ from ddpm_ds.planning.costs import planned_costs
 from ddpm_ds.planning.decisions import choose_layout, ds_config, layouts, search, tensor_splits
 from ddpm_ds.planning.inputs import USABLE_MEMORY, Workload
 from ddpm_ds.planning.memory import peak_bytes, pipeline_memory
-from ddpm_ds.schema.layout import Layout, TensorSplit
+from ddpm_ds.schema.layout import Layout, SpaceSplit, TensorSplit
 from ddpm_ds.unet.layers import BlockLayer
 from tests.ds_json import laid_out
 from tests.launching import tiny_spec
 from tests.planning.small import small_job, small_machine, small_predictor
 
 ONE, BY_TWO = Layout(1, 1, "1f1b", 4, 2, 0, 0, False), TensorSplit(2, (0, 1))
-BY_ONE_LEVEL = TensorSplit(2, (0,))
 SPLIT = replace(ONE, tensor=BY_TWO)
 
 
@@ -39,7 +36,7 @@ def job_of(channels: int = 32, images: int = 8, **config: Any) -> Workload:
 
 def all_grouped(job: Workload, devices: int) -> list[Layout]:
     splits = tensor_splits(job, devices)
-    return [layout for split in splits for layout in layouts(job, devices, offload=False, tensor=split)]
+    return [layout for split in splits for layout in layouts(job, devices, offload=False, split=(split, SpaceSplit()))]
 
 
 def test_sums_of_a_step_take_their_bytes_on_the_link_and_a_latency_each() -> None:
@@ -125,7 +122,7 @@ def test_where_no_groups_fit_the_one_is_named_that_needs_least_though_it_is_amon
 def test_a_lower_bound_without_cuts_is_one() -> None:
     predictor = small_predictor(4, job_of(images=8))
     for split in (TensorSplit(), BY_TWO):
-        for layout in layouts(predictor.job, 4, offload=False, tensor=split):
+        for layout in layouts(predictor.job, 4, offload=False, split=(split, SpaceSplit())):
             if predictor.cut(layout) is not None:
                 assert predictor.least_seconds(layout) <= predictor.predict(layout).step_seconds * (1 + 1e-9)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch.distributed as dist
 
 from ddpm_ds.processes import requests as requests_module
 from ddpm_ds.processes.requests import Requests, SaveOrStop
@@ -19,12 +18,7 @@ from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, wait_for
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

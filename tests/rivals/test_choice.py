@@ -1,7 +1,5 @@
 """Rows that can run in a layout, and reasons why others can't."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

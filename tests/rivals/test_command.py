@@ -1,7 +1,5 @@
 """``launch/bench.py``, started as by a user."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -45,10 +43,11 @@ def results(done: subprocess.CompletedProcess[str], file: Path) -> tuple[dict[st
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_in_one_process_rows_are_compared_to_the_plain_loop(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    words = arguments("zero0_fp32.json", tmp_path, "--rows", "1f1b,plain,folded", "--json", str(file), "--host")
-    done = run_ranks(1, BENCH, *words)
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "a space group"])
+def test_rows_are_compared_to_the_plain_loop_in_one_process(processes: int, tmp_path: Path) -> None:
+    file, space = tmp_path / "result.json", ("--set", f"ds.pipeline.space.size={processes}")
+    words = arguments("zero0_fp32.json", tmp_path, *space, "--rows", "1f1b,plain,folded", "--json", str(file), "--host")
+    done = run_ranks(processes, BENCH, *words)
     report, found = results(done, file)
     assert list(found) == ["plain", "1f1b"]
     plain, engine = found["plain"], found["1f1b"]

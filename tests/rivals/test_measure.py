@@ -1,10 +1,7 @@
 """Comparison and observation of rows: losses, times in turn, operators, bytes."""
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,20 +38,13 @@ def test_a_row_that_trains_something_else_is_named_with_its_step_and_loss() -> N
         check_losses(rows, [[math.nan], [1.0], [1.0]], 1e-2)
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_a_rank_of_a_ring_of_four_sends() -> None:
     sent = {"allreduce_": 600, "_allgather_base_": 300, "_reduce_scatter_base_": 300, "broadcast_": 300}
     sizes = {"_allgather_base_": (400, 100), "_reduce_scatter_base_": (100, 400)}
     assert {name: RING_SHARE[name](*sizes.get(name, (400, 0)), 4) for name in sent} == sent
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_a_process_alone_sends_nothing_and_unknown_bytes_do_not_count_as_zero() -> None:
     with SentBytes() as traffic:
         dist.all_reduce(torch.ones(3))

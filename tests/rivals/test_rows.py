@@ -1,7 +1,5 @@
 """Rows of one process train the same, and other people's loops are those of their users."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

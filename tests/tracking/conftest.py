@@ -1,7 +1,5 @@
 """The output root of a run, for all tests of this folder."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that is begun in an output root, what its store has of it, and a store to be filled without training."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Grids, animations and PNG files; fields in colours, and drawn images beside their inputs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The progress line on a terminal and in a log file, and the summary."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

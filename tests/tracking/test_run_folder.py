@@ -1,7 +1,5 @@
 """What a run keeps in its folder between two processes, however the first one ended."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

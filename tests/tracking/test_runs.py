@@ -1,7 +1,5 @@
 """Runs found in MLflow by their folders."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

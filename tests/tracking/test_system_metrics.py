@@ -1,7 +1,5 @@
 """System metrics of rank 0's host by MLflow's names, and training that is never held up by them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Tracking: what a run holds in MLflow, and that nothing that happens to the tracker happens to training."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import getpass

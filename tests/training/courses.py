@@ -1,7 +1,5 @@
 """The courses of rung d: tiny trainings in many layouts, and those that go on from the middle of another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -37,6 +35,10 @@ class Layout:
     schedule: str = "1f1b"
     optimizer: str = "AdamW"
     on_host: bool = False
+    rounded: bool = False
+    """Whether weights have 16 bits alone, and are rounded at random."""
+    changes: tuple[str, ...] = ()
+    """Changes of the spec."""
 
 
 LAYOUTS = {
@@ -87,11 +89,15 @@ class Courses:
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
         config["optimizer"]["type"] = layout.optimizer
+        if layout.rounded:
+            config["optimizer"]["params"]["stochastic_rounding"] = True
         config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
         config["pipeline"]["partition"] = "flops"
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
-        if precision == "fp32":
+        if precision != "fp16":
             del config["fp16"]
+        if precision == "bf16":
+            config["bf16"] = {"enabled": True}
         return layout.stages * layout.replicas, Course(
             name,
             spec=str(self._folder / "spec.yaml"),
@@ -99,6 +105,7 @@ class Courses:
             stages=layout.stages,
             accumulation=layout.accumulation,
             on_host=layout.on_host,
+            changes=layout.changes,
             overflow=precision == "fp16" if overflow is None else overflow,
             sources={source: str(self._checkpoint(source, WHOLE, STEPS)) for source in sources},
         )
@@ -123,6 +130,10 @@ class Courses:
     def end(self, course: str, source: str = WHOLE) -> Reader:
         """The checkpoint at the end of a course."""
         return Reader(self._checkpoint(course, source, 2 * STEPS))
+
+    def half(self, course: str) -> Reader:
+        """The checkpoint in the middle of a course."""
+        return Reader(self._checkpoint(course, WHOLE, STEPS))
 
     def reports(self, course: str, source: str = WHOLE) -> list[dict[str, Any]]:
         """What each rank saw."""

@@ -7,8 +7,6 @@ turn, into the one engine, and trained to the same end. What was seen goes to
 ``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -54,6 +52,8 @@ class Course:
     overflow: bool = False
     on_host: bool = False
     """Whether averages are in host memory."""
+    changes: tuple[str, ...] = ()
+    """Changes of the spec."""
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -111,6 +111,7 @@ def train(plan: RunDraft, engine: UnetPipelineEngine, ema: Ema, report: dict[str
 def run_course(course: Course, folder: Path) -> None:
     """All of a course, in one engine."""
     changes = [f"train.accumulation={course.accumulation}", f"ema.on_host={course.on_host}".lower()]
+    changes += course.changes
     world_size = dist.get_world_size()
     plan = drafted(Path(course.spec), changes, Path(course.ds_config), world_size=world_size, stages=course.stages)
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
@@ -138,6 +139,7 @@ def run_course(course: Course, folder: Path) -> None:
         saver.check_saved()
         dist.barrier()
         (there / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    del engine.basic_optimizer.param_groups[1:]  # of other rates, which DeepSpeed does not know
     engine.destroy()
 
 

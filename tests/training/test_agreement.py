@@ -1,7 +1,5 @@
 """Ranks whose GPUs or versions differ are named. ``tests/processes`` tests that all get the message."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

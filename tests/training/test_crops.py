@@ -1,7 +1,5 @@
 """A run that learns crops: the same crop wherever an image is drawn, and the centre wherever it is only looked at."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """Averages of weights in host memory, beside those on the device."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any

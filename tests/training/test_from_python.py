@@ -1,7 +1,5 @@
 """ddpm_ds.train: a run is started from Python, followed, interrupted and refused as by the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

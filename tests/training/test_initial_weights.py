@@ -1,7 +1,5 @@
 """A run that begins with given weights: on any layout the weights and their average are those of the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Meters: means over an interval, data wait, memory, and the names under which they are logged."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import multiprocessing

@@ -1,7 +1,5 @@
 """The learning rate that the spec decides: the papers' formulas, in real runs, whatever the layout they go on in."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

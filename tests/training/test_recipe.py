@@ -1,7 +1,5 @@
 """A step on text is that of diffusers' ``train_text_to_image_sdxl.py``, written as a plain loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rung d: a run that was stopped and resumed is the run, bit for bit; on another layout, within rounding."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -35,9 +33,6 @@ TOLERANCES = {
 }
 """About ten times what was seen. What differs between layouts is the order of sums: in fp32 one part in 2**24, in fp16
 one in 2**11 of each gradient. Between precisions every activation and gradient differs in its rounding to fp16."""
-
-HALF = 2.0**-11
-"""Largest relative error of rounding to fp16."""
 
 MARKS = {"few": (), "many": (pytest.mark.long,)}
 in_every_layout = pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Numbers that go bad: the run goes back to its newest checkpoint, leaves the images since out and ends well."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """Whole runs; one of bad input is also started by the real launcher, as a user does it."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import math

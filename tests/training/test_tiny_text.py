@@ -1,7 +1,5 @@
 """The tiny job on captions of docs/text.md: pictures show what prompts say."""
 
-from __future__ import annotations
-
 from itertools import cycle, islice
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples and held-out loss through the pipeline: those of one process, on every layout, and training never notices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path

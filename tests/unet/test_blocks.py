@@ -1,7 +1,5 @@
 """The modules of the layers: data types, independence of the images in a batch, the sinusoidal embedding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """The modules of the list: their first weights, the plain U-Net, and layers that are compiled."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The operations that layers are made of: the data type of the arithmetic, the convolution, keyed dropout."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.schema.layout import SpaceSplit
 from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.operations import Convolution, set_image_index
+from ddpm_ds.unet.operations import Convolution, Kernels, set_image_index, use_kernels
 from ddpm_ds.unet.shards import layers_of_rank, row_layers, swaps_of
 from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.spec import Interface, UnetSpec
@@ -92,13 +93,16 @@ def whole_of(name: str, size: tuple[int, int] | None) -> tuple[Layer, ...]:
     return unet_layers(VARIANTS[name], replace(interface, size=size or interface.size))
 
 
-def banded(layers: Sequence[Layer], space: SpaceSplit, group: SpaceGroup) -> nn.ModuleList:
+def banded(
+    layers: Sequence[Layer], space: SpaceSplit, group: SpaceGroup, kernels: Kernels = "reference"
+) -> nn.ModuleList:
     """This rank's modules in fp64, of the same weights on all."""
     modules = random_unet(tuple(layers)).double().layers
     for module, own in zip(modules, layers_of_rank(row_layers(layers, space), group.rank), strict=True):
         assert isinstance(module, CarryLayer)
         module.layer = own
         module.share(group)
+    use_kernels(modules, kernels)
     set_image_index(modules, torch.tensor([7, 8]))
     set_text(modules, layers)
     return modules
@@ -124,7 +128,9 @@ def weights_like(prediction: Tensor) -> Tensor:
     return torch.randn(prediction.shape, generator=torch.Generator().manual_seed(9), dtype=prediction.dtype)
 
 
-def errors(name: str, space: SpaceSplit, size: tuple[int, int] | None = None) -> Iterator[tuple[str, float]]:
+def errors(
+    name: str, space: SpaceSplit, size: tuple[int, int] | None = None, kernels: Kernels = "reference"
+) -> Iterator[tuple[str, float]]:
     """Errors of the prediction and of every gradient, by name."""
     layers = whole_of(name, size)
     modules = random_unet(layers).double().layers
@@ -136,7 +142,7 @@ def errors(name: str, space: SpaceSplit, size: tuple[int, int] | None = None) ->
     (expected * of).sum().backward()
 
     def run(group: ThreadGroup) -> tuple[Tensor, dict[str, Tensor | None]]:
-        own = banded(layers, space, group)
+        own = banded(layers, space, group, kernels)
         band = Band(group, row_layers(layers, space)[0].rows.arriving)
         prediction = walk(own, (band.cut(inputs[0]), *inputs[1:]))
         (prediction * band.cut(of)).sum().backward()
@@ -296,13 +302,24 @@ def test_macs_and_activations_of_a_layer_are_those_of_its_rows(name: str, ranks:
         carry = tuple(part.detach() for part in output)
 
 
-FIELD = UnetSpec(channels=128, multipliers=(1, 1, 2, 2, 2), norm_groups=32)
+FIELD = unet_layers(
+    UnetSpec(channels=128, multipliers=(1, 2, 2, 2, 2), blocks_per_level=4, norm_groups=32),
+    Interface(channels=99, size=(512, 640)),
+)
+"""A field's U-Net of 73 M parameters, with attention in the middle alone."""
+SDXL = unet_layers(load_spec(SPECS / "sdxl.yaml", ["data.path=none"]).unet, Interface(channels=4, size=(256, 256)))
+"""SDXL's U-Net, 2,567 M, for images of 2048 pixels."""
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(2, 0.52), (4, 0.27), (8, 0.15)])
-def test_a_rank_keeps_its_share_of_a_large_field(ranks: int, most: float) -> None:
-    layers = unet_layers(FIELD, Interface(channels=99, size=(512, 640)))
-    kept, whole = (
-        sum(layer.activation_elements for layer in each) for each in (row_layers(layers, SpaceSplit(ranks)), layers)
-    )
+@pytest.mark.parametrize(
+    ("layers", "ranks", "waits", "most"),
+    [(FIELD, 2, 211, 0.52), (FIELD, 4, 211, 0.27), (FIELD, 8, 211, 0.15), (SDXL, 2, 241, 0.58), (SDXL, 4, 361, 0.30)],
+    ids=["field-2", "field-4", "field-8", "sdxl-2", "sdxl-4, rows for heads"],
+)
+def test_a_rank_of_a_large_image_keeps_its_share_and_waits_once_for_a_norm_and_its_convolution(
+    layers: Sequence[Layer], ranks: int, waits: int, most: float
+) -> None:
+    shared = row_layers(layers, SpaceSplit(ranks))
+    assert sum(one.number for one in swaps_of(shared, 0)) == waits
+    kept, whole = (sum(layer.activation_elements for layer in each) for each in (shared, layers))
     assert kept / whole <= most

@@ -1,7 +1,5 @@
 """Rung b of the ladder of trust: the list cut anywhere is the list."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that ranks compute together: sums, and the work meanwhile. Gradients are on the ladder."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 

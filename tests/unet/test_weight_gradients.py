@@ -1,7 +1,5 @@
 """Weight gradients that wait: the same as a backward's, in any grouping, each given to its weight once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small U-Nets that between them use every option of the spec, for RGB images of 16x16, or of 8x16 pixels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

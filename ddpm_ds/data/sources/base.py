@@ -12,7 +12,7 @@ import warnings
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeGuard
 
@@ -65,7 +65,6 @@ class Captions:
             ends.append(len(numbers))
         self.texts = tuple(seen)
         self.missing: Sequence[int] = missing  # images without captions, which are an error
-        self.advice = ""  # end of the error about them
         counts = np.diff(np.frombuffer(ends, np.int64))
         self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
@@ -75,9 +74,7 @@ class Captions:
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Return the captions of the images of all ``parts``."""
         rows = ((part.texts, row[row >= 0].tolist()) for part in parts for row in part.table)
-        found = cls([texts[number] for number in row] if row else None for texts, row in rows)
-        found.advice = next((part.advice for part in parts if part.advice), "")
-        return found
+        return cls([texts[number] for number in row] if row else None for texts, row in rows)
 
     def fill(self) -> None:
         """Give the empty text to images without captions."""
@@ -130,6 +127,15 @@ def captions_of(source: Source) -> Captions | None:
 def parts_of(source: Source) -> npt.NDArray[np.int32] | None:
     """Return the number of each image's source in the spec, and the repeats in its folder's name or 0, (N, 2) int32."""
     return getattr(source, "parts", None)
+
+
+WHOLE = ""
+"""Stands for the file of a mask that is white."""
+
+
+def beside_of(source: Source) -> Mapping[str, Sequence[str]]:
+    """Return the file of each image's mask and condition, by name; :data:`WHOLE` or ``alpha`` stands for a mask."""
+    return getattr(source, "beside", {})
 
 
 Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"

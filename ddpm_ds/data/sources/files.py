@@ -3,7 +3,6 @@
 import csv
 import io
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpm_ds.data.sources import base
-from ddpm_ds.data.spec import DataSpec
+from ddpm_ds.data.spec import ALPHA, BESIDE, DataSpec, SourceSpec
 from ddpm_ds.ground.errors import DataError, print_once
 from ddpm_ds.ground.files import MOST_RECORD_BYTES, open_regular, read_bytes
 from ddpm_ds.ground.formats import parse_json
@@ -25,12 +24,11 @@ LABELS = "dataset.json"  # file of labels in a folder that EDM's or StyleGAN's t
 METADATA = ("metadata.jsonl", "metadata.csv")  # files of captions in any folder, with a line for each image below it
 TEXTS = (".txt", ".caption", ".json")
 """Extensions of an image's file of captions, which replace its own extension or follow it; the first file counts."""
-MOST_NAMED = 4  # maximum keys that an error names
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
 REPEATED = re.compile(r"([1-9]\d{0,2})_(.+)")  # sd-scripts' folders of repeats and a caption
 
-_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]  # captions by image, or the other keys of its line
+_Listed: TypeAlias = dict[str, list[str] | None]  # captions by image
 
 
 @dataclass
@@ -48,6 +46,8 @@ class FolderSource:
     captions: base.Captions | None = field(default=None, repr=False)
     parts: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """Number of each image's source, and of repeats in its folder's name or 0, (N, 2); None if all images are alike."""
+    beside: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
+    """See :func:`ddpm_ds.data.sources.base.beside_of`."""
 
     def name(self, i: int, /) -> str:
         return base.printable(self.files[i])
@@ -92,7 +92,8 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     if spec.text is not None:
         captions = base.Captions.joined([each.captions for each in opened if each.captions is not None])
     parts = np.concatenate([each.parts for each in opened if each.parts is not None])
-    return FolderSource(classes, labels, Path(root), files, captions, parts)
+    beside = {name: [file for each in opened for file in each.beside[name]] for name in opened[0].beside}
+    return FolderSource(classes, labels, Path(root), files, captions, parts, beside)
 
 
 def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
@@ -102,9 +103,12 @@ def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
     root = base.read_path(spec.model_copy(update={"path": folder.path}), "a folder of images", folder=True)
     every = [*_image_files(str(root), texts)]
     files = [name for name in every if MASK.search(name) is None]
-    if progress and (masks := len(every) - len(files)):
+    if progress and folder.mask != BESIDE and (masks := len(every) - len(files)):
         first = base.printable(next(filter(MASK.search, every)))
-        print_once(f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
+        print_once(
+            f"{place}: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read; data.mask = "
+            f"{BESIDE} reads them"
+        )
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
@@ -135,7 +139,43 @@ def _open_one(spec: DataSpec, number: int, progress: bool) -> FolderSource:
                 f"{place}: {base.printable(found[0])} is read as {found[1]} repeats, and as the caption "
                 f"{base.printable(found[2])} of images without one, unless the spec has others"
             )
-    return FolderSource(classes, labels, root, files, captions, parts if spec.sources or parts.any() else None)
+    known = parts if spec.sources or parts.any() else None
+    return FolderSource(classes, labels, root, files, captions, known, _beside(spec, number, root, files, every))
+
+
+def _beside(
+    spec: DataSpec, number: int, root: Path, files: Sequence[str], every: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return the files of the images' masks, some among ``every`` image file of the folder, and of their conditions."""
+    folder, own = spec.folders[number], spec.sources[number] if spec.sources else SourceSpec(path=root)
+    place, found = f"data.sources.{number}", dict[str, list[str]]()
+    if spec.is_masked:
+        labels = {
+            name[: end.start()]: str(root / name) for name in every if (end := MASK.search(name)) and end[1] == "mask"
+        }
+        if folder.mask == BESIDE:
+            found["mask"] = [labels.get(os.path.splitext(name)[0], base.WHOLE) for name in files]
+        elif folder.mask in (None, ALPHA):
+            found["mask"] = [folder.mask or base.WHOLE] * len(files)
+        else:
+            found["mask"] = _named_alike(f"{place}.mask" if own.mask else "data.mask", Path(str(folder.mask)), files)
+    if folder.condition is not None and spec.condition is not None and spec.condition.kind is not None:
+        key = f"{place}.condition" if own.condition else "data.condition.path"
+        found["condition"] = _named_alike(key, folder.condition, files)
+    return found
+
+
+def _named_alike(key: str, folder: Path, files: Sequence[str]) -> list[str]:
+    """Return the file in a folder that has the name of each image; raises DataError, which names the ``key``."""
+    if not folder.is_dir():
+        raise DataError(f"{key} = {folder} is no folder; name one with a picture for each image")
+    found = {os.path.splitext(name)[0]: str(folder / name) for name in _image_files(str(folder), {})}
+    if missing := [name for name in files if os.path.splitext(name)[0] not in found]:
+        raise DataError(
+            f"{key} = {folder} has no picture for {len(missing):,} of {len(files):,} images, first "
+            f"{base.printable(missing[0])}; add one of the same name and size for each"
+        )
+    return [found[os.path.splitext(name)[0]] for name in files]
 
 
 def _captions(
@@ -148,53 +188,34 @@ def _captions(
     usual: Sequence[str | None],
 ) -> base.Captions:
     """Return the captions of each image: ``listed`` ones, or from a file of its name among ``texts``, or ``usual``."""
-    others = dict[str, str]()
 
     def of(name: str, usual: str | None) -> list[str] | None:
         stem = os.path.splitext(name)[0]
         beside = [texts[at] for end in TEXTS for at in (stem + end, name + end) if at in texts]
-        found, unread = listed.get(name, {}), dict[str, str]()
+        found = listed.get(name)
         for place in beside:
-            if isinstance(found, list):
+            if found is not None:
                 break
-            unread |= found
             try:
                 text = read_bytes(root / place).decode("utf-8-sig")
-                found = _texts_of(parse_json(text), key, place) if place.lower().endswith(".json") else [text.strip()]
+                found = _texts_of(parse_json(text), key) if place.lower().endswith(".json") else [text.strip()]
             except (OSError, ValueError) as error:
                 raise ValueError(f"{base.printable(place)} can't be read ({base.one_line(error)})") from error
-        if not isinstance(found, list):
-            others.update(unread | found)
+        if found is None:
             return None if usual is None else [usual]
         if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
             print_once(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
         return found
 
     try:
-        captions = base.Captions(map(of, files, usual))
+        return base.Captions(map(of, files, usual))
     except ValueError as error:
         raise DataError(f"data.path = {root}: {error}; write it again") from error
-    if captions.missing and others:
-        keys = sorted(others, key=lambda other: "caption" not in other.lower())
-        captions.advice = (
-            f"{base.printable(others[keys[0]])} has no {key}, but {', '.join(keys[:MOST_NAMED])}: "
-            f"--set data.text.captions={keys[0]}"
-        )
-    elif captions.missing:
-        name = base.printable(files[captions.missing[0]])
-        line = json.dumps({"file_name": name, key: "its caption"}, ensure_ascii=False)
-        captions.advice = f"give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
-    return captions
 
 
-def _texts_of(block: object, key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` in an image's JSON, or else other keys that have texts, each with ``place``."""
-    if not isinstance(block, dict):
-        return {}
-    if (captions := base.captions_in(block.get(key))) is not None:
-        return captions
-    others = (name for name, value in block.items() if base.are_texts(value) and value and name != "file_name")
-    return dict.fromkeys(others, place)
+def _texts_of(block: object, key: str) -> list[str] | None:
+    """Return the captions under ``key`` in an image's JSON."""
+    return base.captions_in(block.get(key)) if isinstance(block, dict) else None
 
 
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
@@ -221,7 +242,7 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
                     name = os.path.join(folder, _name_of(block["file_name"]))
                     if name in found:
                         raise ValueError(f"{base.printable(name)} is named twice, and several captions are a list")
-                    found[name] = _texts_of(block, key, place)
+                    found[name] = _texts_of(block, key)
         except (OSError, ValueError, csv.Error) as error:
             line = lines.reader.line_num if rows and lines else line
             raise DataError(

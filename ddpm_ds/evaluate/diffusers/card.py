@@ -5,6 +5,7 @@ from pathlib import Path
 from jinja2 import Template
 
 from ddpm_ds.evaluate.diffusers.text_pipeline import of_flow, pipeline_of
+from ddpm_ds.evaluate.diffusers.unet_config import use_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.schema.choices import SCHEDULES
 from ddpm_ds.tracking.run_folder import RunFolder
@@ -27,6 +28,7 @@ def model_card(trained: Trained, **written: str | None) -> str:
         **written,
         text=text,
         pipeline=pipeline_of(trained) if text else plain,
+        use=use_of(trained.unet_spec, trained.known_data),
         flow=of_flow(trained),
         continuous=SCHEDULES[trained.diffusion.schedule].continuous,
     )

@@ -31,7 +31,7 @@ from ddpm_ds.evaluate.diffusers.folder import (
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
 from ddpm_ds.evaluate.diffusers.text_pipeline import FilePrecision, copied, copy_parts
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
-from ddpm_ds.evaluate.diffusers.unet_config import class_of, diffusers_config
+from ddpm_ds.evaluate.diffusers.unet_config import class_of, diffusers_config, input_order, use_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.ground.device import DTYPES
 from ddpm_ds.ground.errors import CheckpointError
@@ -82,8 +82,11 @@ def write_pipeline(trained: Trained, folder: Path, precision: FilePrecision) -> 
     try:
         unet = diffusers_config(trained.unet_spec, trained.interface)
         scheduler = scheduler_config(trained.process, trained.sampler, text=text is not None)
+        use, order = use_of(trained.unet_spec, trained.known_data), input_order(trained.unet_spec, trained.known_data)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
+    if use == "depth" and "timestep_spacing" in scheduler:  # as Marigold draws, and ours
+        scheduler |= {"timestep_spacing": "trailing", "set_alpha_to_one": True}
     name, kind = scheduler_class(trained.diffusion, text=text is not None), class_of(trained.unet_spec)
     pipeline: str | None = "DDPMPipeline"
     parts: dict[str, object] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
@@ -107,6 +110,6 @@ def write_pipeline(trained: Trained, folder: Path, precision: FilePrecision) -> 
         if trained.constants is not None:
             np.save(folder / CONSTANTS, trained.constants)
     linear = text is not None and text.linear_projection
-    tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear)
+    tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear, order=order)
     (folder / "unet" / WEIGHTS[0]).write_bytes(save(copied(tensors, precision), metadata={"format": "pt"}))
     return f"diffusers opens it as {pipeline or kind}"

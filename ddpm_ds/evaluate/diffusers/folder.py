@@ -33,7 +33,7 @@ from ddpm_ds.evaluate.diffusers.unet import (
     stored_names,
     to_diffusers,
 )
-from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import input_order, unet_spec_from_diffusers
 from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.ground.files import open_regular, sha256_of
 from ddpm_ds.ground.formats import open_tensors, read_json
@@ -57,6 +57,15 @@ AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 TEXT_AUTOENCODER = "vae"
 """Name of the autoencoder's folder in a pipeline that reads text."""
+USUAL_DROP = 0.1
+"""Share of images whose condition InstructPix2Pix drops in training."""
+PIPELINES: Mapping[str | None, tuple[str, ...]] = {
+    None: ("StableDiffusionPipeline", "StableDiffusionXLPipeline"),
+    "inpaint": ("StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"),
+    "edit": ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline"),
+    "depth": ("MarigoldDepthPipeline",),
+}
+"""Pipelines that read text, with one text encoder and with two, by the use of the U-Net's conditions."""
 IMPORTED = (
     *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
     *(SCHEDULER_CONFIG, f"scheduler/{SCHEDULER_CONFIG}", PIPELINE),
@@ -152,8 +161,11 @@ class FieldsFile(BaseModel):
         """Return the content for a run's data; None for pictures and latents without a condition."""
         if data.condition is None and not data.are_fields:
             return None
-        keys = {"source", "image_size", "crop_from", "channels", "values", "normalise", "variables", "mask"}
-        kept = data.model_dump(mode="json", include=keys | {"condition"}, exclude={"condition": {"path"}})
+        keys = {"source", "image_size", "crop_from", "channels", "values", "normalise", "variables", "condition"}
+        keys |= {"mask"} if data.are_fields else set()
+        kept = data.model_dump(mode="json", include=keys, exclude={"condition": {"path", "held_out_path"}})
+        if data.autoencoder is not None:
+            kept["autoencoder"] = AUTOENCODER_FOLDER if data.text is None else TEXT_AUTOENCODER
         return cls(data=DataSpec.model_validate(kept), facts=facts)
 
 
@@ -162,10 +174,15 @@ class _PipelineArguments(Arguments):
 
     class_names: ClassVar = ("pipeline",)
     kind: ClassVar = "setting of a pipeline"
-    ignored: ClassVar = ("requires_safety_checker", "add_watermarker")
+    ignored: ClassVar = (
+        *("requires_safety_checker", "add_watermarker", "prediction_type", "scale_invariant", "shift_invariant"),
+        *("default_denoising_steps", "default_processing_resolution"),
+    )
 
     force_zeros_for_empty_prompt: bool | None = None
     """A missing value means true for pipelines of SDXL, which have a second text encoder."""
+    is_cosxl_edit: bool = False
+    """Whether an InstructPix2Pix pipeline of SDXL scales the latents of its image."""
 
 
 class DiffusersFolder:
@@ -226,15 +243,39 @@ class DiffusersFolder:
         return None
 
     def fields(self) -> FieldsFile | None:
-        """Return the content of ``fields.json``; None without it."""
+        """Return the content of ``fields.json``, or of one for the pipeline's class; None for other pipelines."""
         if not (self.path / FIELDS).is_file():
-            return None
+            return self._of_pipeline()
         try:
             return FieldsFile.model_validate(_read_json(self.path / FIELDS), strict=False)
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
+
+    def _of_pipeline(self) -> FieldsFile | None:
+        index, settings = self._pipeline()
+        name = index.get("_class_name")
+        use = next((use for use, names in PIPELINES.items() if name in names), None)
+        if use is None or not self.interface.condition_channels:
+            return None
+        keys: dict[str, dict[str, object]] = {
+            "inpaint": {"kind": "cut_out"},
+            "edit": {"kind": "stored", "scaled": settings.is_cosxl_edit, "drop": USUAL_DROP},
+            "depth": {"kind": "stored"},
+        }
+        height, width = self.interface.size
+        data = {"source": "folder", "image_size": [height, width], "channels": self.interface.channels}
+        data |= {"condition": keys[use], "autoencoder": TEXT_AUTOENCODER}
+        return FieldsFile.model_validate({"data": data, "facts": None}, strict=False)
+
+    def _pipeline(self) -> tuple[Mapping[str, Any], _PipelineArguments]:
+        """Return the content of ``model_index.json``, empty without it, and its settings."""
+        index = self.path / PIPELINE
+        known = _read_json(index) if index.is_file() else {}
+        parts = {key for key, value in known.items() if isinstance(value, list) or key == "_class_name"}
+        with self._expressed("of a pipeline", index):
+            return known, _PipelineArguments.read({key: known[key] for key in known.keys() - parts})
 
     def encoding(self) -> dict[str, str]:
         """Return the keys of ``data.text`` that the model decides: none without a text encoder, and ``encoders`` only
@@ -245,12 +286,8 @@ class DiffusersFolder:
             if not (self.path / "text_encoder" / CONFIG).is_file():
                 return {}
             found["encoders"] = self._hub_name or str(self.path.resolve())
-            second, index = (self.path / "text_encoder_2" / CONFIG).is_file(), self.path / PIPELINE
-            known = _read_json(index) if index.is_file() else {}
-            parts = {key for key, value in known.items() if isinstance(value, list) or key == "_class_name"}
-            with self._expressed("of a pipeline", index):
-                settings = _PipelineArguments.read({key: known[key] for key in known.keys() - parts})
-            zeros = settings.force_zeros_for_empty_prompt
+            second = (self.path / "text_encoder_2" / CONFIG).is_file()
+            zeros = self._pipeline()[1].force_zeros_for_empty_prompt
         zeros = second if zeros is None else zeros
         return {**found, "layer": "penultimate" if second else "last", "drop_to": "zeros" if zeros else "empty"}
 
@@ -293,8 +330,14 @@ class DiffusersFolder:
                 return process_from_scheduler(self.single.scheduler(objective, silent)[0], base)
             return process_from_scheduler(_read_json(self._scheduler), base)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
+    def tensors(self, data: DataSpec | None = None) -> dict[str, Tensor]:
+        """Return the weights of our U-Net in fp32 by global name, checked against the configuration.
+
+        The condition in ``data`` (None: of :meth:`fields`) says the order of the input channels.
+        """
+        if data is None and (fields := self.fields()) is not None:
+            data = fields.data
+        order = input_order(self.unet, data) if self.interface.condition_channels else []
         misfit = f"{self.weights.path} does not fit its {CONFIG if self.single is None else 'kind'}: "
         try:
             stored = self.weights.tensors() if self.single is None else self.single.tensors(self.layers)
@@ -310,7 +353,7 @@ class DiffusersFolder:
             if tensor.shape != expected.shape or not tensor.is_floating_point():
                 what = f"{names[name]} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
                 raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
-        return {name: tensor.float() for name, tensor in from_diffusers(stored, self.layers).items()}
+        return {name: tensor.float() for name, tensor in from_diffusers(stored, self.layers, order).items()}
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

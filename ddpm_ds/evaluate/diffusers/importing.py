@@ -15,11 +15,13 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS, load_spec, parse_yaml, preset, read_values, rewritten
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.latents import autoencoder_of
+from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.evaluate.diffusers.folder import IMPORTED, SCHEDULER_CONFIG, DiffusersFolder
+from ddpm_ds.evaluate.diffusers.unet_config import use_of
 from ddpm_ds.evaluate.outputs import new_output
 from ddpm_ds.ground.errors import CheckpointError, SpecError
 from ddpm_ds.schema.types import written
-from ddpm_ds.unet.layers import InputLayer, Layer, OutputLayer
+from ddpm_ds.unet.layers import InputLayer, OutputLayer
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = (
@@ -61,7 +63,7 @@ def import_weights(
             until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in typed]
         before = load_spec(base, overrides, until_replaced)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
-        tensors = with_latents(folder.tensors(), folder.layers, folder.interface.channels, spec.data.channels)
+        tensors = fitted(folder.tensors(spec.data), folder, spec.data)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{folder.weights.path} has values in {name} that are not finite; get it again")
@@ -79,28 +81,40 @@ def import_weights(
     if (mine := folder.interface.channels) != spec.data.channels:
         begun = f"conv_in and conv_out keep {min(mine, spec.data.channels)} channels, and begin with zeros in others"
         lines.append(f"its latents have {mine} channels, and data.channels is {spec.data.channels}: {begun}")
+    if is_enlarged(folder, spec.data):
+        begun = "halves of its own" if use_of(folder.unet, spec.data) == "depth" else "zeros"
+        lines.append(f"conv_in reads {spec.data.interface.condition_channels} channels of data.condition, with {begun}")
     if own is not None and own != str(spec.data.autoencoder):
         lines.append(f"data.autoencoder is {spec.data.autoencoder}; its own is {own}")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return spec, [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *of_process])}"]
 
 
-def with_latents(tensors: Mapping[str, Tensor], layers: Sequence[Layer], old: int, new: int) -> dict[str, Tensor]:
-    """Return weights for latents of ``new`` channels instead of ``old`` ones: the first and the last convolution keep
-    the channels that both have, and their biases, and are zero in others.
+def fitted(tensors: Mapping[str, Tensor], folder: DiffusersFolder, data: DataSpec) -> dict[str, Tensor]:
+    """Return a model's weights for the latents and the condition of ``data``: the first and the last convolution keep
+    the channels that both have, and their biases, and are zero in others. Marigold's begin with half of x_t's weights
+    for x_t, and half for the image.
     """
-    found, both = dict(tensors), min(old, new)
-    if old == new:
-        return found
+    found, old, new = dict(tensors), folder.interface.channels, data.channels
     first, last = (
-        next(index for index, layer in enumerate(layers) if isinstance(layer, kind))
+        next(index for index, layer in enumerate(folder.layers) if isinstance(layer, kind))
         for kind in (InputLayer, OutputLayer)
     )
-    before = tensors[f"{first}.conv.weight"]  # (N, 3, 3, old + condition)
-    found[f"{first}.conv.weight"] = torch.cat((pad(before[..., :both], (0, new - both)), before[..., old:]), dim=-1)
+    before, both = tensors[f"{first}.conv.weight"], min(old, new)  # (N, 3, 3, old + condition)
+    x_t, given = pad(before[..., :both], (0, new - both)), before[..., old:]
+    if is_enlarged(folder, data):
+        given = x_t.new_zeros(*x_t.shape[:-1], data.interface.condition_channels)
+        if use_of(folder.unet, data) == "depth":
+            x_t = given = x_t / 2.0
+    found[f"{first}.conv.weight"] = torch.cat((x_t, given), dim=-1)
     for name in (f"{last}.conv.weight", f"{last}.conv.bias"):  # (old, 3, 3, N) and (old,)
         found[name] = torch.cat((tensors[name][:both], tensors[name].new_zeros(new - both, *tensors[name].shape[1:])))
     return found
+
+
+def is_enlarged(folder: DiffusersFolder, data: DataSpec) -> bool:
+    """Return whether the first convolution of a model without a condition gets channels for the one of latents."""
+    return not folder.interface.condition_channels and data.autoencoder is not None and data.condition is not None
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
@@ -130,16 +144,23 @@ def _spec_with_model(
     asked, found, model = before.data.interface, folder.interface, f"the model of {folder.path}"
     if asked.numbers:
         raise SpecError(f"{base}: data.condition has a vector or drop, and {model} takes no vector; remove them")
-    if (asked.condition_channels, asked.condition_level) != (found.condition_channels, found.condition_level):
-        ours, theirs = (" and their noise level" * one.condition_level for one in (asked, found))
-        channels = f"{base}: data.condition has {asked.condition_channels} channels{ours}"
-        raise SpecError(f"{channels}, but {model} takes {found.condition_channels}{theirs}; change data.condition")
+    if (learned := folder.fields()) is not None and learned.data.autoencoder and learned.data.condition:
+        mine, its = before.data.condition or ConditionSpec(), learned.data.condition
+        keys = ("kind", "scaled") if its.kind == "stored" else ("kind",)
+        pairs |= {f"data.condition.{key}": (getattr(mine, key), getattr(its, key)) for key in keys}
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes
     for key, (value, wanted) in pairs.items():
         if value != wanted:
             labels = f" (of {folder.class_rows} labels, see --last-label)" if key == "unet.classes" else ""
             raise SpecError(f"{base}: {key} = {value}, but {model} has {wanted}{labels}; --set {key}={wanted}")
+    if not is_enlarged(folder, before.data) and (asked.condition_channels, asked.condition_level) != (
+        found.condition_channels,
+        found.condition_level,
+    ):
+        ours, theirs = (" and their noise level" * one.condition_level for one in (asked, found))
+        channels = f"{base}: data.condition has {asked.condition_channels} channels{ours}"
+        raise SpecError(f"{channels}, but {model} takes {found.condition_channels}{theirs}; change data.condition")
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
     if before.data.text is not None and before.data.text.tokens:  # no weight depends on it

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_ds.data.hub import is_hub_name
-from ddpm_ds.data.spec import TextSpec
+from ddpm_ds.data.spec import ConditionSpec, TextSpec
 from ddpm_ds.data.text import FilesOfEncoder, TextEncoders, parts_of
-from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
+from ddpm_ds.evaluate.diffusers.folder import PIPELINES, TEXT_AUTOENCODER, read_weights
 from ddpm_ds.evaluate.diffusers.unet import ZERO_SNR, SingleFile, V, original_names, to_diffusers
-from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import input_order, unet_spec_from_diffusers, use_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.ground.device import DTYPES
 from ddpm_ds.ground.errors import CheckpointError
@@ -29,7 +29,9 @@ from ddpm_ds.unet.layers import unet_layers
 
 FilePrecision = Literal["fp32", "fp16"]
 ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
-NOTHING = [None, None]
+NOTHING, OF_IMAGES = [None, None], ("image_encoder", "feature_extractor")
+STABLE_CHANNELS = 4
+"""Channels of the latents that diffusers' inpainting takes."""
 AT_ONCE = 77
 """Tokens that CLIP's encoders read at once."""
 
@@ -56,11 +58,21 @@ def encoders_of(trained: Trained) -> list[FilesOfEncoder]:
 
 
 def pipeline_of(trained: Trained) -> str | None:
-    """Return the name of the pipeline whose parts are at hand; None if some are not."""
-    encoders = encoders_of(trained)
-    if not encoders or trained.autoencoder is None:
+    """Return the name of the pipeline whose parts are at hand; None if some are not, or diffusers has none.
+
+    Raises CheckpointError: the pipeline would give the U-Net another condition.
+    """
+    use, vae, encoders = use_of(trained.unet_spec, trained.known_data), trained.autoencoder, encoders_of(trained)
+    if not encoders or vae is None or (use == "inpaint" and vae.channels != STABLE_CHANNELS):
         return None
-    return "StableDiffusionXLPipeline" if len(encoders) == 2 else "StableDiffusionPipeline"
+    if use == "edit" and not _is_scaled(trained) and (vae.shift or vae.scale != vae.exported_scale):
+        fault = "data.condition.scaled is false, and a pipeline's latents are without the shift and scales"
+        raise CheckpointError(f"{trained.origin} can't be exported: {fault} of channels, which its autoencoder has")
+    return PIPELINES[use][len(encoders) - 1]
+
+
+def _is_scaled(trained: Trained) -> bool:
+    return trained.known_data is not None and (trained.known_data.condition or ConditionSpec()).scaled
 
 
 def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, object]]:
@@ -77,9 +89,14 @@ def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, ob
         (kind,) = part.config.architectures
         parts |= {part.encoder.name: ["transformers", kind], part.tokenizer.name: ["transformers", "CLIPTokenizer"]}
     pipeline, text = pipeline_of(trained), trained.text
-    if pipeline == "StableDiffusionXLPipeline":
-        parts |= {"image_encoder": NOTHING, "feature_extractor": NOTHING}
+    use = use_of(trained.unet_spec, trained.known_data)
+    if "text_encoder_2" in parts:
+        parts |= {"is_cosxl_edit": _is_scaled(trained)} if use == "edit" else dict.fromkeys(OF_IMAGES, NOTHING)
         parts["force_zeros_for_empty_prompt"] = text is not None and text.drop_to == "zeros"
+    elif use == "depth":
+        parts |= {"prediction_type": "depth", "scale_invariant": True, "shift_invariant": True}
+        parts["default_denoising_steps"] = trained.sampler.steps_of(trained.diffusion)
+        parts["default_processing_resolution"] = max(trained.picture_shape[1:])
     elif pipeline is not None:
         parts |= {"safety_checker": NOTHING, "feature_extractor": NOTHING, "requires_safety_checker": False}
     return pipeline, parts
@@ -136,7 +153,8 @@ def write_single_file(trained: Trained, path: Path, precision: FilePrecision) ->
         names = original_names(trained.layers)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be a single file: {error}") from None
-    theirs = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=text.linear_projection)
+    order, linear = input_order(trained.unet_spec, trained.known_data), text.linear_projection
+    theirs = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear, order=order)
     tensors, parts = {names[name]: tensor for name, tensor in theirs.items()}, ["unet"]
     if trained.autoencoder is not None:
         vae = trained.autoencoder

@@ -9,7 +9,7 @@ diffusers' ``from_single_file`` read them.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,17 +19,8 @@ from ddpm_ds.evaluate.diffusers.scheduler import BETAS, refused
 from ddpm_ds.evaluate.diffusers.unet_config import WITH_TEXT
 from ddpm_ds.ground.errors import CheckpointError
 from ddpm_ds.ground.formats import open_tensors
-from ddpm_ds.unet.layers import (
-    AttentionLayer,
-    BlockLayer,
-    EmbedLayer,
-    InputLayer,
-    Layer,
-    OutputLayer,
-    TransformerBlockLayer,
-    TransformerInputLayer,
-    TransformerOutputLayer,
-)
+from ddpm_ds.unet.layers import Layer, TransformerInputLayer, TransformerOutputLayer
+from ddpm_ds.unet.names import tensor_names
 
 UNET = "model.diffusion_model."
 V, ZERO_SNR = "v_pred", "ztsnr"
@@ -58,36 +49,25 @@ _ORIGINAL_BLOCK = {
     **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
 }
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
-_EMBEDDINGS = {"linear": "time_embedding", "level": "class_embedding", "text": "add_embedding"}
 CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
+CONV_IN = "conv_in.weight"
+"""diffusers' name of the first convolution, (out, in, 3, 3)."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_MODULES: dict[type[Layer], dict[str, str]] = {
-    EmbedLayer: {f"{ours}{n}": f"{theirs}.linear_{n}" for ours, theirs in _EMBEDDINGS.items() for n in (1, 2)}
-    | {"label_embedding": "class_embedding"},
-    InputLayer: {"conv": "conv_in"},
-    OutputLayer: {"norm": "conv_norm_out", "conv": "conv_out"},
-    BlockLayer: {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
-    | {"time_projection": "time_emb_proj", "shortcut": "conv_shortcut"},
-    AttentionLayer: {"norm": "group_norm", "qkv": "to_q to_k to_v", "projection": "to_out.0"},
-    TransformerInputLayer: {"norm": "norm", "projection": "proj_in"},
-    TransformerBlockLayer: {
-        **{"norm1": "norm1", "qkv": "attn1.to_q attn1.to_k attn1.to_v", "projection1": "attn1.to_out.0"},
-        **{"norm2": "norm2", "q": "attn2.to_q", "kv": "attn2.to_k attn2.to_v", "projection2": "attn2.to_out.0"},
-        **{"norm3": "norm3", "gated": "ff.net.0.proj", "projection3": "ff.net.2"},
-    },
-    TransformerOutputLayer: {"projection": "proj_out"},
-}
-"""Modules of diffusers by modules of our layers, in which several may be fused; every other layer has a `conv`."""
 
 
 def to_diffusers(
-    state: Mapping[str, Tensor], layers: Sequence[Layer], *, linear_projection: bool = False
+    state: Mapping[str, Tensor],
+    layers: Sequence[Layer],
+    *,
+    linear_projection: bool = False,
+    order: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """Return tensors by diffusers' names from tensors by ours (``4.conv1.weight``), as views.
 
-    The projections around transformer blocks are 1x1 convolutions unless ``linear_projection``.
+    The projections around transformer blocks are 1x1 convolutions unless ``linear_projection``. ``order`` has our
+    numbers of input channels in diffusers' order, if it is another.
     """
     convolved = set() if linear_projection else _projections(layers)
     found: dict[str, Tensor] = {}
@@ -95,15 +75,21 @@ def to_diffusers(
         tensor = state[ours].permute(0, 3, 1, 2) if state[ours].ndim == 4 else state[ours]
         tensor = tensor[:, :, None, None] if ours in convolved else tensor
         found.update(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+    if order:
+        found[CONV_IN] = found[CONV_IN][:, list(order)]
     return found
 
 
-def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Return tensors by our names from tensors by diffusers' names, present or old.
+def from_diffusers(
+    state: Mapping[str, Tensor], layers: Sequence[Layer], order: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Return tensors by our names from tensors by diffusers' names, present or old; ``order`` as :func:`to_diffusers`.
 
     Raises ValueError if diffusers' U-Net with these layers has other names.
     """
     stored, projections = stored_names(state, layers), _projections(layers)
+    if order:
+        state = {**state, CONV_IN: state[CONV_IN][:, sorted(range(len(order)), key=order.__getitem__)]}
     found = {}
     for ours, theirs in tensor_names(layers):
         tensor = torch.cat([state[stored[name]] for name in theirs])
@@ -135,34 +121,6 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
         twice = min(set(names) - set(stored.values()))
         raise ValueError(f"{twice} is there under its present and its old name")
     return stored
-
-
-def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the name of each of our tensors, with the names of diffusers' tensors that it joins."""
-    levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
-    for index, layer in enumerate(layers):
-        modules = _MODULES.get(type(layer), {"conv": "conv"})
-        outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)
-        place = "" if outside else f"{_place(layer.name, levels)}."
-        if isinstance(layer, TransformerBlockLayer):
-            place += f"transformer_blocks.{layer.name.rpartition('.')[2]}."
-        for ours in layer.listed:
-            module, _, kind = ours.name.rpartition(".")
-            yield f"{index}.{ours.name}", tuple(f"{place}{name}.{kind}" for name in modules[module].split())
-
-
-def _place(name: str, levels: int) -> str:
-    """Return diffusers' module for a layer, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels, and
-    ``up_blocks.0.attentions.2`` for all of ``up.3.attention.2``.
-    """
-    side, *place = name.split(".")
-    blocks = "mid_block"
-    if side != "middle":
-        level = int(place.pop(0))
-        blocks = f"down_blocks.{level}" if side == "down" else f"up_blocks.{levels - 1 - level}"
-    kind, number = place[0], place[1] if len(place) > 1 and (side, place[0]) != ("middle", "attention") else "0"
-    modules = {"block": "resnets", "attention": "attentions", "downsample": "downsamplers", "upsample": "upsamplers"}
-    return f"{blocks}.{modules[kind]}.{number}"
 
 
 def original_names(layers: Sequence[Layer]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ddpm_ds.data.spec import DataSpec
 from ddpm_ds.evaluate.diffusers.scheduler import Arguments, refused
 from ddpm_ds.schema.section import Section
 from ddpm_ds.schema.types import (
@@ -236,6 +237,29 @@ class TextArguments(UnetArguments):
 
 
 ARGUMENTS: dict[str, type[UnetArguments]] = {PLAIN: PlainArguments, WITH_TEXT: TextArguments}
+
+
+def use_of(unet: UnetSpec, data: DataSpec | None) -> Literal["inpaint", "edit", "depth"] | None:
+    """Return the use of latents' conditions that diffusers has pipelines for: images are inpainted, edited as by
+    InstructPix2Pix, or looked through as by Marigold, which has no pooled text. None is any other U-Net.
+    """
+    condition = None if data is None or data.autoencoder is None or unet.text is None else data.condition
+    if condition is None or condition.kind not in ("cut_out", "stored"):
+        return None
+    if condition.kind == "cut_out":
+        return "inpaint"
+    return "depth" if condition.scaled and unet.text and unet.text.pooled_channels is None else "edit"
+
+
+def input_order(unet: UnetSpec, data: DataSpec | None) -> list[int]:
+    """Return our numbers of input channels in diffusers' order, [] if it is ours: inpainting has the mask before the
+    cut image, and Marigold the image before x_t.
+    """
+    use = use_of(unet, data)
+    if data is None or use in (None, "edit"):
+        return []
+    x_t, image = [*range(data.channels)], [*range(data.channels, 2 * data.channels)]
+    return [*x_t, 2 * data.channels, *image] if use == "inpaint" else [*image, *x_t]
 
 
 def class_of(unet: UnetSpec) -> str:
