@@ -179,7 +179,7 @@ class Loop:
 
     def step(self) -> Tensor:
         total = torch.zeros((), device=self._device)
-        if dist.get_rank():
+        if dist.is_initialized() and dist.get_rank():
             return total
         for micro_batch in itertools.islice(self._batches, self._micro_batches):
             prepared = self._objective.prepare(micro_batch)
