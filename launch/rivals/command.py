@@ -23,7 +23,7 @@ time: the median over the rounds, with quartiles in brackets. Finally each row's
 
 EXAMPLES = f"""\
   These run only if --rows names them, since 16 bits under autocast take minutes on a CPU: {", ".join(NAMED)}.
-  diffusers-randn, lucidrains and ours-dim64 have other draws or another U-Net, so their losses are not compared.
+  diffusers-randn has other draws, so its losses are not compared.
   Only this project's engines recompute activations, if the JSON asks for it.
 
 examples
