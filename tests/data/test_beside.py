@@ -138,7 +138,7 @@ def test_a_second_picture_is_encoded_like_the_first(scaled: bool, spec_of: SpecO
 
 
 def test_each_cut_is_drawn_encoded_and_read_by_key(spec_of: SpecOf, tmp_path: Path) -> None:
-    spec = spec_of(condition={"kind": "cut_out", "variants": 3, "unmasked": 0.4}, horizontal_flips=True)
+    spec = spec_of(mask="alpha", condition={"kind": "cut_out", "variants": 3, "unmasked": 0.4}, horizontal_flips=True)
     cache, autoencoder = prepare(spec, How(encode_on=CPU)), autoencoder_of(spec)
     assert autoencoder is not None and spec.interface.condition_channels == 5 and spec.interface.numbers == 0
     coder, images = Coder(autoencoder, CPU), torch.tensor(np.stack([*map(pixels, below(tmp_path / "pictures"))]))
@@ -170,6 +170,11 @@ def test_each_cut_is_drawn_encoded_and_read_by_key(spec_of: SpecOf, tmp_path: Pa
         used.add(name)
     assert len(used) == 6
     assert np.array_equal(cache.fields["condition"].read(np.arange(COUNT)), cache.others["condition"][:])
+    fields = {"images", "condition", "mask"}
+    for every, part in zip(seen(cache, fields, 9), seen(cache.rows(2, 5), fields, 9), strict=True):
+        for one, other in ((every.images, part.images), (every.condition, part.condition)):
+            assert one is not None and other is not None and torch.equal(one[:, :, 2:5], other)
+        assert every.mask is not None and part.mask is not None and torch.equal(every.mask, part.mask), "whole"
 
 
 def test_given_masks_are_cut_out(spec_of: SpecOf, tmp_path: Path) -> None:
