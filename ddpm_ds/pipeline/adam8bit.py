@@ -80,7 +80,7 @@ class Adam8bit(torch.optim.Optimizer):
         The ``names`` of all parameters of the U-Net, in their order, and the ``seed`` decide how weights are rounded.
         """
         numbers, self._seed = {name: number << NUMBER_BITS for number, name in enumerate(names)}, seed
-        index, elements_index = list[Tensor](), list[Tensor]()
+        index, elements_index = [torch.arange(0)], list[Tensor]()
         first_factor = self.param_groups[0].get("factor", 1.0)
         factors = [group.get("factor", 1.0) / first_factor for group in self.param_groups for _ in group["params"]]
         self._masters: list[Tensor] = [master for group in self.param_groups for master in group["params"]]
