@@ -182,9 +182,11 @@ def measure_swap(name: str, device: torch.device) -> None:
 
 def _swap(rank: int, kind: str, folder: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    store = f"file://{folder}/store"
-    dist.init_process_group({"cuda": "nccl"}.get(kind, "gloo"), init_method=store, world_size=2, rank=rank)
+    device, backend = torch.device(kind), "gloo"
+    if kind == "cuda":
+        device, backend = torch.device(kind, rank), "nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", world_size=2, rank=rank)
     group, a = SpaceGroup(rank, 2, dist.group.WORLD), torch.randn((SIZES[kind][0],) * 2, device=device)
 
     def seconds(size: int) -> float:

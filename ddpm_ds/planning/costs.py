@@ -33,7 +33,7 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
     UpsampleLayer,
 )
-from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of
+from ddpm_ds.unet.shards import Sums, Swaps, agreed_elements, sums_of, swaps_of, whole_layers
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
@@ -185,30 +185,29 @@ def _replica_seconds(
     def rings(pieces: Iterable[_Piece], width: int) -> list[float]:
         return [ring_seconds(machine, layout, rank, one.elements * width, sends.passes, one.chunks) for one in pieces]
 
-    def handled(pieces: Iterable[_Piece], width: int) -> list[float]:
-        """Seconds of the rank's own core, which sends and receives."""
-        rate = GLOO_BANDWIDTH if machine.is_cpu else math.inf
-        return [2 * (1 - 1 / layout.data_ranks) * one.elements * width / rate for one in pieces]
+    def exchanged(
+        pieces: Sequence[_Piece], computing: Iterable[float], width: int, buffers: int = 0
+    ) -> tuple[float, float]:
+        """Return the seconds by which a computation in pieces grows, and those from its end until all has arrived."""
+        rate = GLOO_BANDWIDTH if machine.is_cpu else math.inf  # of the rank's own core, which sends and receives
+        own = [2 * (1 - 1 / layout.data_ranks) * one.elements * width / rate for one in pieces]
+        computing = [seconds + more for seconds, more in zip(computing, own, strict=True)]
+        stall, left = waits(computing, rings(pieces, width), buffers)
+        return sum(own) + stall, left
 
     stalls, pieces = [0.0] * len(phases), [*itertools.chain.from_iterable(reversed(phases))]
     if not sends.weight_bytes:  # one after the other, at the end of the step
         return stalls, sum(rings(pieces, sends.gradient_bytes)), 0.0
     # Read backwards, weights that come before their layers run are gradients that leave after them.
-    own = handled(pieces, sends.weight_bytes)
-    forward = [one.forward + seconds for one, seconds in zip(pieces, own, strict=True)]
-    gathering = sum(own) + waits(forward, rings(pieces, sends.weight_bytes))[1]
+    gathering = sum(exchanged(pieces, (one.forward for one in pieces), sends.weight_bytes))
     if layout.zero_stage < 2:
-        own = handled(pieces, sends.gradient_bytes)
-        backward = [one.backward + seconds for one, seconds in zip(pieces, own, strict=True)]
-        return stalls, sum(own) + waits(backward, rings(pieces, sends.gradient_bytes))[1], gathering
+        return stalls, sum(exchanged(pieces, (one.backward for one in pieces), sends.gradient_bytes)), gathering
     each = list[tuple[float, float]]()
     for phase in phases:
-        own = handled(phase, sends.gradient_bytes)
         passes = [one.weights if layout.schedule == "planned" else one.backward for one in phase]
-        seconds = [one + more for one, more in zip(passes, own, strict=True)]
-        stall, left = waits(seconds, rings(phase, sends.gradient_bytes), buffers=2)
+        longer, left = exchanged(phase, passes, sends.gradient_bytes, buffers=2)
         beside = min(left, sum(one.forward for one in phase))  # the next micro-batch's, or none at the end
-        each.append((sum(own) + stall + left - beside, beside))
+        each.append((longer + left - beside, beside))
     return [stall for stall, _ in each], each[0][1], gathering
 
 
@@ -278,7 +277,9 @@ def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
         arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
-        moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
+        (whole,) = whole_layers([layer]) if layer.rows.arriving else [layer]  # a rank keeps less, and moves its share
+        elements = whole.activation_elements * layer.pixels / layer.all_pixels
+        moved = 2 * job.arithmetic_bytes * elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
         copied = 2 * job.stored_bytes * layer.trained / machine.memory_bandwidth  # gradients, to their sum
         forward, backward = (count * launch for count in launches(layer))

@@ -341,7 +341,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
         if (one.stages == now.stages) == same_stages
         and one.in_flight in ("auto", now.in_flight)
         and facts.job.is_replayed(one) >= facts.replayed  # launches of others are not in the layers' seconds
-        and sum(a != b for a, b in zip(respects(one), respects(now), strict=True)) <= 1
+        and sum(a != b for a, b in zip(respects(one), respects(now), strict=True)) <= 1 + (one.space != now.space)
         and (one.offload, one.zero_stage > 0) >= (now.offload, now.zero_stage > 0)  # other keys may need them
     ]
     with suppress(LayoutError):  # none fits

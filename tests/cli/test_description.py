@@ -11,6 +11,7 @@ from ddpm_ds.cli.plan import decided_since, describe_plan, hosts_line, stage_tab
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.ground.units import rounded
 from ddpm_ds.pipeline.cuts import partition, relayed_elements
+from ddpm_ds.pipeline.placement import traffic
 from ddpm_ds.planning.inputs import machine_like
 from ddpm_ds.planning.run_plan import RunDraft, RunPlan, make_plan
 from ddpm_ds.unet.layers import unet_layers
@@ -215,6 +216,23 @@ def test_tensor_groups_across_hosts_are_warned_of_once_the_hosts_are_known() -> 
     unknown = plan((), 1, tensor={"size": 4})
     assert warning in unwrapped(decided_since(unknown, met(unknown, TWO_BY_TWO)))
     assert warning not in decided_since(apart, apart)
+
+
+def test_space_groups_across_hosts_are_warned_of_with_their_price_and_a_size_that_stays_on_a_host() -> None:
+    def lines(hosts: tuple[str, ...], size: int) -> list[str]:
+        found = lines_of(plan(hosts, 1, space={"size": size}))
+        return [line for line in found if line.startswith(("warning", "hosts"))]
+
+    *_, kept = lines(TWO_BY_TWO, 2)
+    assert kept.startswith("hosts ") and "of swaps" not in kept
+    apart = plan(TWO_BY_TWO, 1, space={"size": 4})
+    _, warning, hosts = lines(TWO_BY_TWO, 4)
+    each = apart.exchange.swaps[0] / 1e6
+    assert warning == (
+        f"warning      1 space group across hosts: each rank sends {each:,.4g} MB a step to others that share its "
+        "images, and waits for each message; use a pipeline.space.size below 4 that divides the processes of a host"
+    )
+    assert f"{traffic(apart.grid, apart.exchange).swaps / 1e6:,.4g} MB of swaps" in hosts
 
 
 def test_the_table_of_stages_counts_whole_stages_whatever_is_split() -> None:

@@ -69,6 +69,9 @@ def test_rows_are_shared_as_evenly_as_possible() -> None:
                 assert busiest_share(height, ranks) == float("inf")
 
 
+BUCKETS = ["data.source=folder", "data.path=pictures", "data.channels=3", "data.buckets.step=8", "unet.classes=null"]
+
+
 def planned(file: Path, overrides: list[str], stages: int | None) -> RunDraft:
     overrides = ["unet.attention_resolutions=[]", *overrides]
     return drafted(DEFAULT_SPEC, overrides, file, world_size=4, stages=stages)
@@ -94,7 +97,10 @@ def test_a_plan_says_which_rows_are_shared_and_what_that_costs(tmp_path: Path) -
         ({"size": 4, "levels": [0, 1]}, ["data.image_size=[6,8]"], {}, "has 3 rows; sizes that work are 1, 2;"),
         ({"size": 4}, ["data.image_size=[2,8]"], {}, "has 2 rows; sizes that work are 1, 2"),
         ({"size": 4, "levels": [0, 1]}, ["data.image_size=[10,8]"], {}, "gives one rank 1.60 shares of 5 rows"),
-        ({"size": 2}, [], {"compile": True}, "compile = true does not go with pipeline.space.size = 2"),
+        ({"size": 9}, [], {}, "pipeline.space.size = 9 should be a whole number from 1 to 8"),
+        ({"size": "auto", "levels": [0]}, [], {}, "pipeline.space.size"),
+        ({"size": 2}, BUCKETS, {}, "pipeline.space.size = 2 needs images of one height"),
+        ("auto", [], {"pipeline": {"tensor": {"size": 2}}}, 'space.size = "auto" does not go with pipeline.tensor.si'),
         ({"size": 2}, [], {"pipeline": {"tensor": {"size": 2}}}, "does not go with pipeline.tensor.size = 2"),
         ({"size": 2}, [], {"pipeline": {"tensor": "auto"}}, 'does not go with pipeline.tensor.size = "auto"'),
     ],

@@ -99,7 +99,9 @@ def run(entry: dict[str, Any]) -> dict[str, Any]:
     found = train(engine, entry, observers)
     if entry["name"] != "broken":
         observers.finish()
-        found["restored"] = not is_wrapped(engine) and dist.Work.wait is wait
+        found["restored"] = (
+            not is_wrapped(engine) and dist.Work.wait is wait and "swap" not in vars(engine.module.space)
+        )
     engine.destroy()
     return {**found, **vars(told), "expected": expected}
 

@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from ddpm_ds.ground.units import Precision
 from ddpm_ds.observe import device_speed
-from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak, startup_times
+from ddpm_ds.observe.device_speed import (
+    known_swap,
+    matmul_peak,
+    measure_swap,
+    measured_times,
+    shared_peak,
+    startup_times,
+)
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.spec import Interface
@@ -82,3 +90,20 @@ def test_peak_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert shared_peak(CPU, "fp32") == 1.0
     assert len(json.loads((cache / "matmul_peak.json").read_text())) == 3
+
+
+@pytest.mark.launch
+def test_a_swap_of_two_processes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_swap("cpu") is None
+    measure_swap("cpu", CPU)
+    assert (found := known_swap("cpu")) is not None and min(found) > 0
+
+    def dies(*given: object, **options: object) -> None:
+        raise ProcessExitedException("killed", 0, 1, 1)
+
+    monkeypatch.setattr(device_speed, "spawn", dies)
+    measure_swap("cpu", CPU)
+    measure_swap("other", CPU)
+    assert known_swap("cpu") == found and known_swap("other") is None, "where no process may start"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    measure_swap("other", torch.device("cuda"))

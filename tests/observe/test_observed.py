@@ -27,6 +27,7 @@ CASES: dict[str, tuple[Case, list[int]]] = {
     "linear": (Case(2, 1, 1, "fp32", 0), [1, 2, 3]),
     "folded": (Case(2, 1, 2, "fp16", 1, schedule="folded", reentrant=True), ROLLED_BACK),
     "replicas": (Case(1, 2, 2, "fp32", 0, micro_batches=1), [1, 2, 3, 4, 5]),
+    "shared": (Case(1, 1, 2, "fp32", 0, micro_batches=1, space=2), [1, 2, 3, 4, 5]),
     "broken": (Case(1, 2, 0, "fp32", 0, micro_batches=1), [4, 5]),
 }
 WAITS = {"LoadMicroBatch": "DataWait", "ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad"}
@@ -37,7 +38,7 @@ SHORT = {
 OWN_METRICS = {"load_seconds", "reduce_seconds", "optimizer_seconds"}
 STAGE_METRICS = {"forward_seconds", "backward_seconds", "wait_seconds", "send_seconds"}
 RUN_METRICS = {"traced_step_seconds", "bubble_fraction", "imbalance", "mfu", "data_wait_fraction"}
-TRACED = ("linear", "folded", "replicas")
+TRACED = ("linear", "folded", "replicas", "shared")
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(observed: Obs
         for phase in own["phases"]:
             parts += [phase[f"{part}_seconds"] for part in ("forward", "backward", "wait", "send")]
         assert sum(parts) == pytest.approx(own["step_seconds"], rel=1e-9) and min(parts) >= -1e-9
+        passes = sum(phase[f"{kind}_seconds"] for phase in own["phases"] for kind in ("forward", "backward"))
+        assert (0 < own["swap_seconds"] < passes) if name == "shared" else own["swap_seconds"] == 0
         assert own["sampling_seconds"] > 0
 
 
@@ -156,7 +159,7 @@ def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observ
     assert quiet["logged"] == quiet["metrics"] == quiet["artifacts"] == []
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", TRACED[:3])
 def test_every_layout_is_profiled_with_recomputation_and_in_half_precision(observed: Observed, name: str) -> None:
     folder, told, (case, _) = observed.folder / name / "flops", observed.ranks[0][name], CASES[name]
     profile, fold = json.loads((folder / "flops.json").read_text()), case.schedule == "folded"

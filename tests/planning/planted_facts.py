@@ -16,7 +16,8 @@ from ddpm_ds.planning.costs import SPLIT_COST, weight_share
 from ddpm_ds.planning.finished_run import FinishedRun, Overflows, RankFacts, machine_json
 from ddpm_ds.planning.inputs import Workload, machine_like, rank_stages
 from ddpm_ds.planning.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
-from ddpm_ds.schema.layout import Layout, Schedule
+from ddpm_ds.schema.layout import Layout, Schedule, SpaceSplit
+from ddpm_ds.unet.shards import row_layers, swaps_of
 from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 
@@ -44,12 +45,14 @@ class Bench:
     bytes_per_second: float = float("inf")
     read_seconds: float = 0.0  # to read an image, with two threads
     update_seconds: float = 1e-9  # to step a parameter
+    space: int = 1
+    swap_seconds: float = 0.0  # of a swap
 
     @cached_property
     def job(self) -> Workload:
         train = {"batch_images": BATCH, "accumulation": self.accumulation}
         spec = tiny_spec(train=train, data={"workers": self.workers}, optimizer={"warmup_images": self.warmup_images})
-        world_size = self.ranks * self.replicas
+        world_size = self.ranks * self.replicas * self.space
         found = laid_out(self.config, spec, world_size=world_size, stages=self.ranks)
         return Workload(spec, config_of(**found.as_json()), on_cpu=True)  # as a run records it
 
@@ -77,20 +80,25 @@ class Bench:
                 "in_flight": self.in_flight,
                 "partition": list(self.cuts) if self.cuts else "measured",
                 "activation_checkpoint_interval": self.interval,
+                "space": {"size": self.space},
             },
         }
 
     def rank(self, number: int) -> tuple[RankFacts, RankCosts]:
         """A rank's trace without its waiting, and its costs for the simulator."""
-        phases = []
-        stages = rank_stages(self.job.layers, self.bounds, self.schedule)[number]
+        phases, waiting = [], 0.0
+        layers = row_layers(self.job.layers, SpaceSplit(self.space))
+        stages = rank_stages(layers, self.bounds, self.schedule)[number]
         for stage in stages:
-            own = self.job.layers[stage.start : stage.stop]
+            own = layers[stage.start : stage.stop]
+            down, up = (self.swap_seconds * swaps.number for swaps in swaps_of(own, self.interval))
+            waiting += self.micro_batches * (down + up)
             forwards = [self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own]
             forward = sum(forwards)
             weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
             sent, received = (4 * self.images * size for size in (stage.sent_elements, stage.received_elements))
             backward = (3 if self.interval else 2) * forward
+            forward, backward = forward + down, backward + up
             phases.append(PhaseCosts(forward, backward, sent, received, weights, 0.0, SPLIT_COST * weights))
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
         reading = self.read_seconds * self.images if loads and self.workers <= 2 else 0.0  # more threads keep up
@@ -100,7 +108,9 @@ class Bench:
         first, *rest = phases
         with_reading = replace(first, forward_seconds=first.forward_seconds + reading)
         return (
-            RankFacts(traced, optimizer_seconds=update, data_wait_seconds=self.micro_batches * reading),
+            RankFacts(
+                traced, optimizer_seconds=update, data_wait_seconds=self.micro_batches * reading, swap_seconds=waiting
+            ),
             RankCosts((with_reading, *rest), optimizer_seconds=update),
         )
 
@@ -108,6 +118,7 @@ class Bench:
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         sizes = self.images, self.micro_batches, self.interval, self.zero_stage
         layout = Layout(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)
+        layout = replace(layout, space=SpaceSplit(self.space))
         links = (Link(self.bytes_per_second, LATENCY_SECONDS),) * (self.ranks - 1)
         order = order_of(layout, costs, links)
         step = simulate(self.schedule, self.micro_batches, costs, links, programs=order)

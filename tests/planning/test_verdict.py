@@ -39,6 +39,7 @@ EDITS = {
     "low utilisation": "--set ds.train_micro_batch_size_per_gpu=16 --set ds.gradient_accumulation_steps=2",
     "recomputation": "--set ds.pipeline.activation_checkpoint_interval=0",
     "optimizer": "--set ds.zero_optimization.stage=1",
+    "swaps": "--set ds.train_micro_batch_size_per_gpu=8 --set ds.pipeline.space.size=1",
 }
 """By cost, the change to try under 1F1B as it is typed."""
 FAULTS = {
@@ -48,6 +49,7 @@ FAULTS = {
     "communication": Bench(bytes_per_second=5e6),
     "low utilisation": Bench(start_seconds=3e-4),
     "recomputation": Bench(interval=1),
+    "swaps": Bench(ranks=1, space=2, micro_batches=2, swap_seconds=1e-3),
     "optimizer": Bench(update_seconds=1e-6, replicas=2, micro_batches=8),
 }
 """By the cost that it causes, one fault each."""
@@ -59,7 +61,7 @@ IN_A_FOLD = {
 FOLDED = {
     name: replace(bench, schedule="folded", **IN_A_FOLD.get(name, {}))  # type: ignore[arg-type]
     for name, bench in FAULTS.items()
-    if name != "optimizer"
+    if name not in ("optimizer", "swaps")
 }
 ORDERED = {name: replace(bench, schedule="planned") for name, bench in FOLDED.items() if name != "bubble"}
 ORDERED["communication"] = replace(ORDERED["communication"], micro_batches=4)
@@ -129,11 +131,13 @@ def changed(bench: Bench, change: Change) -> Bench:
         "ds.pipeline.partition": "cuts",
         "ds.pipeline.schedule": "schedule",
         "ds.zero_optimization.stage": "zero_stage",
+        "ds.pipeline.space.size": "space",
     }
     values: dict[str, Any] = {fields[name]: value for name, value in change.settings.items() if name in fields}
     assert len(values) >= len(change.settings) - 1  # the micro-batch's images follow from their number
     if "cuts" in values:
         values["cuts"] = tuple(values["cuts"])
+    values["replicas"] = bench.replicas * bench.space // values.get("space", bench.space)
     return replace(bench, **values)
 
 
