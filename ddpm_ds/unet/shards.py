@@ -292,9 +292,9 @@ def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) 
     """Return the sums of the forward and of the backward of a stage with these ``layers``.
 
     A backward sums the gradient of each layer that it comes to, and the embedding's once for each walk with split
-    residual blocks. It repeats the forward's sums in the layers that it recomputes, a group of ``interval`` (0: none) at
-    a time. Unless checkpoints are ``reentrant``, recomputing stops before the last sum of a group, which the backward
-    does not need.
+    residual blocks. It repeats the forward's sums in the layers that it recomputes, a group of ``interval`` (0: none)
+    at a time. Unless checkpoints are ``reentrant``, recomputing stops before the last sum of a group, which the
+    backward does not need.
     """
     forward = Sums(sum(layer.sums for layer in layers), sum(layer.summed_elements[0] for layer in layers))
     embeds = layers[0].reached  # else a backward does not come to the embedding
