@@ -238,7 +238,8 @@ class ResolvedDsConfig:
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)
         params = config["optimizer"].get("params", {})  # DeepSpeed's Adam fails on a variant of PyTorch's that is null
-        config["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
+        params = {name: value for name, value in params.items() if value is not None and name != "stochastic_rounding"}
+        config["optimizer"]["params"] = params
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True

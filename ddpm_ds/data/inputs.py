@@ -145,7 +145,8 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
         raise DataError(f"{OPTION} {path} has fields, and the run learned pictures; name a folder of pictures")
     if kind:
         try:
-            source = open_source(data.model_copy(update={"source": kind, "path": path, "name": None}))
+            others = dict.fromkeys(("name", "text", "mask", "condition", "buckets"))
+            source = open_source(data.model_copy(update={"source": kind, "path": path, "sources": (), **others}))
         except (DataError, SpecError) as error:
             raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
 

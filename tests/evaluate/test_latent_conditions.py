@@ -161,9 +161,10 @@ def test_diffusers_draws_the_latents_that_we_draw_and_the_export_is_imported_aga
         values["guidance"] = 3.0
     sampler = SamplerSpec(**values)
     ours, known = drawn(trained, given, sampler)
-    image.save(tmp_path / "photo.png")
-    mask.save(tmp_path / "photo-masklabel.png")
-    asked: dict[str, Any] = {"conditions": tmp_path / "photo.png", "sampler": sampler, "members": 1}
+    (tmp_path / "mine").mkdir()
+    image.save(tmp_path / "mine" / "photo.png")
+    mask.save(tmp_path / "mine" / "photo-masklabel.png")
+    asked: dict[str, Any] = {"conditions": tmp_path / "mine", "sampler": sampler, "members": 1}
     asked["prompts"] = "a red circle"
     assert difference(sample(trained, **asked)[:, 0], trained.finished(ours)) <= 1, "the whole way from files"
 

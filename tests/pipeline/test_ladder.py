@@ -41,7 +41,7 @@ SMALL_BYTES = 128
 """Messages for overflow, norm and padding, which the planner does not count."""
 
 
-LEVEL: dict[str, Any] = {"train": ("down_blocks.1", "mid_"), "rates": (("mid_", 0.5), ("conv", 2.0))}
+LEVEL: dict[str, Any] = {"train": ("conv_in.weight", "down_blocks.1", "mid_"), "rates": (("mid_", 0.5), ("conv", 2.0))}
 ROUNDED: dict[str, Any] = {"eight_bit": True, "rounded": True}
 
 BY_TWO = [
