@@ -107,7 +107,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     others = {"source": "cifar10", "path": tmp_path, "image_size": 16, "crop_from": 12, "channels": 3}
     others |= {"store_root": tmp_path, "name": "a/b", "split": "test", "image_column": "x", "label_column": "y"}
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
-    of_training |= {"normalise", "held_out", "flips_negate", "missing_chunks"}
+    of_training |= {"normalise", "held_out", "flips_negate"}
     # These name stores of their own, as far as they decide what is stored; they have tests of their own.
     of_training |= {"autoencoder", "latent_scale", "latent_shift"}
     of_training |= {"residual_of", "buckets", "held_out_path", "condition"}

@@ -16,6 +16,7 @@ from typing import Any
 from ddpm_ds.cli.init import NEEDS_PATH
 from ddpm_ds.cli.options import Verb
 from ddpm_ds.config.spec_file import SPECS, load_spec, preset, rewritten
+from ddpm_ds.data.spec import ALPHA, BESIDE
 from ddpm_ds.ground.errors import OutputError, SpecError
 from ddpm_ds.ground.files import MOST_CONFIG_BYTES, read_text, write_file
 from ddpm_ds.ground.formats import parse_json
@@ -39,8 +40,7 @@ def meanings(read: str, about: Mapping[str, str]) -> Meanings:
     return {key: text for words, text in {read: "", **about}.items() for key in words.split()}
 
 
-MASKS = "masks weigh the loss of pixels and fields alone here, data.mask"
-FLIPS = "mirrors images; data.horizontal_flips does so for pixels, not for latents"
+RANDOM_FLIP = "enable_random_flip"
 ONCE = "changes crop, angle or colours each time; images are prepared once here"
 OF_SUBSETS = {"image_dir", "metadata_file", "is_reg", "alpha_mask", "conditioning_data_dir"}
 """Keys of sd-scripts that are read in a subset alone."""
@@ -48,14 +48,12 @@ SD_SCRIPTS = meanings(
     "image_dir num_repeats class_tokens caption_extension shuffle_caption caption_separator keep_tokens "
     "keep_tokens_separator caption_prefix caption_tag_dropout_rate caption_dropout_rate resolution enable_bucket "
     "bucket_reso_steps min_bucket_reso max_bucket_reso is_reg metadata_file enable_wildcard cache_info debug_dataset "
-    "bucket_no_upscale",
+    "bucket_no_upscale flip_aug alpha_mask conditioning_data_dir",
     {
         "batch_size": "images on a device; train.batch_images counts those of all devices",
         "validation_split": "share of images that are held out; data.held_out_images is their number",
         "validation_seed": "seed of the held-out images, which are always the same here",
         "color_aug face_crop_aug_range random_crop": ONCE,
-        "flip_aug": FLIPS,
-        "alpha_mask conditioning_data_dir": MASKS,
         "caption_suffix": "text after each caption",
         "secondary_separator": "separator of tags that stay together",
         "caption_dropout_every_n_epochs": "epochs without captions; data.text.drop is a share of all",
@@ -158,11 +156,15 @@ def lines_in(file: Path) -> list[str]:
 
 
 def images_in(folder: Path) -> dict[str, str]:
-    """Return the images in a folder and its subfolders: name by name without extension."""
+    """Return the images in a folder and its subfolders, without OneTrainer's masks: name by name without extension."""
     from ddpm_ds.data.sources.base import is_image
+    from ddpm_ds.data.sources.files import MASK
 
     paths = (
-        os.path.join(above, name) for above, _, names in os.walk(folder) for name in sorted(names) if is_image(name)
+        os.path.join(above, name)
+        for above, _, names in os.walk(folder)
+        for name in sorted(names)
+        if is_image(name) and MASK.search(name) is None
     )
     return {os.path.splitext(name)[0]: name for name in (os.path.relpath(path, folder) for path in paths)}
 
@@ -201,6 +203,12 @@ def from_sd_scripts(content: Block, found: Found) -> None:
                 found.read_lines(folder, extension, first=not get("enable_wildcard"))
             source = {"path": str(folder), "repeats": get("num_repeats", 1), "caption": get("class_tokens", "")}
             found.sources.append(source)
+            if (given := get("conditioning_data_dir")) or get("alpha_mask"):
+                place_of = f"{place}.conditioning_data_dir"
+                source["mask"] = str(found.folder(given, place_of)) if given else ALPHA
+                found.notes.append(
+                    f"{place}: {source['mask']} weighs the loss, as masked_loss does; else remove this mask"
+                )
             if get("is_reg"):
                 regular.append((source, len(images_in(folder)) * source["repeats"]))
             else:
@@ -214,6 +222,7 @@ def from_sd_scripts(content: Block, found: Found) -> None:
                 place, {"image_size": [size, size] if isinstance(size, int) else size[::-1], "buckets": buckets}
             )
             found.share(place, {"text.drop": float(get("caption_dropout_rate", 0.0))})
+            found.share(place, {"horizontal_flips": bool(get("flip_aug"))})
             kept = {"keep": get("keep_tokens"), "keep_separator": get("keep_tokens_separator")}
             changes = {"shuffle": get("shuffle_caption"), "drop": get("caption_tag_dropout_rate")}
             found.share(place, tags_of(separator=mark, **kept, **changes, prefix=get("caption_prefix")))
@@ -243,8 +252,8 @@ def from_one_trainer(content: Iterable[object], found: Found) -> None:
         place = f"concepts.{number}"
         get = (block := found.check(given, ONE_TRAINER, place)).get
         text = found.check(get("text", {}), ONE_TRAINER_TEXT, f"{place}.text").get
-        changes = {key: FLIPS if "flip" in key else ONCE for key in get("image", {}) if key.startswith("enable_")}
-        found.check(get("image", {}), dict.fromkeys(get("image", {}), "") | changes, f"{place}.image")
+        changes = {key: ONCE for key in get("image", {}) if key.startswith("enable_") and key != RANDOM_FLIP}
+        image = found.check(get("image", {}), dict.fromkeys(get("image", {}), "") | changes, f"{place}.image")
         kind = "VALIDATION" if get("validation_concept") else get("type", "STANDARD")
         if not get("enabled", True):
             continue
@@ -261,6 +270,10 @@ def from_one_trainer(content: Iterable[object], found: Found) -> None:
         if kind == "VALIDATION":
             found.share(place, {"held_out_path": str(folder)})
             continue
+        found.share(place, {"horizontal_flips": bool(image.get(RANDOM_FLIP))})
+        if any(folder.rglob("*-masklabel.*")):
+            found.share(place, {"mask": BESIDE})
+            found.notes.append(f"{place}: {BESIDE} weighs the loss, as masked_training does; else remove data.mask")
         among = max(1, len(names)) if get("balancing_strategy") == "SAMPLES" else 1
         repeats = round(get("balancing" if "balancing" in block else "repeats", 1.0) / among, 6)
         found.sources.append({"path": str(folder), "repeats": repeats, "loss_weight": get("loss_weight", 1.0)})

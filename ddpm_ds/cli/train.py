@@ -6,7 +6,7 @@ import contextlib
 import os
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> None:
     set_environment()
-    with _reported_to_other_hosts():
+    try:
         options, world_size = parse(arguments), int(os.environ["WORLD_SIZE"])
         draft, run_dir = checked(options, world_size, launched_hosts(world_size))
         if int(os.environ["RANK"]) == 0:
@@ -164,6 +164,12 @@ def _train(arguments: Sequence[str] | None, screen: contextlib.ExitStack) -> Non
             warning = check_run_memory(options.overrides, draft, run_dir, machine)
             if warning is not None and os.environ["LOCAL_RANK"] == "0":
                 print(warning, flush=True)
+    except UserError as error:
+        if on_several_hosts():  # their ranks may not have the same error; on one host the parent ends the others
+            from ddpm_ds.processes.rendezvous import refuse_alone
+
+            refuse_alone(error)
+        raise
     _train_with_others(draft, machine, run_dir, device, options, line, sender)
 
 
@@ -257,16 +263,3 @@ def _conclude(ended: Ended, plan: RunPlan, run_dir: Path) -> None:
             ),
             flush=True,
         )
-
-
-@contextlib.contextmanager
-def _reported_to_other_hosts() -> Iterator[None]:
-    """Report a UserError of this rank to ranks on other hosts, which may not have the same error."""
-    try:
-        yield
-    except UserError as error:
-        if on_several_hosts():  # on one host its parent ends the other ranks
-            from ddpm_ds.processes.rendezvous import refuse_alone
-
-            refuse_alone(error)
-        raise

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.trained import Trained
 
 MANY = 10_000
-OF_PICTURES = ("inception_weights", "prompt", "prompts", "negative")
-"""Options of ``evaluate`` that runs with conditions don't have."""
-OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
+OF_DRAWN = ("count", "members", "conditions", "inception_weights", "prompt", "prompts", "negative")
 """Options of ``evaluate`` on drawn images and their scores."""
 DRAWN_AT_ONCE = 16
 _metrics = different(partial(one_of, words=METRICS))
@@ -133,15 +131,19 @@ def _of_images(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], 
 
 def _of_ensembles(options: EvaluateOptions, trained: Trained) -> Callable[[Setup], tuple[Request, FieldScores]]:
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
-    from ddpm_ds.evaluate.inputs import Inputs
+    from ddpm_ds.evaluate.inputs import Inputs, held_out_captions
 
     why = f" is an option for runs without conditions, and {trained.origin} has some"
-    _refuse(options, ("metrics", *OF_PICTURES), why)
-    given, drawing = options.conditions, options.drawing
+    _refuse(options, ("metrics", "inception_weights"), why)
+    given, drawing, texts = options.conditions, options.drawing, texts_of(options.text, trained)
     inputs = Inputs.held_out(trained, options.dataset) if given is None else Inputs.open(given, trained)
+    if texts is None and given is None and trained.unet_spec.text is not None:
+        texts = held_out_captions(trained)
     evaluated = partial(evaluate_ensembles, count=options.count, members=options.members)
     numbers = {"seed": drawing.seed, "batch_images": drawing.batch_images}
-    return lambda setup: evaluated(replace(setup, inputs=inputs), options.out, **numbers)
+    return lambda setup: evaluated(
+        replace(setup, inputs=inputs).with_prompts(texts, options.text.negative), options.out, **numbers
+    )
 
 
 _samples = partial(whole, lowest=0, highest=64, what="a number from 0 to 64")

@@ -144,8 +144,6 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         fault = f"= {shown(space)} does not go with pipeline.tensor.size = {shown(tensor)}; use --set "
         fault += "'ds.pipeline.space={}' or --set 'ds.pipeline.tensor={}'"
         faults.add("pipeline.space.size", fault, "pipeline.tensor.size")
-    if space not in (1, "auto") and config.compile:
-        faults.add("compile", f"= true does not go with pipeline.space.size = {space}; use --set ds.compile=false")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
         if config.fp16.enabled and "hysteresis" in config.fp16.model_fields_set and config.fp16.hysteresis != 1:
@@ -240,11 +238,12 @@ class ResolvedDsConfig:
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)
         params = config["optimizer"].get("params", {})  # DeepSpeed's Adam fails on a variant of PyTorch's that is null
-        config["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
+        params = {name: value for name, value in params.items() if value is not None and name != "stochastic_rounding"}
+        config["optimizer"]["params"] = params
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
-        if self.config.optimizer.params.stochastic_rounding:
+        if self.config.rounds:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return config
 
@@ -346,14 +345,6 @@ def resolve(
     return ResolvedDsConfig(layout, filled)
 
 
-def _schedule(pipeline: Pipeline, stages: int) -> Schedule:
-    """Return the JSON's schedule, by default planned if the cuts allow it; a planned schedule of one stage is 1F1B."""
-    cuts = pipeline.partition
-    line = stages == 1 or (isinstance(cuts, tuple) and len(cuts) == stages - 1)
-    schedule: Schedule = _given(pipeline.schedule, "1f1b" if line else "planned")
-    return "1f1b" if stages == 1 and schedule == "planned" else schedule
-
-
 def leaves_stages_open(config: DsConfig, world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     given = config.pipeline.stages != "auto" or isinstance(config.pipeline.partition, tuple)
@@ -393,7 +384,9 @@ def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int
             )
     ranks = tensor.size * space.size  # of a group; at most one kind has several
     stages = _stages(pipeline, world_size // ranks, ranks, asked_stages)
-    schedule = _schedule(pipeline, stages)
+    line = stages == 1 or (isinstance(pipeline.partition, tuple) and len(pipeline.partition) == stages - 1)
+    schedule: Schedule = _given(pipeline.schedule, "1f1b" if line else "planned")
+    schedule = "1f1b" if stages == 1 and schedule == "planned" else schedule  # without an order to plan
     replicas, batch = world_size // (stages * ranks), spec.train.batch_images
     if batch % replicas:
         also = " --set ds.train_batch_size=auto" if original.train_batch_size != "auto" else ""

@@ -334,6 +334,11 @@ class DsConfig(Section):
         return self.optimizer.type == EIGHT_BIT
 
     @property
+    def rounds(self) -> bool:
+        """Whether weights have 16 bits alone, and are rounded at random."""
+        return self.optimizer.params.stochastic_rounding
+
+    @property
     def fp16_needs_zero(self) -> bool:
         """Whether fp16 is trained by ZeRO alone: DeepSpeed's own Adam without ZeRO flattens all weights into one."""
         return self.precision == "fp16" and not self.is_8bit and not self.optimizer.params.torch_adam

@@ -567,6 +567,11 @@ class Subset(NamedTuple):
     def of(cls, cache: DatasetCache) -> Subset:
         return cls(cache, np.arange(sum(cache.counts)))
 
+    def of_size(self, size: tuple[int, int]) -> Subset:
+        """Return the images of the spec's ``size``, which are in the first bucket of aspect if there are any."""
+        count = self.cache.counts[0] if self.cache.size == size else 0
+        return Subset(self.cache, self.positions[self.positions < count])
+
 
 def _misfits(path: Path, meta: CacheMeta, labels: Images) -> Iterator[str]:
     """Yield each contradiction of ``meta.json``, in words."""

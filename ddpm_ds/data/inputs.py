@@ -13,7 +13,7 @@ from ddpm_ds.data.decoding import decode, upright_size
 from ddpm_ds.data.fields import joined
 from ddpm_ds.data.origin import looks_of
 from ddpm_ds.data.sources import FIELD_OPENERS, open_source
-from ddpm_ds.data.sources.base import BROKEN, Source, one_line
+from ddpm_ds.data.sources.base import BROKEN, Source, one_line, read_file
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.sources.variables import (
     MOST_BYTES,
@@ -29,7 +29,7 @@ from ddpm_ds.data.spec import ConditionSpec, DataSpec
 from ddpm_ds.ground.errors import DataError, SpecError
 
 OPTION = "--conditions"
-HOLE = "hole"
+HOLE, MASK_FILE = "hole", "-masklabel.png"
 """Field of the pixels that are cut out of pictures, if the user gives them."""
 SOURCES = {
     **dict.fromkeys((".npy", ".npz"), "arrays"),
@@ -60,10 +60,14 @@ class GivenInputs:
 
 
 def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenInputs:
-    """Open conditions for samples of a run on ``data`` with these ``facts`` of fields; raises DataError."""
+    """Open conditions for samples of a run on ``data``, pixels behind latents, with these ``facts`` of fields; raises
+    DataError.
+    """
     if not path.exists():
         raise DataError(f"{OPTION} {path} does not exist; name a file or folder, or held-out")
-    key = f"{path.absolute()} {sorted(looks_of(path, facts is not None).items())}"
+    mask = path.with_name(f"{path.stem}{MASK_FILE}")
+    looks = [looks_of(each, facts is not None) for each in (path, mask) if each.exists()]
+    key = f"{path.absolute()} {[sorted(each.items()) for each in looks]}"
     if facts is None:
         return _pictures(data, path, key)
     source = "zarr" if path.is_dir() else SOURCES.get(path.suffix.lower(), data.source)
@@ -141,7 +145,8 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
         raise DataError(f"{OPTION} {path} has fields, and the run learned pictures; name a folder of pictures")
     if kind:
         try:
-            source = open_source(data.model_copy(update={"source": kind, "path": path, "name": None}))
+            others = dict.fromkeys(("name", "text", "mask", "condition", "buckets"))
+            source = open_source(data.model_copy(update={"source": kind, "path": path, "sources": (), **others}))
         except (DataError, SpecError) as error:
             raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
 
@@ -155,12 +160,15 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
             pixels = decode(content, data.size, data.channels).transpose(2, 0, 1)
         except Exception as error:  # a decoder may raise anything on broken bytes
             raise DataError(f"{OPTION} {path}: {source.name(i)} can't be read ({one_line(error)})") from error
-        return pixels, condition.kind != "grey" or bool((pixels != pixels[:1]).any())
+        known = condition.kind != "stored" and (condition.kind != "grey" or bool((pixels != pixels[:1]).any()))
+        return pixels, known
 
     def read(positions: Indices) -> Values:
         return np.stack([read_one(i)[0] for i in positions.tolist()])
 
-    holes = _holes(data, path, len(source.labels)) if condition.kind == "cut_out" else None
+    holes = None
+    if condition.kind == "cut_out":
+        holes = _beside(source, data) if isinstance(source, FolderSource) else _holes(data, path, len(source.labels))
 
     def truths(positions: Indices) -> Values | None:
         found = [read_one(i) for i in positions.tolist()]
@@ -170,6 +178,30 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
     if holes is not None:
         fields[HOLE] = Reading(holes)
     return GivenInputs(len(source.labels), key, fields, truths)
+
+
+def _beside(source: FolderSource, data: DataSpec) -> Callable[[Indices], Values] | None:
+    """Return the reader of the masks beside pictures, ``1-masklabel.png`` beside ``1.png``, white where pixels are cut
+    out; None if there is none.
+    """
+    pictures = [source.root / name for name in source.files]
+    masks = [picture.with_name(f"{picture.stem}{MASK_FILE}") for picture in pictures]
+    missing = [mask for mask in masks if not mask.exists()]
+    if len(missing) == len(masks):
+        return None
+    if missing:
+        raise DataError(f"{OPTION}: {missing[0]} is missing, and other pictures have a mask; add it, white to cut out")
+
+    def read_one(i: int) -> Values:
+        try:
+            content = read_file(masks[i])
+            if upright_size(content) != upright_size(source.read(i)):
+                raise ValueError("its picture has another size")
+            return decode(content, data.size, 1).transpose(2, 0, 1) >= 128
+        except Exception as error:  # a decoder may raise anything on broken bytes
+            raise DataError(f"{OPTION}: {masks[i]}, a mask, can't be read ({one_line(error)})") from error
+
+    return lambda positions: np.stack([read_one(i) for i in positions.tolist()])
 
 
 def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values] | None:

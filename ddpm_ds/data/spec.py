@@ -246,9 +246,6 @@ class DataSpec(Section):
     their channel. Null refuses fields that are not finite. Of a folder of images, a folder with a picture of the same
     name and size for each image, whose greys are weights; or "alpha" for the images' own; or "beside" for files such as
     `1-masklabel.png` beside `1.png`. The last two count images without a mask whole."""
-    missing_chunks: Annotated[Literal["refuse", "fill"], only_with(types.OF_ARRAYS)] = "refuse"
-    """Response to missing chunks of a Zarr or HDF5 array: refuse the array, or read its fill value for them, which is
-    right if the writer leaves out chunks that have only this value."""
     held_out: types.HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
@@ -366,11 +363,10 @@ class DataSpec(Section):
     def named_arrays(self) -> dict[str, object]:
         """Values of the keys that only a source of named arrays reads, by key, if they are given."""
         condition = self.condition or ConditionSpec()
-        given = {f"data.{key}": getattr(self, key) for key in ("values", "variables", "mask", "missing_chunks")}
+        given = {f"data.{key}": getattr(self, key) for key in ("values", "variables", "mask")}
         of_condition = ("kind", "path", "variables", "constants", "vector")
         given |= {f"data.condition.{key}": getattr(condition, key) for key in of_condition}
-        usual = {"data.values": {"bytes"}, "data.missing_chunks": {"refuse"}}
-        usual["data.condition.kind"] = {"reduced", "grey", "cut_out"}
+        usual = {"data.values": {"bytes"}, "data.condition.kind": {"reduced", "grey", "cut_out"}}
         return {key: value for key, value in given.items() if value and value not in usual.get(key, ())}
 
     @property

@@ -184,7 +184,6 @@ def evaluate_ensembles(
 
     Raises EvaluationError: the true images of the inputs are not known.
     """
-    setup = setup.with_prompts(None, None)
     trained, inputs = setup.trained, setup.inputs
     assert inputs is not None, "ensembles are drawn for inputs"
     if not inputs.are_known:
@@ -194,7 +193,7 @@ def evaluate_ensembles(
     count, members = request.count // request.members, request.members
     against = {"inputs": f"{count:,}, with {members} member{'s' if members > 1 else ''} each"}
     with drawn_for_scores(setup, request, out, f"{count}x{members}", against) as (folder, images):
-        scorer = FieldScorer(trained.channels if trained.are_fields else COLOURS[trained.interface.channels])
+        scorer = FieldScorer(trained.channels if trained.are_fields else COLOURS[trained.picture_shape[0]])
         for number, each in enumerate(request.by_input(images)):
             truth, mask = inputs.truth([number]), inputs.mask([number])
             assert truth is not None, "the true images are known"

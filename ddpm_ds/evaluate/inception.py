@@ -73,11 +73,6 @@ def _root(covariance: Array) -> Array:
     return vectors[:, kept] * np.sqrt(values[kept])
 
 
-def gaussian(features: Array) -> Gaussian:
-    """Fit a Gaussian to features (N, D), N > 1."""
-    return Gaussian(features.mean(0), np.cov(features, rowvar=False))
-
-
 def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = None) -> Gaussian:
     """Fit a Gaussian to uint8 images (N, C, H, W), N > 1, or to those at ``positions``, as vectors in [-1, 1].
 

@@ -7,6 +7,7 @@ such inputs, and its residuals are cached as a data set.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import CONDITION, DatasetCache, Indices, Subset, by_field
+from ddpm_ds.data.cache import CONDITION, IMAGES, DatasetCache, Indices, Subset, by_field
 from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.held_out import parts, prepare_held_out, training_and_held_out
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
+from ddpm_ds.data.latents import condition_of, condition_pixels, pixels_of, rectangles
 from ddpm_ds.data.spec import ConditionSpec, DataSpec
-from ddpm_ds.diffusion.condition import Condition, Moves
+from ddpm_ds.diffusion.condition import REST_SEED, Condition, Moves
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground.errors import DataError, SpecError
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.schema.choices import OBJECTIVES
 from ddpm_ds.schema.types import written
 
@@ -72,14 +75,22 @@ class Inputs:
         cache, positions = held_out_images(trained, f"--conditions {HELD_OUT}", dataset)
         key = hashlib.sha256(f"{cache.key} {positions.tolist()}".encode()).hexdigest()
         labels = None if trained.unet_spec.classes is None else cache.labels[positions]
-        return cls(trained, cache.fields, positions, key, cache.images.read, labels, are_residuals=True)
+
+        def read(positions: Indices) -> npt.NDArray[Any]:
+            found = cache.images.read(positions)
+            return found if trained.autoencoder is None else trained.to_pixels(torch.from_numpy(found)).numpy()
+
+        return cls(trained, cache.fields, positions, key, read, labels, are_residuals=True)
 
     @classmethod
     def at(cls, path: Path, trained: Trained) -> Self:
         """Open conditions in a file or folder; raises DataError if they are not of the kind that the run learned."""
-        found = open_inputs(_conditioned(trained), trained.facts, path)
-        key = hashlib.sha256(found.key.encode()).hexdigest()
-        return cls(trained, found.fields, np.arange(found.count), key, found.truths)
+        data = _conditioned(trained)
+        found = open_inputs(data if trained.autoencoder is None else pixels_of(data), trained.facts, path)
+        key, fields = hashlib.sha256(found.key.encode()).hexdigest(), found.fields
+        if trained.autoencoder is not None:
+            fields = {CONDITION: Reading(partial(_encoded, trained, found.fields))}
+        return cls(trained, fields, np.arange(found.count), key, found.truths)
 
     @classmethod
     def of_states(cls, trained: Trained, states: Tensor) -> Self:
@@ -107,23 +118,28 @@ class Inputs:
 
     def shown(self, numbers: Sequence[int]) -> Tensor | None:
         """Return pictures of inputs (n, c, H, W), float32 in stored units, on the CPU; None without channels."""
-        found = self.trained.conditions.shown(self.condition(numbers, self.trained.device), self.trained.scale)
+        trained, condition = self.trained, self.condition(numbers, self.trained.device)
+        if trained.autoencoder is not None:
+            return condition_pixels(trained.coder, trained.conditions.spec, condition.channels).cpu().float()
+        found = trained.conditions.shown(condition, trained.scale)
         return None if found is None else found.cpu()
 
     def truth(self, numbers: Sequence[int]) -> Tensor | None:
         """Return the true images (n, C, H, W), float32 in physical units or, for pictures, 0 to 255; None if they are
         not known. Masked values are the mean of their channel.
         """
-        found = self.truths(self.positions[np.asarray(numbers, np.int64)])
+        found = self.truths(self._at(numbers))
         if found is None:
             return None
-        images = Moves(self.trained.data.size).of(torch.from_numpy(found)).float()
+        images = Moves(self.trained.picture_shape[1:]).of(torch.from_numpy(found)).float()
         base = self.base(numbers) if self.are_residuals else None
         return images if base is None else images + base
 
     def mask(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the mask of the true images (n, 1 or C, H, W), uint8, 1 where a pixel counts; None if all do."""
-        if "mask" not in self.fields:
+        """Return the mask of the true images (n, 1 or C, H, W), uint8, not 0 where a pixel counts; None if all do, as
+        of latents.
+        """
+        if "mask" not in self.fields or self.trained.autoencoder is not None:
             return None
         return Moves(self.trained.data.size).of(self._read("mask", np.asarray(numbers, np.int64)))
 
@@ -148,7 +164,26 @@ class Inputs:
             return trained.finished(drawing.images()).float().cpu()
 
     def _read(self, name: str, numbers: Indices) -> Tensor:
-        return torch.from_numpy(self.fields[name].read(self.positions[numbers]))
+        return torch.from_numpy(self.fields[name].read(self._at(numbers)))
+
+    def _at(self, numbers: Sequence[int] | Indices) -> Indices:
+        """Return the positions of inputs; with prompts, a single input has all numbers."""
+        return self.positions[np.asarray(numbers, np.int64) % len(self)]
+
+
+def _encoded(trained: Trained, fields: Mapping[str, Stored], positions: Indices) -> npt.NDArray[Any]:
+    """Return the conditions (n, c, h, w) of a U-Net on latents, float32, from the pictures at ``positions``; without
+    masks, rectangles are cut out.
+    """
+    spec, pixels = trained.conditions.spec, torch.from_numpy(fields[IMAGES].read(positions))
+    if spec.kind == "stored":
+        given = pixels
+    elif HOLE in fields:
+        given = torch.from_numpy(fields[HOLE].read(positions))
+    else:
+        drawn = Draws(REST_SEED, torch.from_numpy(positions), {Stream.CUT: 4}).uniform(Stream.CUT)
+        given = rectangles(drawn, spec.cut, trained.picture_shape[1:])
+    return condition_of(trained.coder, spec, pixels, given).numpy()
 
 
 def check_ahead(trained: Trained) -> None:

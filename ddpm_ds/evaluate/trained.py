@@ -23,7 +23,7 @@ from ddpm_ds.data.cache import CONSTANTS, TEXTS, FieldFacts
 from ddpm_ds.data.captions import ENCODERS, EncodedPrompts
 from ddpm_ds.data.fields import REGRESSION
 from ddpm_ds.data.hub import from_hub, is_hub_name
-from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.data.latents import Autoencoder, Coder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.spec import DataSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
@@ -130,7 +130,13 @@ class Trained:
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
         """Function from the U-Net's images or latents to uint8 pixels."""
-        return to_pixels(self.autoencoder, self.device)
+        return to_pixels(None, self.device) if self.autoencoder is None else self.coder.decode
+
+    @functools.cached_property
+    def coder(self) -> Coder:
+        """Autoencoder on the device, for a U-Net that draws latents."""
+        assert self.autoencoder is not None
+        return Coder(self.autoencoder, self.device)
 
     @property
     def data(self) -> DataSpec:
@@ -221,18 +227,20 @@ class Trained:
     def resized(self, size: tuple[int, int]) -> Self:
         """Return the same U-Net for images of another ``size``, height and width in pixels.
 
-        Raises SpecError: a level can't halve it, or the U-Net has a condition, which is made for one size.
+        Raises SpecError: a level can't halve it, or the U-Net has a condition of pixels, which is made for one size.
         """
         asked, factor = "x".join(map(str, size)), 1 if self.autoencoder is None else self.autoencoder.factor
-        if self.known_data is not None and self.known_data.condition is not None:
+        data, latents = self.known_data, (size[0] // factor, size[1] // factor)
+        if data is not None and data.condition is not None and self.autoencoder is None:
             raise SpecError(f"--size {asked}: {self.origin} has a condition of one size (data.condition); leave it out")
         step = factor * 2 ** (len(self.unet_spec.multipliers) - 1)
         near = "x".join(str(max(step, round(side / step) * step)) for side in size)
         if near != asked:
             raise SpecError(f"--size {asked}: {self.origin} draws multiples of {step} pixels; use {near}")
         levels = {"attention_resolutions": (), "attention_levels": self.unet_spec.attended_levels(self.interface.size)}
-        inner = replace(self.interface, size=(size[0] // factor, size[1] // factor))
-        return replace(self, unet_spec=self.unet_spec.model_copy(update=levels), interface=inner, other_size=size)
+        inner, data = replace(self.interface, size=latents), data and data.model_copy(update={"image_size": latents})
+        unet = self.unet_spec.model_copy(update=levels)
+        return replace(self, unet_spec=unet, interface=inner, other_size=size, known_data=data)
 
     def shared(self) -> "Trained":
         """Return the same U-Net, which :attr:`ranks` compute together; raises SpecError if its rows are too few."""

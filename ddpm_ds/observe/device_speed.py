@@ -132,7 +132,8 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
         outputs = module(inputs)
         h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]  # it computes emb
         middle = _now(device)
-        torch.autograd.backward([h], [torch.ones_like(h)])
+        if h.requires_grad:  # else nothing of the first layer is trained
+            torch.autograd.backward([h], [torch.ones_like(h)])
         times.append((middle - start, _now(device) - middle))
     forwards, backwards = zip(*times[1:], strict=True)
     return LayerSeconds(statistics.median(forwards), statistics.median(backwards))

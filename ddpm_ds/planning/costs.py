@@ -84,7 +84,7 @@ def update_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes per parameter that the optimizer's step and averages (not the host's) read and write."""
     beside = job.spec.ema.on_host and not layout.offload
     stepped = ADAM_BYTES + CLIP_BYTES * (not layout.offload)
-    rounded = ROUNDING_BYTES * job.config.optimizer.params.stochastic_rounding
+    rounded = ROUNDING_BYTES * job.config.rounds
     return (EIGHT_BIT_BYTES if job.config.is_8bit else stepped) + rounded + (0 if beside else EMA_BYTES)
 
 
@@ -185,30 +185,29 @@ def _replica_seconds(
     def rings(pieces: Iterable[_Piece], width: int) -> list[float]:
         return [ring_seconds(machine, layout, rank, one.elements * width, sends.passes, one.chunks) for one in pieces]
 
-    def handled(pieces: Iterable[_Piece], width: int) -> list[float]:
-        """Seconds of the rank's own core, which sends and receives."""
-        rate = GLOO_BANDWIDTH if machine.is_cpu else math.inf
-        return [2 * (1 - 1 / layout.data_ranks) * one.elements * width / rate for one in pieces]
+    def exchanged(
+        pieces: Sequence[_Piece], computing: Iterable[float], width: int, buffers: int = 0
+    ) -> tuple[float, float]:
+        """Return the seconds by which a computation in pieces grows, and those from its end until all has arrived."""
+        rate = GLOO_BANDWIDTH if machine.is_cpu else math.inf  # of the rank's own core, which sends and receives
+        own = [2 * (1 - 1 / layout.data_ranks) * one.elements * width / rate for one in pieces]
+        computing = [seconds + more for seconds, more in zip(computing, own, strict=True)]
+        stall, left = waits(computing, rings(pieces, width), buffers)
+        return sum(own) + stall, left
 
     stalls, pieces = [0.0] * len(phases), [*itertools.chain.from_iterable(reversed(phases))]
     if not sends.weight_bytes:  # one after the other, at the end of the step
         return stalls, sum(rings(pieces, sends.gradient_bytes)), 0.0
     # Read backwards, weights that come before their layers run are gradients that leave after them.
-    own = handled(pieces, sends.weight_bytes)
-    forward = [one.forward + seconds for one, seconds in zip(pieces, own, strict=True)]
-    gathering = sum(own) + waits(forward, rings(pieces, sends.weight_bytes))[1]
+    gathering = sum(exchanged(pieces, (one.forward for one in pieces), sends.weight_bytes))
     if layout.zero_stage < 2:
-        own = handled(pieces, sends.gradient_bytes)
-        backward = [one.backward + seconds for one, seconds in zip(pieces, own, strict=True)]
-        return stalls, sum(own) + waits(backward, rings(pieces, sends.gradient_bytes))[1], gathering
+        return stalls, sum(exchanged(pieces, (one.backward for one in pieces), sends.gradient_bytes)), gathering
     each = list[tuple[float, float]]()
     for phase in phases:
-        own = handled(phase, sends.gradient_bytes)
         passes = [one.weights if layout.schedule == "planned" else one.backward for one in phase]
-        seconds = [one + more for one, more in zip(passes, own, strict=True)]
-        stall, left = waits(seconds, rings(phase, sends.gradient_bytes), buffers=2)
+        longer, left = exchanged(phase, passes, sends.gradient_bytes, buffers=2)
         beside = min(left, sum(one.forward for one in phase))  # the next micro-batch's, or none at the end
-        each.append((sum(own) + stall + left - beside, beside))
+        each.append((longer + left - beside, beside))
     return [stall for stall, _ in each], each[0][1], gathering
 
 

@@ -151,7 +151,7 @@ class _State:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
         owned, moments = (-(-each // layout.data_ranks) if partitioned else each for each in (parameters, moments))
-        rounds = job.config.optimizer.params.stochastic_rounding
+        rounds = job.config.rounds
         masters = 0 if (zero == 0 and job.precision == "fp32") or rounds else 4
         stepped = stored if rounds else 4
         self.weights, self.optimizer = (parameters + frozen) * stored, masters * owned + moments

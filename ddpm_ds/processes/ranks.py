@@ -74,12 +74,7 @@ def set_environment() -> None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    _allow_files(int(os.environ["WORLD_SIZE"]))
-
-
-def _allow_files(ranks: int) -> None:
-    """Raise the soft limit of open files to what a run of so many ranks needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks, (soft, hard) = int(os.environ["WORLD_SIZE"]), resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES + FILES_PER_RANK * ranks
     if resource.RLIM_INFINITY != hard < needed:
         raise HostError(

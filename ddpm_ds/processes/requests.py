@@ -48,7 +48,15 @@ class Requests:
         self._found: tuple[str, ...] = ()  # of the last look
         self._changing_files = threading.Lock()
         self._closed = threading.Event()
-        self._looking = threading.Thread(target=self._look, name="requests", daemon=True)
+
+        def look() -> None:
+            while not self._closed.is_set():
+                with self._changing_files:
+                    # False where the file system fails for a moment; Path.exists would end the thread
+                    self._found = tuple(name for name in FILES if os.path.exists(run_dir / name))
+                self._closed.wait(LOOK_SECONDS)
+
+        self._looking = threading.Thread(target=look, name="requests", daemon=True)
         if dist.get_rank() == 0:
             self._looking.start()
         self._signalled_at: float | None = None
@@ -107,11 +115,3 @@ class Requests:
         self._closed.set()
         if self._looking.is_alive():
             self._looking.join(LOOK_SECONDS)
-
-    def _look(self) -> None:
-        """Look for the files until the end."""
-        while not self._closed.is_set():
-            with self._changing_files:
-                # False where the file system fails for a moment; Path.exists would end the thread
-                self._found = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
-            self._closed.wait(LOOK_SECONDS)

@@ -47,6 +47,7 @@ class SignalThread:
         self.wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno())
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
+        # The thread keeps this object, and so the socket, which nobody else may refer to.
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
         self._thread.start()
 

@@ -196,8 +196,10 @@ def check_resume(checkpoint: CompleteCheckpoint, about: Description, run_dir: Pa
 
     CheckpointError if the spec trains something else, or the images are others.
     """
-    before = checkpoint.manifest
-    found = changes(_with_defaults(before.spec), about.spec)
+    before, spec = checkpoint.manifest, checkpoint.manifest.spec
+    with contextlib.suppress(ValidationError):  # of another version
+        spec = SPEC.read(spec).model_dump(mode="json")  # with keys that were added since
+    found = changes(spec, about.spec)
     refused = [change for change in found if not change.startswith(MAY_CHANGE)]
     own = checkpoints_of(run_dir).resolve() in checkpoint.path.resolve().parents
     anew = f"to train a new run, {'use another --run-dir' if own else 'leave --resume out'}"
@@ -240,11 +242,3 @@ def remove_abandoned_points(run_dir: Path, checkpoint: CompleteCheckpoint | None
     for file in (IDENTITY, SUMMARY):
         (run_dir / file).unlink(missing_ok=True)
     return f"{what} and saved nothing: its points, pictures and trace are removed, and MLflow has this as a new run"
-
-
-def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's spec with keys added since it was written, if this version can read it."""
-    try:
-        return SPEC.read(spec).model_dump(mode="json")
-    except ValidationError:
-        return spec

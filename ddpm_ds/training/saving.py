@@ -157,10 +157,12 @@ class Saver:
             optimizer.set_steps(state.optimizer_steps)
         elif not moments:
             optimizer.state.clear()
-        was, now = (DS_CONFIG.read(one.ds_config).is_8bit for one in (checkpoint.manifest, self._about))
-        if moments and was != now:
-            how = "rounded to 8 bits" if now else "in fp32 from here on; the checkpoint has them in 8 bits"
+        was, now = (DS_CONFIG.read(one.ds_config) for one in (checkpoint.manifest, self._about))
+        if moments and was.is_8bit != now.is_8bit:
+            how = "rounded to 8 bits" if now.is_8bit else "in fp32 from here on; the checkpoint has them in 8 bits"
             self._log(f"Adam's moments of weights are {how}")
+        if now.rounds and not was.rounds:
+            self._log("weights are rounded to bf16, and have no fp32 masters from here on")
         engine.gradients.refresh_weights()
         engine.images_seen = engine.global_samples = state.images_seen
         engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps

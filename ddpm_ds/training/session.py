@@ -287,18 +287,6 @@ def _batches(
     return replica_batches(spec, images, share, engine.device, fields=fields, start_images=start, encoders=encoders)
 
 
-def _observers(plan: RunPlan, run_dir: Path, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
-    flops, precision, layers = plan.ds.config.flops_profiler, plan.ds.precision, whole_layers(plan.layers)
-    return Observers(
-        [
-            FlopsProfile(engine, layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.work),
-            KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
-            PauseClock(run_dir if dist.get_rank() == 0 else None),
-        ]
-    )
-
-
 def _train(
     plan: RunPlan,
     prepared: Prepared,
@@ -318,7 +306,13 @@ def _train(
             saver.load(prepared.checkpoint)
         elif prepared.initial is not None:
             saver.start_from(prepared.initial)
-        observer = _observers(plan, run_dir, engine, recorder, asked)
+        flops, precision = plan.ds.config.flops_profiler, plan.ds.precision
+        observers = [
+            FlopsProfile(engine, whole_layers(plan.layers), flops, run_dir / "flops", recorder, steps=plan.steps),
+            Timeline(engine, asked.traced(plan.steps), run_dir / "trace", recorder, precision, plan.work),
+            KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
+            PauseClock(run_dir if dist.get_rank() == 0 else None),
+        ]
     if (first := engine.images_seen) >= spec.train.images:
         handle(STOP_SIGNALS, signal.SIG_IGN)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
@@ -334,7 +328,9 @@ def _train(
     measure_every, seconds = spec.evaluation.every_images, picture_seconds(plan)
     validation = Validation(every, measure_every, engine, ema, losses, previews, watchdog, recorder, stops, seconds)
     batches = partial(_batches, spec, plan.ds.layout, images.trained, engine, encoders)
-    run = Training(spec, plan.work, engine, batches, saver, requests, watchdog, validation, observer, recorder)
+    run = Training(
+        spec, plan.work, engine, batches, saver, requests, watchdog, validation, Observers(observers), recorder
+    )
     try:
         with watchdog.blamed(), disk_errors_reported(run_dir):
             last = train(run)

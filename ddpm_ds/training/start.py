@@ -38,6 +38,7 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog
 from ddpm_ds.schema.choices import SOURCES
 from ddpm_ds.schema.section import flatten
+from ddpm_ds.schema.types import written
 from ddpm_ds.tracking.progress import ProgressLine, activity
 from ddpm_ds.tracking.run_folder import disk_errors_reported
 from ddpm_ds.training import resume
@@ -197,7 +198,13 @@ def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | Non
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    parts(spec.data, store, held_out)
+    trained, others = parts(spec.data, store, held_out)
+    shown = (others if len(others.positions) else trained).of_size(spec.data.size)
+    if spec.data.buckets and spec.data.condition and spec.samples.every_images and not len(shown.positions):
+        raise SpecError(
+            f"samples.every_images = {spec.samples.every_images} draws for the conditions of images of "
+            f"data.image_size = {written(spec.data.size)}, and its bucket has none; use null, or another size"
+        )
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):

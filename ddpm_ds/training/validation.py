@@ -17,7 +17,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.captions import EncodedPrompts
 from ddpm_ds.data.held_out import Subset
-from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
+from ddpm_ds.data.latents import Coder, autoencoder_of, condition_pixels, pixels_of, to_pixels
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
@@ -79,13 +79,16 @@ class Previews:
         data, device, statistics = spec.data, engine.device, store.meta.statistics
         own = statistics.get("images") if data.are_fields else None
         self._scale = Scale.of(data.normalise, own, device, pictures=not data.are_fields)
-        self._to_pixels = to_pixels(autoencoder_of(data), device)
+        self._autoencoder = autoencoder_of(data)
+        self._to_pixels = to_pixels(self._autoencoder, device)
         self._conditions: Conditions | None = None
         self.count, self.members = spec.samples.count, 1
         if data.condition is not None:
             given = statistics.get("condition")
             self._conditions = Conditions(data, device, statistics=given, constants=store.constants)
             if self._conditions.reads:
+                if data.buckets is not None:
+                    positions = self._positions = images.of_size(data.size).positions
                 most = MOST_MEMBERS if OBJECTIVES[spec.diffusion.objective].diffuses else 1
                 self.members = max(k for k in range(1, most + 1) if self.count % k == 0)
                 self.count = min(self.count, self.members * len(positions))
@@ -135,14 +138,16 @@ class Previews:
         """Begin the images with the numbers ``index`` (N,); numbers beyond the last take its input."""
         data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
         condition = dropped = None
-        labels = None if classes is None else index % classes
+        prompted, labels = index, None if classes is None else index % classes
         if self._conditions is not None:
             inputs = index.clamp(max=self.count - 1) // self.members
             condition = self._condition(self._conditions, inputs)
             dropped = self._conditions.dropped(condition)
-            if labels is not None and self._conditions.reads:
-                labels = torch.from_numpy(self._store.labels[self._positions[inputs.numpy()]])
-        index, prompts = index.to(device), self._prompts
+            if self._conditions.reads:
+                prompted = inputs  # the caption of the input
+                if labels is not None:
+                    labels = torch.from_numpy(self._store.labels[self._positions[inputs.numpy()]])
+        index, prompted, prompts = index.to(device), prompted.to(device), self._prompts
         return Drawing(
             sampler,
             seed=SAMPLE_SEED,
@@ -150,7 +155,7 @@ class Previews:
             shape=data.shape,
             labels=None if labels is None else labels.to(device),
             no_label=classes,
-            conditions=(condition, dropped) if prompts is None else prompts.beside(condition, index, dropped),
+            conditions=(condition, dropped) if prompts is None else prompts.beside(condition, prompted, dropped),
         )
 
     def _condition(self, conditions: Conditions, inputs: Tensor) -> Condition:
@@ -168,8 +173,15 @@ class Previews:
         if self._conditions is None or not self._conditions.reads:
             return Drawn(drawn, channels=names, prompts=() if self._prompts is None else self._prompts.texts)
         inputs = torch.arange(min(self.count // self.members, MOST_ROWS))
-        shown = self._conditions.shown(self._condition(self._conditions, inputs), self._scale)
-        truths = Moves(self._spec.data.size).of(self._field("images", inputs)).float().cpu()
+        condition, images = self._condition(self._conditions, inputs), self._field("images", inputs)
+        if self._autoencoder is None:
+            shown = self._conditions.shown(condition, self._scale)
+            truths = Moves(self._spec.data.size).of(images).float().cpu()
+        else:
+            with self._watchdog.pause():
+                coder = Coder(self._autoencoder, self._engine.device)
+                shown = condition_pixels(coder, self._conditions.spec, condition.channels).float()
+                truths = coder.decode(images).float().cpu()
         return Drawn(drawn, self.members, shown, truths, names, given)
 
 

@@ -3,8 +3,11 @@
 Statistics and arithmetic are in fp32 for every dtype; only x, mean and rstd are kept for the backward. The operator is
 opaque to ``torch.compile`` and causes no graph break. The division of a tensor among programs, and so the order of
 summation, depends on its shape alone. Triton is imported at the first call, since PyTorch for CPUs comes without it.
+
+Where ranks share images, :mod:`ddpm_ds.unet.space` calls the passes over tiles one by one and swaps between them.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +21,13 @@ WHOLE_ELEMENTS = 8192  # most elements in the registers of a program; a larger o
 ELEMENTS_A_WARP = 1024  # of a block in registers as a whole: 32 a thread
 ROW_BYTES = (128, 64)  # preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads
 GRADIENT_WARPS = 8  # of kernels with a block of x and one of dy in registers; others take Triton's four
+
+
+Vectors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Weight and bias (C,), and add, scale and shift (N, C) or None."""
+
+Given = tuple[Vectors, Tensor, Tensor]
+"""Vectors, and mean and rstd (N, G)."""
 
 
 class Tiles(NamedTuple):
@@ -103,10 +113,93 @@ def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
     return vectors, vectors.stride(0)
 
 
+def _strided(vectors: Vectors) -> tuple[Any, ...]:
+    """Return weight, bias, add, scale and shift as a kernel takes them."""
+    weight, bias, *others = vectors
+    return weight, bias, *(part for one in others for part in _row_stride(one))
+
+
 def _empty_outputs(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate y, and mean and rstd (N, G) in fp32."""
     mean, rstd = (x.new_empty((len(x), groups), dtype=torch.float32) for _ in range(2))
     return torch.empty_like(x), mean, rstd
+
+
+def _tiled(kernel: Any, x: Tensor, groups: int, *arguments: Any, **constants: int) -> None:
+    """Launch a kernel for the tiles of x."""
+    images, channels, height, width = x.shape
+    cut = tiles(images, height * width, channels, groups)
+    where = height * width, cut.tiles, cut.pixels, cut.channel_blocks
+    block = {"C": channels, "ROWS": cut.rows, "COLUMNS": cut.columns}
+    kernel[(images * cut.tiles * cut.channel_blocks,)](x, *arguments, *where, **block, **constants)
+
+
+def _statistics(x: Tensor, add: Tensor | None, groups: int, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return mean and rstd (N, G) of x + add."""
+    from ddpm_ds.unet import fused_norm_kernels as kernels
+
+    images, channels, height, width = x.shape
+    cut = tiles(images, height * width, channels, groups)
+    means, squares = (x.new_empty((images, cut.tiles, channels), dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty((images, groups), dtype=torch.float32) for _ in range(2))
+    _tiled(kernels.tile_statistics, x, groups, means, squares)
+    combined = {"TILES": power_above(cut.tiles), "WIDTH": power_above(channels // groups)}
+    where = height * width, cut.tiles, cut.pixels
+    kernels.combine_statistics[(images * groups,)](
+        means, squares, *_row_stride(add), mean, rstd, epsilon, *where, C=channels, G=groups, **combined
+    )
+    return mean, rstd
+
+
+def moments(x: Tensor, add: Tensor | None, groups: int) -> Tensor:
+    """Return mean and variance of x + add, (2, N, G)."""
+    mean, rstd = _statistics(x, add, groups, 0.0)
+    return torch.stack((mean, rstd.square().reciprocal()))
+
+
+def prepare(*given: *Given) -> Given:
+    """Return what the functions below take, from vectors and statistics."""
+    return given
+
+
+def normalise(x: Tensor, y: Tensor, given: Given, silu: bool) -> None:
+    """Write y, whose images may be apart."""
+    from ddpm_ds.unet import fused_norm_kernels as kernels
+
+    vectors, mean, rstd = given
+    sizes = {"G": mean.shape[1], "SILU": silu}
+    _tiled(kernels.normalise_tile, x, mean.shape[1], y, y.stride(0), *_strided(vectors), mean, rstd, **sizes)
+
+
+def gradient_sums(x: Tensor, dy: Tensor, given: Given, silu: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums of du and du h over pixels, (2, N, C), and what :func:`input_gradient` takes; dy is as y."""
+    return _tile_sums(x, dy, given, silu)[:2].sum(2), dy
+
+
+def input_gradient(
+    x: Tensor, dy: Tensor, given: Given, of_dh: Sequence[Tensor], silu: bool, dx: Tensor | None = None
+) -> Tensor:
+    """Return dx, in its memory if there is one, from the means of dh and dh h over groups, (N, G) each."""
+    from ddpm_ds.unet import fused_norm_kernels as kernels
+
+    vectors, mean, rstd = given
+    dx = torch.empty_like(x) if dx is None else dx
+    places, sizes = (dy, dy.stride(0), dx), {"G": mean.shape[1], "SILU": silu, "num_warps": GRADIENT_WARPS}
+    _tiled(kernels.write_gradient_tile, x, mean.shape[1], *places, *_strided(vectors), mean, rstd, *of_dh, **sizes)
+    return dx
+
+
+def _tile_sums(x: Tensor, dy: Tensor, given: Given, silu: bool) -> Tensor:
+    """Return the sums of du, du h and, if there is an add, h by tile and channel, (2 or 3, N, tiles, C)."""
+    from ddpm_ds.unet import fused_norm_kernels as kernels
+
+    (vectors, mean, rstd), (images, channels, height, width) = given, x.shape
+    groups, kinds = mean.shape[1], 2 + (vectors[2] is not None)
+    count = tiles(images, height * width, channels, groups).tiles
+    sums = x.new_empty((kinds, images, count, channels), dtype=torch.float32)
+    places, sizes = (dy, dy.stride(0), sums, sums.stride(0)), {"G": groups, "SILU": silu, "num_warps": GRADIENT_WARPS}
+    _tiled(kernels.tile_gradient_sums, x, groups, *places, *_strided(vectors), mean, rstd, **sizes)
+    return sums
 
 
 @torch.library.custom_op("ddpm_ds::norm_silu", mutates_args=())
@@ -129,25 +222,16 @@ def _norm_silu(
     images, channels, height, width = x.shape
     pixels = height * width
     y, mean, rstd = _empty_outputs(x, groups)
-    vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift))
+    vectors = weight, bias, add, scale, shift
     sizes: dict[str, int] = {"C": channels, "G": groups}
     fitting = whole(pixels, channels, groups, x.element_size())
     if fitting is not None:
         sizes |= {"ROWS": fitting.rows, "GROUPS": fitting.groups, "WIDTH": fitting.width, "SILU": silu}
         launch = kernels.normalise_whole[(images * fitting.programs,)]
-        launch(x, y, *vectors, mean, rstd, epsilon, pixels, **sizes, num_warps=fitting.warps)
+        launch(x, y, *_strided(vectors), mean, rstd, epsilon, pixels, **sizes, num_warps=fitting.warps)
         return y, mean, rstd
-    cut = tiles(images, pixels, channels, groups)
-    means, squares = (x.new_empty((images, cut.tiles, channels), dtype=torch.float32) for _ in range(2))
-    where = (pixels, cut.tiles, cut.pixels)
-    block = {"ROWS": cut.rows, "COLUMNS": cut.columns}
-    combined = {"TILES": power_above(cut.tiles), "WIDTH": power_above(channels // groups)}
-    grid = (images * cut.tiles * cut.channel_blocks,)
-    kernels.tile_statistics[grid](x, means, squares, *where, cut.channel_blocks, C=channels, **block)
-    kernels.combine_statistics[(images * groups,)](
-        means, squares, *_row_stride(add), mean, rstd, epsilon, *where, **sizes, **combined
-    )
-    kernels.normalise_tile[grid](x, y, *vectors, mean, rstd, *where, cut.channel_blocks, **sizes, **block, SILU=silu)
+    mean, rstd = _statistics(x, add, groups, epsilon)
+    normalise(x, y, (vectors, mean, rstd), silu)
     return y, mean, rstd
 
 
@@ -185,33 +269,28 @@ def _norm_silu_backward(
     images, channels, height, width = x.shape
     pixels, groups = height * width, mean.shape[1]
     gradients = _empty_gradients(x, weight, bias, add, scale, shift)
-    dx, dweight, dbias, *given = gradients
-    dvectors = [None if vector is None else of for of, vector in zip(given, (add, scale, shift), strict=True)]
+    dx, dweight, dbias, *others = gradients
+    dvectors = [None if vector is None else of for of, vector in zip(others, (add, scale, shift), strict=True)]
     per_image = x.new_empty((2, images, channels), dtype=torch.float32)
     kind = images * channels
-    vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift), mean, rstd)
+    given: Given = (weight, bias, add, scale, shift), mean, rstd
     sizes: dict[str, int] = {"C": channels, "G": groups}
     fitting = whole(pixels, channels, groups, x.element_size())
     if fitting is not None:
         sizes |= {"ROWS": fitting.rows, "GROUPS": fitting.groups, "WIDTH": fitting.width, "SILU": silu}
-        launch = kernels.gradients_whole[(images * fitting.programs,)]
-        launch(x, dy, dx, *vectors, per_image, kind, *dvectors, pixels, **sizes, num_warps=fitting.warps)
+        launch, statistics = kernels.gradients_whole[(images * fitting.programs,)], (*_strided(given[0]), mean, rstd)
+        launch(x, dy, dx, *statistics, per_image, kind, *dvectors, pixels, **sizes, num_warps=fitting.warps)
     else:
-        cut = tiles(images, pixels, channels, groups)
-        sums = x.new_empty((2 + (add is not None), images, cut.tiles, channels), dtype=torch.float32)
-        mean_dh, mean_dh_h = (torch.empty_like(mean) for _ in range(2))
-        where = (pixels, cut.tiles, cut.pixels, cut.channel_blocks)
-        block = {"ROWS": cut.rows, "COLUMNS": cut.columns, "SILU": silu, "num_warps": GRADIENT_WARPS}
-        combined = {"TILES": power_above(cut.tiles), "WIDTH": power_above(channels // groups)}
-        modulation = (weight, bias, *_row_stride(scale), rstd)
-        grid = (images * cut.tiles * cut.channel_blocks,)
-        kernels.tile_gradient_sums[grid](x, dy, sums, sums.stride(0), *vectors, *where, **sizes, **block)
+        sums = _tile_sums(x, dy, given, silu)
+        of_dh = torch.empty_like(mean), torch.empty_like(mean)
+        combined = {"TILES": power_above(sums.shape[2]), "WIDTH": power_above(channels // groups)}
+        modulation = weight, bias, *_row_stride(scale), rstd
         kernels.combine_gradient_sums[(images * groups,)](
-            *(sums, sums.stride(0), *modulation, mean_dh, mean_dh_h, per_image, kind, *dvectors, pixels, cut.tiles),
+            *(sums, sums.stride(0), *modulation, *of_dh, per_image, kind, *dvectors, pixels, sums.shape[2]),
             **sizes,
             **combined,
         )
-        kernels.write_gradient_tile[grid](x, dy, dx, *vectors, mean_dh, mean_dh_h, *where, **sizes, **block)
+        input_gradient(x, dy, given, of_dh, silu, dx)
     columns = min(32, power_above(channels))
     kernels.sum_over_images[(-(-channels // columns),)](
         per_image, kind, dweight, dbias, images, C=channels, ROWS=min(64, power_above(images)), COLUMNS=columns

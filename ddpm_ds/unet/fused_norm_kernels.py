@@ -11,9 +11,9 @@ All gradients but dz are made of the sums of du, du h and h over the pixels of a
 
 Large images are computed in tiles, some pixels of an image and a block of channels each: one pass leaves sums per tile
 and channel, a small kernel combines them to groups, a last pass writes. Forward reads x twice and writes y; backward
-reads x and dy twice and writes dx. For small images the ``*_whole`` kernels hold all pixels of an image and some of its
-groups in registers, so that everything is read once, in one launch: ROWS pixels by GROUPS x WIDTH places. A group uses
-its first C / G places.
+reads x and dy twice and writes dx. Images of y and dy are a stride apart, since other rows may lie between them. For
+small images the ``*_whole`` kernels hold all pixels of an image and some of its groups in registers, so that everything
+is read once, in one launch: ROWS pixels by GROUPS x WIDTH places. A group uses its first C / G places.
 
 Triton turns arguments of value 1 into constants, which have no methods; hence ``tl.cast``. Kernels have no annotations,
 since these could not tell pointers from numbers.
@@ -170,7 +170,7 @@ def combine_statistics(
 
 @triton.jit
 def normalise_tile(
-    x, y, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
+    x, y, y_stride, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def normalise_tile(
     factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
     factor *= tl.load(rstd + group, mask=inside, other=0.0)
     x += image * pixels * C
-    y += image * pixels * C
+    y += image * y_stride
     for start in range(first, stop, ROWS):
         pixel = start + row
         mask = (pixel < stop)[:, None] & inside[None, :]
@@ -196,7 +196,7 @@ def normalise_tile(
 
 @triton.jit
 def tile_gradient_sums(
-    x, dy, sums, kind, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
+    x, dy, dy_stride, sums, kind, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +209,7 @@ def tile_gradient_sums(
     deviation = tl.load(rstd + group, mask=inside, other=0.0)
     factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
     x += image * pixels * C
-    dy += image * pixels * C
+    dy += image * dy_stride
     sum_du = tl.zeros((ROWS, COLUMNS), tl.float32)
     sum_du_h = tl.zeros((ROWS, COLUMNS), tl.float32)
     sum_h = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -266,7 +266,8 @@ def combine_gradient_sums(
 
 @triton.jit
 def write_gradient_tile(
-    x, dy, dx, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd, mean_dh, mean_dh_h,
+    x, dy, dy_stride, dx, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
+    mean_dh, mean_dh_h,
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +283,7 @@ def write_gradient_tile(
     of_dh = tl.load(mean_dh + group, mask=inside, other=0.0)[None, :]
     of_dh_h = tl.load(mean_dh_h + group, mask=inside, other=0.0)[None, :]
     x += image * pixels * C
-    dy += image * pixels * C
+    dy += image * dy_stride
     dx += image * pixels * C
     for start in range(first, stop, ROWS):
         pixel = start + row

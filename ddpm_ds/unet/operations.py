@@ -17,7 +17,7 @@ from torch.nn.grad import conv2d_input
 
 from ddpm_ds.ground.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.space import Band, normalised
+from ddpm_ds.unet.space import Band
 from ddpm_ds.unet.weight_gradients import Weighted
 
 WIDENED_ON_CPU = (
@@ -283,8 +283,8 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.band is not None:
-            affine = self.weight, self.bias, None, None
-            return normalised(self.band, x, affine, self.num_groups, self.eps, silu=False)
+            fused, vectors = self.kernels == "fused", (self.weight, self.bias, None, None, None)
+            return self.band.normalised(x, vectors, self.num_groups, self.eps, silu=False, fused=fused)
         if self.kernels == "fused":
             return fused_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, silu=False)
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -298,9 +298,8 @@ def norm_silu(
     Where ranks share the image, a row more from each side follows, for a 3x3 convolution.
     """
     if norm.band is not None:
-        x = x if add is None else x + add[:, :, None, None]
-        affine = norm.weight, norm.bias, scale, shift
-        return normalised(norm.band, x, affine, norm.num_groups, norm.eps, parts=norm.read_by)
+        fused, vectors = norm.kernels == "fused", (norm.weight, norm.bias, add, scale, shift)
+        return norm.band.normalised(x, vectors, norm.num_groups, norm.eps, fused=fused, parts=norm.read_by)
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
     x = norm(x if add is None else x + add[:, :, None, None])

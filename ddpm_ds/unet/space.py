@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.ground.cuda_graphs import cached
+from ddpm_ds.unet import fused_norm
 from ddpm_ds.unet.weight_gradients import Weighted
 
 Kind = tuple[torch.Size | tuple[int, ...], torch.dtype]
@@ -209,6 +210,33 @@ class Band(NamedTuple):
         parts = self._by_rank(x)
         return torch.cat(self.group.exchange(parts, [parts[self.group.rank].shape] * self.group.size), dim=3)
 
+    def normalised(
+        self,
+        x: Tensor,
+        vectors: fused_norm.Vectors,
+        groups: int,
+        epsilon: float,
+        *,
+        silu: bool = True,
+        fused: bool = False,
+        parts: Sequence[Weighted] = (),
+    ) -> Tensor:
+        """Return SiLU(norm(x + add) * (1 + scale) + shift), with a row more on either side, zeros beyond the image.
+
+        Without ``silu`` there are neither SiLU nor more rows. The kernels are ``fused`` ones, or PyTorch's. While
+        gradients are swapped the backward computes the weight gradients of ``parts``, which read the result.
+        """
+        beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
+        how = _How(self, groups, epsilon, silu, fused_norm if fused else _Reference, beside)
+        return _Norm.apply(x, *vectors, how, *(part.weight for part in beside))
+
+
+@functools.cache
+def leave_uncompiled() -> None:
+    """Let ``torch.compile`` end a graph where ranks swap; a call, since importing the compiler takes seconds."""
+    for swaps in (Band.wide, Band.gathered, Band.to_heads, Band.to_rows, Band.normalised):
+        setattr(Band, swaps.__name__, torch.compiler.disable(swaps))
+
 
 class _Linear(torch.autograd.Function):
     """Linear exchange of a tensor, and the exchange that its gradient takes back."""
@@ -223,42 +251,22 @@ class _Linear(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def normalised(
-    band: Band,
-    x: Tensor,
-    affine: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    groups: int,
-    epsilon: float,
-    *,
-    silu: bool = True,
-    parts: Sequence[Weighted] = (),
-) -> Tensor:
-    """Return SiLU(norm(x) * (1 + scale) + shift) of images whose rows a group shares, with a row more on either side.
-
-    ``affine`` has the norm's weight and bias (C,), then scale and shift (N, C) or None. Rows beyond the image are
-    zeros. Without ``silu`` there are neither SiLU nor more rows. While gradients are swapped the backward computes the
-    weight gradients of ``parts``, which read the result.
-    """
-    beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
-    how = _How(band, groups, epsilon, silu, beside)
-    return _Norm.apply(x, *affine, how, *(part.weight for part in beside))
-
-
 class _How(NamedTuple):
-    """What a normalisation is given beside tensors: the arguments of :func:`normalised`."""
+    """What a normalisation is given beside tensors: the arguments of :meth:`Band.normalised`."""
 
     band: Band
     groups: int
     epsilon: float
     silu: bool
+    kernels: Any
+    """Functions of :mod:`ddpm_ds.unet.fused_norm`, or those of :class:`_Reference`."""
     parts: Sequence[Weighted]
 
 
 class _Norm(torch.autograd.Function):
-    """Group normalisation over the rows of all ranks, an affine function of each pixel once its statistics are known.
+    """Group normalisation over the rows of all ranks, a function of each pixel once its statistics are known.
 
-    With mean m and r = 1 / sigma over a group, gain w and offset b of a channel, u = h w + b for h = (x - m) r, which
-    is a x + c for a = r w, c = b - m a; then y = SiLU(u). ``halo`` has the rows from above and below.
+    Formulas and names are those of :mod:`ddpm_ds.unet.fused_norm_kernels`. ``halo`` has the rows from above and below.
     """
 
     @staticmethod
@@ -267,94 +275,124 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
+        add: Tensor | None,
         scale: Tensor | None,
         shift: Tensor | None,
         how: _How,
-        *_: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
-        beside, dtype = int(how.silu), _wide_type(x.dtype)
-        means, variances = _moments(x.to(dtype))
-        mean = means.unflatten(1, (how.groups, -1)).mean(-1)
-        squares = variances.add_((means - _by_channel(mean, x)).square_())
-        own = torch.stack((mean, squares.unflatten(1, (how.groups, -1)).mean(-1)))  # (2, N, G)
-        *rows, both = how.band.group.trade(x[:, :, :beside], x[:, :, x.shape[2] - beside :], own)()
-        halo = torch.cat(rows, dim=2)
+        band, groups, epsilon, silu, kernels, _ = how
+        x = x.contiguous(memory_format=torch.channels_last)  # as the fused kernels read it
+        rows, beside, vectors = x.shape[2], int(silu), (weight, bias, add, scale, shift)
+        own = kernels.moments(x, add, groups)  # (2, N, G)
+        *others, both = band.group.trade(x[:, :, :beside], x[:, :, rows - beside :], own)()
+        halo = torch.cat(others, dim=2).contiguous(memory_format=torch.channels_last)
         # Chan et al. 1979: moments of parts with different means
-        share = _shares(how.band.rows, dtype, x.device)
+        share = _shares(band.rows, own.dtype, x.device)
         mean = _total(share * both[:, 0])  # (N, G)
         variance = _total(share * (both[:, 1] + (both[:, 0] - mean).square()))
-        rstd = (variance + how.epsilon).rsqrt()
-        ctx.save_for_backward(x, halo, weight, bias, scale, shift, mean, rstd)
+        rstd = (variance + epsilon).rsqrt()
+        ctx.save_for_backward(x, halo, *vectors, mean, rstd)
         ctx.how = how
-        gain, offset = _gain(weight, bias, scale, shift, dtype)
-        a = _by_channel(rstd, x) * gain
-        u = _affine(x, halo, a, offset - _by_channel(mean, x) * a)
-        return (_without_edges(F.silu(u, inplace=True), how.band.group) if how.silu else u).to(x.dtype)
+        given = kernels.prepare(vectors, mean, rstd)
+        images, channels, _, width = x.shape
+        y = x.new_empty(images, rows + 2 * beside, width, channels).permute(0, 3, 1, 2)
+        kernels.normalise(x, y[:, :, beside : rows + beside], given, silu)
+        if silu:
+            kernels.normalise(halo, edges := torch.empty_like(halo), given, silu)
+            y[:, :, :: rows + 1] = _without_edges(edges, band.group)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, halo, weight, bias, scale, shift, mean, rstd = ctx.saved_tensors
-        band, groups, _, silu, parts = ctx.how
-        rows, beside, dtype = x.shape[2], int(silu), mean.dtype
-        gain, offset = _gain(weight, bias, scale, shift, dtype)
-        of_mean, of_rstd = _by_channel(mean, x), _by_channel(rstd, x)
-        a = of_rstd * gain
-        du = dy.to(dtype)
+        x, halo, *vectors, mean, rstd = ctx.saved_tensors
+        weight, bias, add, scale, shift = vectors
+        band, groups, _, silu, kernels, parts = ctx.how
+        rows, beside, given = x.shape[2], int(silu), kernels.prepare(vectors, mean, rstd)
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        both, du = kernels.gradient_sums(x, dy[:, :, beside : rows + beside], given, silu)  # (2, N, C)
+        edges = halo
         if silu:
-            u = _affine(x, halo, a, offset - of_mean * a)
-            du = _without_edges(torch.ops.aten.silu_backward.grad_input(du, u, grad_input=u), band.group)
-        inner, edges = du[:, :, beside : rows + beside], du[:, :, :: rows + 1][:, :, : 2 * beside]
-        wide = x.to(dtype)
-        both = _sums(wide, inner, of_mean, of_rstd)
-        if silu:
-            both += _sums(halo.to(dtype), edges, of_mean, of_rstd)
-        of_gain, of_offset = both
-        sums = (torch.stack((of_offset, of_gain)) * gain).unflatten(2, (groups, -1)).sum(-1)  # (2, N, G)
-        given = (edges * a[:, :, None, None]).to(x.dtype)
-        finish = band.group.trade(given[:, :, :beside], given[:, :, beside:], sums)
-        vectors: list[Tensor | None] = [None, None]
+            edges = _without_edges(dy[:, :, :: rows + 1].clone(memory_format=torch.channels_last), band.group)
+            more, edges = kernels.gradient_sums(halo, edges, given, silu)
+            both = both + more
+            edges = kernels.input_gradient(halo, edges, given, torch.zeros_like(both[:, :, :groups]), silu)
+        gain, _ = _gain(weight, bias, scale, shift, mean.dtype)
+        sums = (both * gain).unflatten(2, (groups, -1)).sum(-1)  # (2, N, G)
+        finish = band.group.trade(edges[:, :, :beside], edges[:, :, beside:], sums)
+        of_offset, of_gain = both
+        of_scale = of_shift = None
         if scale is not None and shift is not None:
-            vectors = [(of_gain * weight + of_offset * bias).to(scale.dtype), of_offset.to(shift.dtype)]
+            of_scale, of_shift = (of_gain * weight + of_offset * bias).to(scale.dtype), of_offset.to(shift.dtype)
             of_gain, of_offset = of_gain * (1 + scale), of_offset * (1 + scale)
-        vectors = [of_gain.sum(0).to(weight.dtype), of_offset.sum(0).to(bias.dtype), *vectors]
         found = dict[Tensor, Tensor]()
         for part in parts:
             part.beside.compute([part], [0], found.__setitem__)
         up, down, every = finish()
-        of_dh = _total(every) / (band.height * x.shape[3] * (x.shape[1] // groups))  # means of dh and of dh h
-        slope = -_by_channel(of_dh[1], x) * of_rstd.square()
-        constant = -_by_channel(of_dh[0], x) * of_rstd - slope * of_mean
-        dx = torch.addcmul(constant[:, :, None, None], inner, a[:, :, None, None], out=inner if silu else None)
-        dx = dx.addcmul_(wide, slope[:, :, None, None]).to(x.dtype)
+        of_dh = _total(every) / (band.height * x.shape[3] * (x.shape[1] // groups))
+        dx = kernels.input_gradient(x, du, given, of_dh, silu)
         if silu:
             dx[:, :, :1] += up
             dx[:, :, -1:] += down
-        return dx, *vectors, None, *(found[part.weight] for part in parts)
+        of_add = None if add is None else dx.sum((2, 3), dtype=mean.dtype).to(add.dtype)
+        of_vectors = of_gain.sum(0).to(weight.dtype), of_offset.sum(0).to(bias.dtype), of_add, of_scale, of_shift
+        return dx, *of_vectors, None, *(found[part.weight] for part in parts)
 
 
-def _affine(x: Tensor, halo: Tensor, a: Tensor, c: Tensor) -> Tensor:
-    """Return a x + c in the type of a and c (N, C), between those of the halo's rows, channels-last."""
-    images, channels, rows, width = x.shape
-    y = a.new_empty(images, rows + halo.shape[2], width, channels).permute(0, 3, 1, 2)
-    a, c = a[:, :, None, None], c[:, :, None, None]
-    beside = halo.shape[2] // 2
-    torch.addcmul(c, x.to(a.dtype), a, out=y[:, :, beside : rows + beside])
-    if beside:
-        y[:, :, :: rows + 1] = torch.addcmul(c, halo.to(a.dtype), a)
-    return y
+class _Reference:
+    """The functions of :mod:`ddpm_ds.unet.fused_norm` in operations of PyTorch, with few passes over memory."""
+
+    @staticmethod
+    def moments(x: Tensor, add: Tensor | None, groups: int) -> Tensor:
+        x = x.to(_wide_type(x.dtype))
+        each = [torch.stack(torch.batch_norm_update_stats(one, None, None, 0.0)) for one in x.split(1)]
+        means, variances = torch.stack(each, dim=1).unflatten(2, (groups, -1))  # (N, G, C / G) each
+        means = means if add is None else means + add.unflatten(1, (groups, -1))
+        mean = means.mean(-1, keepdim=True)
+        return torch.stack((mean[..., 0], (variances + (means - mean).square()).mean(-1)))
+
+    @staticmethod
+    def prepare(vectors: fused_norm.Vectors, mean: Tensor, rstd: Tensor) -> Sequence[Tensor]:
+        """Return a and c of u = x a + c, and m and r of h = (x - m) r, (N, C) each."""
+        weight, bias, add, scale, shift = vectors
+        gain, offset = _gain(weight, bias, scale, shift, mean.dtype)
+        m, r = (one.repeat_interleave(len(weight) // mean.shape[1], dim=1) for one in (mean, rstd))
+        m = m if add is None else m - add
+        a = r * gain
+        return a, offset - m * a, m, r
+
+    @staticmethod
+    def normalise(x: Tensor, y: Tensor, given: Sequence[Tensor], silu: bool) -> None:
+        a, c, _, _ = given
+        u = torch.addcmul(_per_pixel(c), x.to(a.dtype), _per_pixel(a), out=y if y.dtype is a.dtype else None)
+        u = F.silu(u, inplace=True) if silu else u
+        if u is not y:
+            y.copy_(u)
+
+    @staticmethod
+    def gradient_sums(x: Tensor, dy: Tensor, given: Sequence[Tensor], silu: bool) -> tuple[Tensor, Tensor]:
+        a, c, m, r = given
+        x, du = x.to(a.dtype), dy.to(a.dtype)
+        if silu:
+            u = torch.addcmul(_per_pixel(c), x, _per_pixel(a))
+            du = torch.ops.aten.silu_backward.grad_input(du, u, grad_input=u)
+        backward, wanted = torch.ops.aten.native_batch_norm_backward, [False, True, True]
+        images = zip(du.split(1), x.split(1), m, r, strict=True)
+        sums = [backward(of, one, mean, None, None, mean, rstd, True, 0.0, wanted) for of, one, mean, rstd in images]
+        return torch.stack([torch.stack((of_offset, of_gain)) for _, of_gain, of_offset in sums], dim=1), du
+
+    @staticmethod
+    def input_gradient(x: Tensor, du: Tensor, given: Sequence[Tensor], of_dh: Tensor, silu: bool) -> Tensor:
+        a, _, m, r = given
+        of_dh, of_dh_h = of_dh.repeat_interleave(a.shape[1] // of_dh.shape[2], dim=2)
+        slope = -of_dh_h * r.square()
+        dx = torch.addcmul(_per_pixel(-of_dh * r - slope * m), du, _per_pixel(a), out=du if silu else None)
+        return dx.addcmul_(x.to(a.dtype), _per_pixel(slope)).to(x.dtype)
 
 
-def _moments(x: Tensor) -> Tensor:
-    """Return mean and variance of each channel, (2, N, C), without a copy of x."""
-    return torch.stack([torch.stack(torch.batch_norm_update_stats(one, None, None, 0.0)) for one in x.split(1)], dim=1)
-
-
-def _sums(x: Tensor, du: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Return the sums over pixels of du h and of du, (2, N, C), without a copy; mean and rstd are (N, C)."""
-    backward, wanted = torch.ops.aten.native_batch_norm_backward, [False, True, True]
-    images = zip(du.split(1), x.split(1), mean, rstd, strict=True)
-    found = [backward(of, one, None, None, None, m, r, True, 0.0, wanted)[1:] for of, one, m, r in images]
-    return torch.stack([torch.stack(sums) for sums in found], dim=1)
+def _per_pixel(vectors: Tensor) -> Tensor:
+    """Return vectors (N, C) for every pixel."""
+    return vectors[:, :, None, None]
 
 
 def _gain(
@@ -363,12 +401,6 @@ def _gain(
     """Return factor and offset of normalised pixels, (C,) or (N, C) each."""
     weight, bias = weight.to(dtype), bias.to(dtype)
     return (weight, bias) if scale is None or shift is None else (weight * (1 + scale), bias * (1 + scale) + shift)
-
-
-def _by_channel(of_groups: Tensor, x: Tensor) -> Tensor:
-    """Return numbers (N, G) of groups for each channel of x, (N, C)."""
-    images, groups = of_groups.shape
-    return of_groups[:, :, None].expand(images, groups, x.shape[1] // groups).reshape(images, -1)
 
 
 def _without_edges(y: Tensor, group: SpaceGroup) -> Tensor:

@@ -68,6 +68,7 @@ PAGES = {
         "ddpm-ds train",
         "ddpm-ds evaluate",
     ],
+    "space": ["python launch/examples/make_fields.py", "ddpm-ds train", "ddpm-ds sample"],
     "text": ["python launch/examples/make_text.py", "ddpm-ds prepare", "ddpm-ds train", "ddpm-ds sample"],
     "upscaling": ["python -", "ddpm-ds train", "ddpm-ds evaluate", "ddpm-ds sample"],
 }

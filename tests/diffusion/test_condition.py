@@ -13,10 +13,10 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.spec import TextSpec
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded
-from ddpm_ds.diffusion.condition import LEVEL_SCALE, Scale, Text
+from ddpm_ds.diffusion.condition import LEVEL_SCALE, Conditions, Scale, Text
 from ddpm_ds.ground.keyed import Draws, Stream, normal
 from ddpm_ds.training.objective import Denoising, Noised, fields_read
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, tiny_text_spec
 
 CPU = torch.device("cpu")
 COUNT = 64
@@ -245,6 +245,39 @@ def test_nothing_of_a_condition_waits_for_the_device() -> None:
     batch = batch_of(spec).each(lambda tensor: tensor.to("meta"))
     x_t, *_ = objective.inputs(objective.prepare(batch))
     assert x_t.shape == (COUNT, 3 + 4 + 4, 8, 16)
+
+
+def latent_spec(condition: dict[str, Any]) -> RunSpec:
+    """A U-Net on latents with captions and pooled text."""
+    data = {"autoencoder": "vae", "channels": 4, "path": "pictures", "mask": "alpha", "horizontal_flips": True}
+    data |= {"text": {"encoders": "x", "drop": 0.1}, "condition": condition, "image_size": [4, 6]}
+    return tiny_text_spec(data=data, sampler={"clip": "none"})
+
+
+@pytest.mark.parametrize("kind", ["stored", "cut_out"])
+def test_one_draw_drops_texts_and_conditions_of_latents_and_there_is_no_flag(kind: str) -> None:
+    """InstructPix2Pix: text where U < 2 p, the condition where p <= U < 3 p."""
+    count, p = 3000, 0.05
+    spec = latent_spec({"kind": kind, "drop": 2 * p, **({"path": "second"} if kind == "stored" else {})})
+    channels = spec.data.interface.condition_channels
+    assert channels == (4 if kind == "stored" else 5) and spec.data.interface.numbers == 0
+    objective, index = Denoising(spec, CPU, empty=EMPTY), torch.arange(count)
+    images, ones = torch.randn(count, 4, 4, 6).half(), torch.ones(count, channels, 4, 6).half()
+    batch = MicroBatch(images, index, index, condition=ones, text=torch.ones(count, 3, 4).half())
+    prepared, context = objective.prepare(batch), objective.context(batch)
+    x_t, *_ = objective.inputs(prepared)
+    assert context is not None and torch.equal(prepared.x0, images.float()), "as it was read"
+    drawn = Draws(spec.train.seed, index, {Stream.TEXT_DROP: 1}).uniform(Stream.TEXT_DROP)[:, 0].double()
+    assert torch.equal((context == 7.0).all(dim=(1, 2)), drawn < 2 * p)
+    dropped = (x_t[:, 4:] == 0.0).all(dim=(1, 2, 3))
+    assert torch.equal(dropped, (p <= drawn) & (drawn < 3 * p)) and dropped.sum() > 200
+    assert torch.equal(x_t[~dropped, 4:], torch.ones_like(x_t[~dropped, 4:])), "neither moved nor scaled"
+    at_rest = Conditions(spec.data, CPU).at_rest({"condition": ones}, index, Scale())
+    assert torch.equal(at_rest.channels, ones.float()) and at_rest.others == ()
+    without = Conditions(spec.data, CPU).dropped(at_rest)
+    assert without is not None and not without.channels.any() and without.others == ()
+    assert fields_read(spec, first=True, last=False, text=False) >= {"images", "condition"}
+    assert fields_read(spec, first=False, last=True, text=False) == {"images", "mask"}
 
 
 # Text

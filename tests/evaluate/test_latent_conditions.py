@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,15 +17,19 @@ from torch import Tensor
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.captions import EncodedPrompts
+from ddpm_ds.data.latents import rectangles
 from ddpm_ds.diffusion.condition import Condition, no_text
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.spec import SamplerSpec
+from ddpm_ds.evaluate.inputs import Inputs
+from ddpm_ds.evaluate.sampling import sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.ground import keyed
-from ddpm_ds.ground.keyed import Stream
+from ddpm_ds.ground.errors import DataError
+from ddpm_ds.ground.keyed import Draws, Stream
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
-from tests.evaluate.planted import refusal
+from tests.evaluate.planted import difference, refusal
 from tests.evaluate.test_text_pipelines import (
     ANY_ENCODERS,
     base_spec,
@@ -153,7 +159,14 @@ def test_diffusers_draws_the_latents_that_we_draw_and_the_export_is_imported_aga
         values |= {"guidance": 7.5, "condition_guidance": 1.5}
     elif use == "inpaint":
         values["guidance"] = 3.0
-    ours, known = drawn(trained, given, SamplerSpec(**values))
+    sampler = SamplerSpec(**values)
+    ours, known = drawn(trained, given, sampler)
+    (tmp_path / "mine").mkdir()
+    image.save(tmp_path / "mine" / "photo.png")
+    mask.save(tmp_path / "mine" / "photo-masklabel.png")
+    asked: dict[str, Any] = {"conditions": tmp_path / "mine", "sampler": sampler, "members": 1}
+    asked["prompts"] = "a red circle"
+    assert difference(sample(trained, **asked)[:, 0], trained.finished(ours)) <= 1, "the whole way from files"
 
     noise = keyed.normal(0, Stream.SAMPLE, torch.arange(1), ours.numel()).reshape(ours.shape)
     against = no_text(trained.text, known.empty)  # type: ignore[arg-type]
@@ -195,6 +208,50 @@ def test_diffusers_draws_the_latents_that_we_draw_and_the_export_is_imported_aga
         exported.data.condition.scaled,
     )
     assert all(torch.equal(again.unet.layers.state_dict()[name], state[name]) for name in state)
+    assert difference(sample(again, **asked)[:, 0], trained.finished(ours)) <= 1
+
+
+@pytest.mark.parametrize("pipeline", ["sd"], indirect=True)
+def test_pictures_and_masks_of_a_user_are_inputs_with_prompts_of_their_own(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, photos = conditioned(pipeline, tmp_path, "inpaint"), tmp_path / "photos"
+    trained, sampler = load_trained(checkpoint), SamplerSpec(kind="ddim", steps=2, clip="none")
+    photos.mkdir()
+    for number in range(2):
+        Image.fromarray(np.full((40, 64, 3), 90 * number + 30, np.uint8)).save(photos / f"{number}.png")
+    asked: dict[str, Any] = {"sampler": sampler, "members": 2}
+    both = sample(trained, conditions=photos, prompts=["a red circle", "a"], **asked)
+    assert both.shape == (2, 2, 3, 32, 32)
+    inputs = Inputs.open(photos, trained)
+    wanted = rectangles(Draws(0, torch.arange(2), {Stream.CUT: 4}).uniform(Stream.CUT), (0.25, 0.75), (32, 32))
+    holes = inputs.condition([0, 1], CPU).channels[:, 4:]
+    assert torch.equal(holes, wanted[..., ::2, ::2].float()), "without masks rectangles"
+    truth, shown = inputs.truth([0, 1]), inputs.shown([0, 1])
+    assert truth is not None and truth.unique().tolist() == [30, 120] and shown is not None
+    assert shown.shape == truth.shape == (2, 3, 32, 32)
+    second = sample(trained, 1, first=1, conditions=photos, prompts=["a red circle", "a"], **asked)
+    assert difference(second, both[1:]) <= 1, "an input and its prompt have one number"
+    one = sample(trained, conditions=photos / "1.png", prompts=["a", "red", "circle"], **asked)
+    assert one.shape == (3, 2, 3, 32, 32), "one photo for each prompt"
+    assert sample(trained.resized((24, 48)), conditions=photos, **asked).shape == (2, 2, 3, 24, 48)
+
+    hole = np.zeros((40, 64), np.uint8)
+    hole[:, 32:] = 255
+    Image.fromarray(hole).save(photos / "1-masklabel.png")
+    found = Inputs.open(photos / "1.png", trained).condition([0], CPU).channels[0, 4]
+    assert torch.equal(found, torch.arange(16).ge(8).float().expand(16, 16)), "cropped like its photo"
+    lines, out = tmp_path / "prompts.txt", tmp_path / "out"
+    lines.write_text("a --d 3\nred circle --l 2 --n a\n")
+    words = ["sample", checkpoint, "--sampler", "ddim", "--steps", "2", "--prompts", lines, "--out", out]
+    given = [*words, "--members", "1", "--device", "cpu", "--conditions"]
+    assert main([str(word) for word in [*given, photos / "1.png"]]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["000000.png", "000001.png"]
+    shutil.rmtree(out)
+    assert "0-masklabel.png is missing, and other pictures have a mask; add it" in refusal(capsys, *given, photos)
+    Image.fromarray(hole[:20]).save(photos / "0-masklabel.png")
+    with pytest.raises(DataError, match=r"0-masklabel.png, a mask, can't be read \(its picture has another size\)$"):
+        Inputs.open(photos, trained).condition([0], CPU)
 
 
 @pytest.mark.parametrize("pipeline", ["sd"], indirect=True)

@@ -77,7 +77,12 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
         labels=torch.randint(0, 10, (batch,), generator=generator),
         index=torch.arange(step * batch, (step + 1) * batch),
     )
-    if condition is not None and condition.kind == "stored":
+    if data.autoencoder is not None:
+        whole = whole._replace(images=torch.randn(shape, generator=generator).half())
+        if data.condition_is_stored:
+            given = torch.randn(batch, data.interface.condition_channels, *data.size, generator=generator)
+            whole = whole._replace(condition=given.half())
+    elif condition is not None and condition.kind == "stored":
         coarse = (batch, condition.channels, *(side // 2 for side in data.size))
         whole = whole._replace(condition=torch.rand(coarse, generator=generator))
     if condition is not None and condition.vector_size:
@@ -85,7 +90,8 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
     if data.mask is not None:
         mask = torch.rand(batch, 1, *data.size, generator=generator) < 0.7
         mask[1] = False  # nothing counts in an image of each step
-        whole = whole._replace(mask=mask.to(torch.uint8))
+        grey = torch.randint(1, 256, mask.shape, generator=generator) if data.autoencoder is not None else 1
+        whole = whole._replace(mask=(mask * grey).to(torch.uint8))
     if any(source.loss_weight != 1 for source in data.sources):
         whole = whole._replace(weight=torch.rand(batch, generator=generator))
     if (text := spec.unet.text) is not None:

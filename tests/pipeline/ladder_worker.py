@@ -68,7 +68,7 @@ EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0
 """Settings of Adam in 8 bits, those of the reference."""
 Precision = Literal["fp32", "fp16", "bf16"]
 Process = Literal["plain", "heads", "edm", "flow", "weighted", "rectangles", "uneven",
-                  "stored", "reduced", "regression", "text", "caption", "buckets"]  # fmt: skip
+                  "stored", "reduced", "regression", "text", "caption", "buckets", "cut"]  # fmt: skip
 """Kinds of training; :func:`spec_of` and :func:`fields_spec` have the specs."""
 COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "uneven", "stored", "text", "caption", "buckets")
 """Kinds of training whose bytes are counted."""
@@ -431,6 +431,12 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
     "uneven": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (12, 4)}},
+    "cut": {  # latents, a cut image's latents and a hole: 9 channels, masks, and captions whose draw drops both
+        "data": {"autoencoder": "vae", "channels": 4, "mask": "alpha", "horizontal_flips": True}
+        | {"condition": {"kind": "cut_out", "drop": 0.3}},
+        "diffusion": {"objective": "v"},
+        "sampler": {"clip": "none"},
+    },
     "buckets": {
         "data": {"buckets": {"step": 8}},
         "unet": {"dropout": 0.0},
@@ -443,7 +449,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
 def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
     sections = SECTIONS.get(process, {})
-    if process in ("text", "caption", "buckets"):
+    if process in ("text", "caption", "buckets", "cut"):
         tokens = 227 if process == "caption" else 5
         return tiny_text_spec(levels=2 if process == "text" else 1, tokens=tokens, **sections)
     if process in ("stored", "reduced", "regression"):

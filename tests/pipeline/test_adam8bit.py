@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -237,3 +238,73 @@ def test_moments_that_were_saved_and_fp32_moments_load_alike() -> None:
     assert all(map(torch.equal, state_of(optimizer, flat)[1:], state_of(other, flat)[1:]))
     other.set_steps(0)
     assert not any(parts.any() for _, parts in other._state.values()) and not int(other._steps)
+
+
+# ---------------------------------------------------------------- weights of 16 bits
+
+
+def test_random_rounding_is_up_with_the_probability_that_makes_the_mean_exact() -> None:
+    value, draws = torch.tensor(1.001), 2**16
+    values = value.repeat(draws // BLOCK, BLOCK)
+    adam8bit.round_at_random(values, 0, torch.arange(len(values)))
+    up = float((values == 1.0078125).float().mean())
+    assert {*values.flatten().tolist()} == {1.0, 1.0078125}
+    assert int(value.view(torch.int32)) % 2**16 / 2**16 == pytest.approx(0.128006, abs=5e-7)
+    assert up == pytest.approx(0.128006, abs=5 * math.sqrt(0.128 * 0.872 / draws))
+    negative = -value.repeat(draws // BLOCK, BLOCK)
+    adam8bit.round_at_random(negative, 0, torch.arange(len(values)))
+    assert torch.equal(negative, -values), "by the same bits"
+    exact = torch.tensor([[0.0, -0.0, 1.0, float("inf"), -(2.0**-130), 3.0e38]]).bfloat16().float()
+    kept = exact.clone()
+    adam8bit.round_at_random(kept, 0, torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(kept, exact), "what is a bf16 already stays"
+
+
+def narrow_weights(cut: tuple[int, int], steps: int = STEPS, seed: int = 3) -> dict[str, dict[int, float]]:
+    """The weights of bf16 that some steps on gradients by element leave, by parameter and element."""
+    flat, pieces = owned(cut)
+    flat = flat.bfloat16()
+    pieces = [replace(piece, master=flat) for piece in pieces]
+    optimizer = Adam8bit([flat], **SETTINGS)
+    optimizer.own(pieces, SHAPES, seed)
+    optimizer.found_inf = torch.zeros(())
+    low, total = cut[0], sum(map(math.prod, SHAPES.values()))
+    whole = torch.randn(total + 5, generator=torch.Generator().manual_seed(1))
+    flat.copy_(whole[low : low + len(flat)])
+    for step in range(steps):
+        gradient = torch.randn(total + 5, generator=torch.Generator().manual_seed(50 + step))
+        optimizer.take([gradient[low : low + len(flat)].bfloat16()], None)
+    return {one.name: dict(enumerate(one.of(flat).tolist(), one.first)) for one in pieces}
+
+
+def test_roundings_are_keyed_by_seed_step_and_element_whatever_a_rank_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one step, since then the moments of blocks that are cut differ."""
+    whole = narrow_weights(CUTS[0], steps=1)
+    monkeypatch.setattr(adam8bit, "CHUNK_BLOCKS", 2)
+    for cut in CUTS:
+        for name, values in narrow_weights(cut, steps=1).items():
+            differing = sum(values[element] != whole[name][element] for element in values)
+            assert differing <= 2, (name, cut)  # which the last bits of fp32 decided, where vectors end elsewhere
+    others = narrow_weights(CUTS[0], steps=1, seed=4)
+    assert sum(others[name][at] != whole[name][at] for name in whole for at in whole[name]) > 100
+
+
+def test_weights_of_16_bits_follow_fp32_masters_within_what_random_roundings_add_up_to() -> None:
+    """Steps of 1e-3 are a tenth of the distance between neighbours at 1: rounded to the nearest all would vanish."""
+    steps, size, rate = 100, 200, 1e-3
+    masters, narrow = torch.ones(size, BLOCK), torch.ones(size * BLOCK, dtype=torch.bfloat16)
+    settings: dict[str, Any] = {**SETTINGS, "lr": rate, "weight_decay": 0.0}
+    ends = []
+    for flat in (masters.flatten(), narrow):
+        optimizer = Adam8bit([flat], **settings)
+        optimizer.own([OwnedPiece("a", 0, len(flat), flat, 0, 2)], ["a"], 0)
+        optimizer.found_inf = torch.zeros(())
+        for _ in range(steps):
+            optimizer.take([torch.ones(len(flat), dtype=flat.dtype)], None)
+        ends.append(flat.float())
+    assert ends[0].mean() == pytest.approx(1 - steps * rate, abs=1e-3)
+    ulp = 2.0**-8  # below 1; a rounding's variance is at most a quarter of its square
+    deviation = ulp / 2 * math.sqrt(steps / ends[1].numel())
+    assert float((ends[1] - ends[0]).mean()) == pytest.approx(0, abs=6 * deviation + 1e-5)
+    assert (ends[1] - ends[0]).abs().max() < 6 * ulp / 2 * math.sqrt(steps)
+    assert len({*map(tuple, ends[1].view(size, BLOCK).tolist())}) == size, "blocks are rounded by other bits"

@@ -195,7 +195,17 @@ WORDS: list[tuple[object, tuple[str, ...]]] = [
     # optimizers with flat weights keep all their hooks in one list, and own equal partitions
     (DeepSpeedZeroOptimizer.create_gradient_handling_hooks, ("self._grad_acc_hooks.append(register_grad_hook(",)),
     (BF16_Optimizer.create_grad_acc_hooks, ("self._grad_acc_hooks.append(register_grad_hook(",)),
-    (DeepSpeedZeroOptimizer, ("partition_size = len(self.bit16_groups_flat[i]) //",)),
+    (
+        DeepSpeedZeroOptimizer,
+        (
+            "partition_size = len(self.bit16_groups_flat[i]) //",
+            # a master is a copy, in the type that is asked for
+            "weights_partition = self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(",
+            "dtype=self.master_weights_and_grads_dtype",
+            # all that is trained has a name
+            "lp_name = self.param_names[lp]",
+        ),
+    ),
     (BF16_Optimizer, ("partition_size = self.bf16_groups_flat[i].numel() //",)),
 ]
 """Words that DeepSpeed's sources must have."""

@@ -250,9 +250,12 @@ def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_acti
     assert found(enough - 1, in_flight=4)[0] == 4 and found(enough, in_flight=1)[0] == 1
 
 
+SDXL, ZERO_2_BF16 = REPOSITORY / "launch/specs/sdxl.yaml", REPOSITORY / "ds_configs/zero2_bf16.json"
+
+
 def sdxl(devices: int) -> Predictor:
-    spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures", "train.batch_images=64"])
-    config = config_of(**read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", []))
+    spec = load_spec(SDXL, ["data.path=pictures", "train.batch_images=64"])
+    config = config_of(**read_ds_config(ZERO_2_BF16, []))
     cards = machine("rtx4090", half=True, devices=devices, nodes=1)
     return Predictor(Workload(spec, config, on_cpu=False), cards)
 
@@ -262,6 +265,41 @@ def test_sdxl_fits_four_cards_of_24_gb_with_fp32_adam_and_averages() -> None:
     (best,) = search(predictor, 1, [Layout(4, 1, "1f1b", 1, 64, 0, 0, False)]).best
     parameters = sum(layer.parameters for layer in predictor.job.layers)
     assert sum(rank.optimizer + rank.ema for rank in best.memory) == (12 + 4) * parameters
+
+
+def test_sdxl_whole_is_trained_on_one_card_of_24_gb_by_4_bytes_a_parameter() -> None:
+    """The arithmetic of docs/planner.md: weights, moments and gradients, with averages on the host."""
+    spec = load_spec(SDXL, ["data.path=pictures", "train.batch_images=1", "ema.on_host=true"])
+    rounded = ["ds.optimizer.type=AdamW8bit", "ds.optimizer.params.stochastic_rounding=true"]
+    config = config_of(**read_ds_config(ZERO_2_BF16, rounded))
+    job, card = Workload(spec, config, on_cpu=False), machine("rtx4090", half=True, devices=1, nodes=1)
+    best = search(Predictor(job, card), 1).best[0]
+    ((rank,), parameters) = best.memory, 2_567_463_684
+    assert (rank.weights, rank.gradients, rank.ema) == (2 * parameters, 2 * parameters, 0)
+    assert 2.03 * parameters < rank.optimizer < 2.04 * parameters
+    shown = [gib(size) for size in (rank.weights, rank.optimizer, rank.activations, rank.total, card.usable_bytes)]
+    assert shown == ["4.78 GiB", "4.87 GiB", "6.41 GiB", "20.92 GiB", "22.56 GiB"]
+    recomputed, bounds = replace(best.layout, checkpoint_interval=1), (0, len(job.layers))
+    assert gib(memory.peak_bytes(job, recomputed, bounds)) == "15.06 GiB"
+    masters = replace(job, config=config_of(**read_ds_config(ZERO_2_BF16, rounded[:1])))
+    assert memory.peak_bytes(masters, recomputed, bounds) > card.usable_bytes
+
+
+def test_parts_of_sdxl_take_memory_and_time_for_what_is_trained() -> None:
+    spec = load_spec(SDXL, ["data.path=pictures", "train.batch_images=1"])
+    config = config_of(**read_ds_config(ZERO_2_BF16, []))
+    found = []
+    for train in ([], ["attn"], ["conv_out"]):
+        optimizer = spec.optimizer.model_copy(update={"train": tuple(train)})
+        job = Workload(spec.model_copy(update={"optimizer": optimizer}), config, on_cpu=False)
+        layout, bounds = Layout(1, 1, "1f1b", 1, 1, 0, 1, False), (0, len(job.layers))
+        predictor = Predictor(job, machine("h100", half=True, devices=1, nodes=1))
+        (rank,), trained = memory.pipeline_memory(job, layout, bounds), sum(layer.trained for layer in job.layers)
+        assert rank.weights == 2 * 2_567_463_684
+        assert (rank.gradients, rank.optimizer, rank.ema) == (2 * trained, 12 * trained, 4 * trained)
+        found.append((predictor.predict(layout).step_seconds, activation_bytes(job, layout, bounds)))
+    (whole, kept), (attention, less), (last, least) = found
+    assert whole > attention > 3 * last and kept > less > 100 * least, "there is a backward of one layer"
 
 
 def test_sdxl_on_two_cards_of_24_gb_says_what_it_lacks_without_offload() -> None:

@@ -1,11 +1,13 @@
 """Requests to one rank from outside; ``test_preemption.py`` shows how several ranks agree, in whole runs."""
 
 import errno
+import gc
 import os
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,7 +16,7 @@ import pytest
 
 from ddpm_ds.processes import requests as requests_module
 from ddpm_ds.processes.requests import Requests, SaveOrStop
-from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS, SignalThread
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, wait_for
 
@@ -37,6 +39,17 @@ def test_a_signal_asks_to_stop_and_two_at_once_are_one(numbers: list[int], reque
     for number in numbers:  # a terminal to its process group, and a launcher to its ranks
         os.kill(os.getpid(), number)
     wait_for(lambda: requests.poll() == SaveOrStop(stop=True))  # a thread receives it
+
+
+def test_a_thread_that_nobody_else_holds_keeps_receiving() -> None:
+    received: list[int] = []
+    thread = weakref.ref(SignalThread(received.append))
+    gc.collect()
+    held = thread()
+    assert held is not None
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(lambda: received == [signal.SIGTERM])
+    held.close()
 
 
 def test_close_ends_the_thread_although_a_forked_process_has_its_socket_and_restores_handlers(tmp_path: Path) -> None:

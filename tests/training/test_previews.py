@@ -1,6 +1,7 @@
 """Pictures drawn while training for what images are conditioned on: through a pipeline they are those of sampling."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
-from ddpm_ds.data.held_out import split
-from ddpm_ds.data.prepare import How, prepare
+from ddpm_ds.data.held_out import parts, split
+from ddpm_ds.data.latents import Autoencoder, Coder, pixels_of
+from ddpm_ds.data.prepare import How, Recipes, prepare, prepared
 from ddpm_ds.training.validation import Previews
+from tests.autoencoders import save_autoencoder
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
-from tests.training.ranks import measured_losses, recorded_losses
+from tests.training.ranks import end_of, measured_losses, recorded_losses, the_same
 from tests.training.validation_worker import WATCHDOG, engine_of
 
 MEMBERS = 4
@@ -172,3 +175,63 @@ def test_a_run_that_encodes_its_captions_is_that_on_stored_ones(tmp_path: Path) 
         assert measured_losses(run_dir) == pytest.approx(recorded_losses(run_dir), rel=1e-5)
         found.append((losses, (run_dir / "samples" / "images-000000032.png").read_bytes()))
     assert found[0] == found[1] == found[2] and len(found[0][0]) >= 2
+
+
+def latent_spec(folder: Path, **changes: Any) -> RunSpec:
+    """A run on latents of pictures in two buckets and two folders, with masks, second pictures, flips and captions."""
+    if not (folder / "encoders").exists():
+        draws = np.random.default_rng(0)
+        for number in range(24):
+            shape = (8, 32) if number % 2 else (16, 16)
+            for kind, channels in (("few", (3,)), ("masks", ()), ("second", (3,))):
+                there = folder / kind / ("a" if number < 8 else "b")
+                there.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(draws.integers(0, 256, (*shape, *channels), np.uint8)).save(there / f"{number:02}.png")
+            (folder / "few" / ("a" if number < 8 else "b") / f"{number:02}.txt").write_text(CAPTIONS[number % 3])
+        write_encoders(folder / "encoders", ["a", "red", "blue", "circle", "square"], width=12, second=8, pooled=10)
+        save_autoencoder(folder / "autoencoder")
+    sources = [
+        {"path": str(folder / "few" / name), "mask": str(folder / "masks" / name), "repeats": repeats}
+        | {"condition": str(folder / "second" / name)}
+        for name, repeats in (("a", 3), ("b", 1))
+    ]
+    data: dict[str, Any] = {"source": "folder", "path": None, "sources": sources, "channels": 4, "image_size": 8}
+    data |= {"autoencoder": str(folder / "autoencoder"), "store_root": str(folder / "stores"), "held_out_images": 6}
+    data |= {"condition": {"kind": "stored", "drop": 0.2, "scaled": False}, "horizontal_flips": True}
+    data |= {"buckets": {"step": 8, "widest": 4.0, "images": 8}, "crop_from": None}
+    captions = {"encoders": str(folder / "encoders"), "drop_to": "zeros", "drop": 0.2}
+    unet = {"context_channels": 20, "blocks": [1], "heads": [2], "pooled_channels": 10, "size_channels": 8}
+    return tiny_spec(
+        data=data | {"text": captions},
+        unet={"classes": None, "multipliers": [1], "attention_resolutions": [], "text": unet, "dropout": 0.0},
+        train={"images": 64, "batch_images": 8, "label_drop": 0.0, **changes},
+        optimizer={"learning_rate": 0.03},
+        samples={"every_images": 64, "count": 8},
+        evaluation={"every_images": 64},
+        sampler={"steps": 3, "guidance": 2.0, "kind": "ddim", "clip": "none"},
+    )
+
+
+@pytest.mark.launch
+def test_masked_latents_with_conditions_train_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Two stages; the picture shows decoded conditions and truths beside what is drawn."""
+    spec = latent_spec(tmp_path)
+    cache = prepared(Recipes(spec.data).all(8), How(encode_on=torch.device("cpu")))
+    assert len(cache.caches) == 2 and all(count > 8 for count in cache.counts)
+    whole = train(tmp_path / "whole", spec, 2)
+    train(tmp_path / "parts", latent_spec(tmp_path, images=24), 2)
+    resumed = train(tmp_path / "parts", spec, 2)
+    assert the_same(end_of(whole), end_of(resumed))
+    recorded = recorded_losses(whole)
+    assert recorded and all(map(math.isfinite, recorded.values())) and recorded == recorded_losses(resumed)
+    one, other = (folder / "samples" / "images-000000064.png" for folder in (whole, resumed))
+    assert one.read_bytes() == other.read_bytes()
+    held_out = parts(spec.data, cache, cache)[1]
+    beside = Previews(spec, engine_of(8), WATCHDOG, held_out)._beside(torch.zeros(8, 3, 16, 16, dtype=torch.uint8))
+    pictures = prepare(pixels_of(spec.data), group=8)
+    row = held_out.of_size(spec.data.size).positions[:1]
+    assert beside.truths is not None and beside.given is not None and beside.truths.shape[1:] == (3, 16, 16)
+    coder = Coder(Autoencoder.open(tmp_path / "autoencoder"), torch.device("cpu"))
+    for shown, name in ((beside.truths, "images"), (beside.given, "condition")):
+        pixels = torch.from_numpy(pictures.fields[name].read(row))
+        torch.testing.assert_close(shown[:1], coder.decode(coder.encode(pixels)).float(), atol=1.0, rtol=0.0)

@@ -1,4 +1,5 @@
-"""Rows of ``launch/check_gpu.py`` that need several GPUs: products beside a receive, SDXL's saves, memory and NCCL.
+"""Rows of ``launch/check_gpu.py`` that need several GPUs: products beside a receive, a shared image, SDXL's saves,
+memory and NCCL.
 
 Each is rehearsed on a CPU with a small U-Net. As a script, with a file of cases and a folder, this is one of the two
 ranks that compute beside a receive.
@@ -32,6 +33,7 @@ from ddpm_ds.planning.costs import BLOCK_BANDWIDTH
 from ddpm_ds.planning.inputs import KINDS
 from ddpm_ds.planning.run_plan import machine_here
 from ddpm_ds.tracking.run_folder import METRICS, checkpoints_of
+from ddpm_ds.unet.space import SpaceGroup
 from tests.pipeline.batches import device as own_device
 from tests.pipeline.ladder_worker import report_cases, run_cases
 
@@ -149,6 +151,46 @@ def test_several_gpus_compute_beside_a_receive(kind: Kind, tmp_path: Path) -> No
     total = {count: ROUNDS * sum(waiting) + last for count, (*waiting, last) in found.items()}
     best = min(total, key=total.__getitem__)
     row(kind, "thread blocks of a message", f"take {best}: products while it waits and on its way are done soonest")
+
+
+# ------------------------------------------------------------ one image on two GPUs
+
+
+def swaps() -> list[float]:
+    """Seconds of swaps with the other rank: a row of 64 channels to and fro, and the statistics of 8 groups."""
+    rows = torch.ones(1, 256, 1, 64, device=own_device()).permute(0, 3, 2, 1)
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    space = SpaceGroup(dist.get_rank(), 2, group)
+    statistics = torch.ones(2, 1, 8, device=rows.device)
+    return [seconds(lambda: space.trade(rows, rows, statistics)()) for _ in range(4 * ROUNDS)]
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+def test_several_gpus_share_one_image(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", kind)  # for the planner
+    found = run_cases(2, Path(__file__), [None], tmp_path, **MESSAGE_ENVIRONMENT, DS_ACCELERATOR=kind)
+    waited, expected = 1e6 * statistics.median(found[0][0][ROUNDS:]), 1e6 * machine_here("bf16", 2).sum_seconds
+    row(kind, "a swap of rows", f"{waited:.4g} us (planner: {expected:.4g} us)")
+    machine, config = check_gpu.Machine(tmp_path, kind), check_gpu.CONFIGS / "zero2_bf16.json"
+    side, channels = (256, 64) if kind == "cuda" else (32, 8)
+    file, spec = tmp_path / "large_field.npz", check_gpu.SPECS / "large_field.yaml"
+    script = check_gpu.REPOSITORY / "launch/examples/make_fields.py"
+    machine.run("fields", script, "--size", str(side), "--count", "9", "--out", file, seconds=100)
+    given = {"data__path": file, "data__image_size": side, "unet__channels": channels, "unet__multipliers": "[1,2,2]"}
+    given |= {"train__images": STEPS, "train__batch_images": 1, "logging__log_every_images": 1}
+    given |= {"samples__every_images": "null", "evaluation__every_images": "null", "optimizer__warmup_images": 0}
+    step = dict[int, float]()
+    for space in (1, 2):
+        words = check_gpu.settings(**given, ds__pipeline__space=json.dumps({"size": space}))
+        name, folder = f"one image of {side}x{side} on {space}", tmp_path / f"run{space}"
+        row(kind, name, check_gpu.predicted(name, spec.name, config, words, space)[0].measured)
+        command = ["-m", "ddpm_ds.cli.main", "train", "--processes", space, "-p", "1", "--run-dir", folder, *words]
+        command += ["--deepspeed_config", config, "--spec", spec]
+        machine.run(f"train{space}", *map(str, command), seconds=100 if kind == "cuda" else 3600)
+        points = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+        step[space] = statistics.median(point["usage/step_seconds"] for point in points if point["step"] in REPLAYED)
+        row(kind, f"{name}, step", f"{1e3 * step[space]:.4g} ms, {step[space] / step[1]:.3f} of one GPU's")
 
 
 # ------------------------------------------------------------ runs of SDXL
@@ -319,4 +361,4 @@ def test_seconds_and_locked_memory_of_both_saves_are_found() -> None:
 
 
 if __name__ == "__main__":
-    report_cases(beside_receives)
+    report_cases(lambda blocks: beside_receives(blocks) if blocks else swaps())

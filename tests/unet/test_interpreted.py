@@ -2,6 +2,8 @@
 bit for bit, and the draws of a micro-batch."""
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ import pytest
 from packaging.version import Version
 
 from ddpm_ds.planning.costs import DRAWS
+from ddpm_ds.schema.layout import SpaceSplit
+from ddpm_ds.unet import fused_norm
 from tests.alone import run_alone
 from tests.forking import PYTHON_PATH
 from tests.ground import test_keyed_draws
 from tests.unet import test_keyed_mask
 from tests.unet.test_fused_norm import CASES, report, same_as_eager, tolerance
+from tests.unet.test_space import errors
+from tests.unet.variants import layers_of, rounding
 
 
 def interpret(out: str, *names: str) -> None:
@@ -25,9 +31,26 @@ def interpret(out: str, *names: str) -> None:
         "same": same_as_eager,
         "drawn": lambda: test_keyed_mask.drawn_alike("cpu"),
         "draws": test_keyed_draws.interpreted,
+        "shared": shared_rows,
     }
     found: dict[str, Any] = {name: others[name]() if name in others else report(CASES[name]) for name in names}
     Path(out).write_text(json.dumps(found))
+
+
+def shared_rows() -> dict[str, float]:
+    """Errors of three ranks that share images; they are threads, and the interpreter runs one kernel at a time."""
+    lock = threading.Lock()
+
+    def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*arguments: Any) -> Any:
+            with lock:
+                return function(*arguments)
+
+        return locked
+
+    for name in ("moments", "normalise", "gradient_sums", "input_gradient"):
+        setattr(fused_norm, name, one_at_a_time(getattr(fused_norm, name)))
+    return dict(errors("bare", SpaceSplit(3), (12, 4), "fused"))
 
 
 def interpreted(folder: Path, *names: str) -> Any:
@@ -41,7 +64,7 @@ def interpreted(folder: Path, *names: str) -> Any:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return interpreted(tmp_path_factory.mktemp("interpreted"), *CASES, "masks", "drawn", "launches", "draws")
+    return interpreted(tmp_path_factory.mktemp("interpreted"), *CASES, "masks", "drawn", "launches", "draws", "shared")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,6 +74,11 @@ def test_output_and_every_gradient_equal_float64_and_have_the_dtypes_and_memory_
     report, allowed = found[name], tolerance(CASES[name])
     assert {of: error for of, error in report["errors"].items() if not error < allowed} == {}
     assert report["repeats"] and all(report["dtypes"]) and all(report["channels_last"])
+
+
+def test_ranks_that_share_the_rows_are_one(found: Any) -> None:
+    allowed = 2 * rounding(layers_of("bare"))
+    assert {of: error for of, error in found["shared"].items() if not error < allowed} == {}
 
 
 def test_every_mask_is_the_reference_bit_for_bit(found: Any) -> None:

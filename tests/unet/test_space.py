@@ -19,7 +19,7 @@ from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.schema.layout import SpaceSplit
 from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.operations import Convolution, set_image_index
+from ddpm_ds.unet.operations import Convolution, Kernels, set_image_index, use_kernels
 from ddpm_ds.unet.shards import layers_of_rank, row_layers, swaps_of
 from ddpm_ds.unet.space import Band, SpaceGroup
 from ddpm_ds.unet.spec import Interface, UnetSpec
@@ -93,13 +93,16 @@ def whole_of(name: str, size: tuple[int, int] | None) -> tuple[Layer, ...]:
     return unet_layers(VARIANTS[name], replace(interface, size=size or interface.size))
 
 
-def banded(layers: Sequence[Layer], space: SpaceSplit, group: SpaceGroup) -> nn.ModuleList:
+def banded(
+    layers: Sequence[Layer], space: SpaceSplit, group: SpaceGroup, kernels: Kernels = "reference"
+) -> nn.ModuleList:
     """This rank's modules in fp64, of the same weights on all."""
     modules = random_unet(tuple(layers)).double().layers
     for module, own in zip(modules, layers_of_rank(row_layers(layers, space), group.rank), strict=True):
         assert isinstance(module, CarryLayer)
         module.layer = own
         module.share(group)
+    use_kernels(modules, kernels)
     set_image_index(modules, torch.tensor([7, 8]))
     set_text(modules, layers)
     return modules
@@ -125,7 +128,9 @@ def weights_like(prediction: Tensor) -> Tensor:
     return torch.randn(prediction.shape, generator=torch.Generator().manual_seed(9), dtype=prediction.dtype)
 
 
-def errors(name: str, space: SpaceSplit, size: tuple[int, int] | None = None) -> Iterator[tuple[str, float]]:
+def errors(
+    name: str, space: SpaceSplit, size: tuple[int, int] | None = None, kernels: Kernels = "reference"
+) -> Iterator[tuple[str, float]]:
     """Errors of the prediction and of every gradient, by name."""
     layers = whole_of(name, size)
     modules = random_unet(layers).double().layers
@@ -137,7 +142,7 @@ def errors(name: str, space: SpaceSplit, size: tuple[int, int] | None = None) ->
     (expected * of).sum().backward()
 
     def run(group: ThreadGroup) -> tuple[Tensor, dict[str, Tensor | None]]:
-        own = banded(layers, space, group)
+        own = banded(layers, space, group, kernels)
         band = Band(group, row_layers(layers, space)[0].rows.arriving)
         prediction = walk(own, (band.cut(inputs[0]), *inputs[1:]))
         (prediction * band.cut(of)).sum().backward()

@@ -5,7 +5,6 @@ as :class:`Variable` by name, without reading them::
 
     Zarr     folders of format 2 or 3, by zarr: arrays by their path in the group, such as ``era5/t2m``
     HDF5     by h5py, and so NetCDF 4: data sets by their path in the file
-    NetCDF   of formats 1 and 2 by scipy
 
 Attributes are applied alike: packed numbers are unpacked, missing values become NaN, and time becomes the first
 dimension.
@@ -49,6 +48,7 @@ MOST_WASTE, WASTE_BYTES = 64, 10**8
 """Chunks are refused above so many times an image's bytes, if they also have so many bytes."""
 MOST_NAMED = 12  # maximum arrays that an error names
 MOST_COORDINATES = 2**16  # maximum positions of a coordinate that a cache keeps
+MOST_SIDE = 2**16  # maximum channels, height or width of an image
 MOST_IMAGES = 10**9  # maximum images of a source, so that a forged number takes no memory
 PACKED, MISSING = ("scale_factor", "add_offset"), ("_FillValue", "missing_value")
 ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")  # attributes of an array that are read
@@ -82,9 +82,6 @@ class Variable:
     dimensions: tuple[str, ...] = ()  # names of the dimensions; empty or "" where they have none
     attributes: Mapping[str, object] = field(default_factory=dict, repr=False)
     fault: str = ""  # why it can't be read, and the fix; follows its name in an error
-    fill: float = 0  # value that is read for missing chunks
-    lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
-    """Counts missing chunks, and all chunks."""
 
     @property
     def units(self) -> str:
@@ -137,7 +134,6 @@ class Arrays:
     key: str
     path: Path
     found: Variables
-    filled: bool  # whether missing chunks are read as the fill value
 
     def __str__(self) -> str:
         return f"{self.key} = {self.path}"
@@ -157,17 +153,10 @@ class Arrays:
         return self.checked([self.found[name] for name in names])
 
     def checked(self, found: list[Variable]) -> list[Variable]:
-        """Return the arrays, which can be read and lack no chunk; raises DataError."""
+        """Return the arrays, which can be read; raises DataError."""
         for variable in found:
             if variable.fault:
                 raise DataError(f"{variable.name} of {self} {variable.fault}")
-            lacking, count = (0, 0) if self.filled or variable.fill != variable.fill else variable.lacks()
-            if lacking:
-                key = ", or --set data.missing_chunks=fill takes that value" if self.key.startswith("data.") else ""
-                raise DataError(
-                    f"{variable.name} of {self} lacks {lacking:,} of {count:,} chunks, and {variable.fill} would be "
-                    f"read instead; bring them{key}"
-                )
         return found
 
     def labels(self, count: int, strict: bool) -> Labels:
@@ -211,6 +200,8 @@ class Arrays:
             kinds = {len(letters): letters for letters in (re.findall(r"\w", each) for each in shapes)}
             if len(shape) not in kinds:
                 raise DataError(f"{name} is {_size(shape)}, and should be {' or '.join(shapes)}")
+            if max(shape[1:], default=0) > MOST_SIDE:
+                raise DataError(f"{name} is {_size(shape)}, and a side of an image may have {MOST_SIDE:,}; cut it")
             if variable.dtype.kind not in "fiub":
                 raise DataError(f"{name} holds {variable.dtype}, and should hold floats or whole numbers")
             if size is not None and variable.size != size:
@@ -254,7 +245,7 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
     before = path.stat().st_size
     watched = {name: _watched(each, path, before) for name, each in found.items()}
     found = {name: _opened(name, partial(_finished, each, watched)) for name, each in watched.items()}
-    return Arrays(key, path, found, spec.missing_chunks == "fill")
+    return Arrays(key, path, found)
 
 
 def _watched(variable: Variable, path: Path, before: int) -> Variable:
@@ -394,34 +385,28 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[float, ...
 
 
 def open_stored(path: Path, spec: DataSpec) -> Variables:
-    """Open a Zarr folder, an HDF5 file or a NetCDF file; the content decides which."""
+    """Open a Zarr folder or an HDF5 file, such as NetCDF 4; the content decides which."""
     if path.is_dir():
         import zarr
 
         if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
             count = len(os.listdir(path))
             raise ValueError(f"it is a folder of {count:,} files, no Zarr; join them into one file")
-        files = [*files_below(path)]
         arrays: Variables = {}
-        for folder, _, kind in (file.rpartition("/") for file in files):
+        for folder, _, kind in (file.rpartition("/") for file in files_below(path)):
             name = _text(folder or "images")  # of a single array
             if kind in ZARR:
-                each = _opened(name, partial(_zarr_array, zarr.open_array, path, files, folder, kind, name))
+                each = _opened(name, partial(_zarr_array, zarr.open_array, path, folder, kind, name))
                 arrays |= {name: each} if each.shape else {}
         return arrays
     with open_regular(path) as file:
         first = file.read(64)
-        if first.startswith(b"CDF"):
-            from scipy.io import netcdf_file
-
-            file.seek(0)
-            found = netcdf_file(file, mmap=True, maskandscale=False).variables
-            return {name: _variable(name, each.data, each.dimensions, vars(each)) for name, each in found.items()}
     import h5py
 
     if not h5py.is_hdf5(path):
-        page = ", as web pages do; download the file itself" if first.lstrip().startswith(b"<") else ""
-        raise ValueError(f"it is no HDF5, NetCDF or Zarr, and begins with {first[:16]!r}{page}")
+        hints = {b"<": ", as web pages do; download the file itself", b"CDF": ", as NetCDF 3: nccopy -k nc4 OLD NEW"}
+        hint = next((text for start, text in hints.items() if first.lstrip().startswith(start)), "")
+        raise ValueError(f"it is no HDF5, NetCDF 4 or Zarr, and begins with {first[:16]!r}{hint}")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # registers more filters
 
@@ -430,13 +415,12 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
     return {_text(name): _opened(_text(name), partial(_hdf5_array, name, opened)) for name in names}
 
 
-def _variable(
-    name: str, array: Any, dimensions: Iterable[object], attributes: Mapping[str, object], **more: Any
-) -> Variable:
-    """Return a library's ``array`` as a variable; ``more`` are other fields."""
+def _variable(name: str, array: Any, dimensions: Iterable[object], attributes: Mapping[str, object]) -> Variable:
+    """Return a library's ``array`` as a variable."""
     known = {key: value for key in ATTRIBUTES if (value := attributes.get(key)) is not None}
-    chunks, names = getattr(array, "chunks", None), tuple(map(_text, dimensions))
-    return Variable(name, array.shape, array.dtype, array.__getitem__, chunks, names, known, **more)
+    return Variable(
+        name, array.shape, array.dtype, array.__getitem__, array.chunks, tuple(map(_text, dimensions)), known
+    )
 
 
 def _opened(name: str, make: Callable[[], Variable]) -> Variable:
@@ -454,32 +438,20 @@ def _nothing(name: str, shape: tuple[int, ...] = (), fault: str = "") -> Variabl
     return Variable(name, shape, np.dtype(float), lambda part: np.empty(0), fault=fault)
 
 
-def _zarr_array(
-    open_array: Callable[..., Any], path: Path, files: Sequence[str], folder: str, kind: str, name: str
-) -> Variable:
-    """Return the array in a folder, nothing for a group; ``kind`` is its metadata file, ``files`` lists all files."""
+def _zarr_array(open_array: Callable[..., Any], path: Path, folder: str, kind: str, name: str) -> Variable:
+    """Return the array in a folder, nothing for a group; ``kind`` is its metadata file."""
     metadata, version = parse_json(read_bytes(path / folder / kind)), ZARR[kind]
     if version == 3 and metadata["node_type"] == "group":
         return _nothing(name)
     _check_codecs(metadata, version)
     array = open_array(path / folder, mode="r", zarr_format=version)
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
-    above, inside, attributes = folder.rpartition("/")[0], f"{folder}/" if folder else "", dict(array.attrs)
+    above, attributes = folder.rpartition("/")[0], dict(array.attrs)
     if version == 2 and names:
         attributes.setdefault("_FillValue", array.fill_value)  # as xarray writes and reads it
 
-    def lacks() -> tuple[int, int]:
-        grid = [-(-side // chunk) for side, chunk in zip(array.shape, array.shards or array.chunks, strict=True)]
-        there = 0
-        for chunk in (file.removeprefix(inside) for file in files if file.startswith(inside)):
-            place = tuple(int(each) for each in re.split("[./]", chunk) if each.isdecimal())
-            in_grid = len(place) == len(grid) and all(at < count for at, count in zip(place, grid, strict=True))
-            there += in_grid and array.metadata.encode_chunk_key(place) == chunk
-        return math.prod(grid) - there, math.prod(grid)
-
     dimensions = (_text(f"{above}/{each}").lstrip("/") if each else "" for each in names)
-    fill = 0 if array.fill_value is None else array.fill_value
-    return _variable(name, array, dimensions, attributes, fill=fill, lacks=lacks)
+    return _variable(name, array, dimensions, attributes)
 
 
 def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
@@ -509,14 +481,8 @@ def _hdf5_array(name: str, file: Any) -> Variable:
     if item.external or item.is_virtual:
         raise ValueError("its values are in other files; write it again into one file")
 
-    def lacks() -> tuple[int, int]:
-        if item.chunks is None:
-            return int(item.size > 0 and item.id.get_storage_size() == 0), 1
-        chunks = math.prod(-(-side // chunk) for side, chunk in zip(item.shape, item.chunks, strict=True))
-        return chunks - item.id.get_num_chunks(), chunks
-
     dimensions = (_text(each[0].name if len(each) else each.label).lstrip("/") for each in item.dims)
-    return _variable(name, item, dimensions, item.attrs, fill=item.fillvalue, lacks=lacks)
+    return _variable(name, item, dimensions, item.attrs)
 
 
 def _text(value: object) -> str:
@@ -547,8 +513,7 @@ def _unpacked(variable: Variable) -> Variable:
             values[np.isin(raw, missing)] = np.nan
         return values * scale + offset if packed else values
 
-    fill = np.nan if np.isin(np.asarray(variable.fill).astype(variable.dtype).view(kind), missing) else variable.fill
-    return replace(variable, dtype=wide, read=read, fill=fill)
+    return replace(variable, dtype=wide, read=read)
 
 
 def _numbers(key: str, value: object) -> Array:
