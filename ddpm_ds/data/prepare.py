@@ -280,13 +280,6 @@ def _text(path: Path, images: cache.DatasetCache, encoders: TextEncoders, how: H
     if encoders.device is None and encoders.spec.stored != "ids":
         raise _missing(f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it")
     content = text_content(images, encoders)
-    if how.progress:
-        print(
-            f"{path.name}: {content.meta.count:,} distinct captions of {content.image_bytes:,} bytes "
-            f"({encoders.spec.stored}) need {gib(content.meta.count * content.image_bytes)}, "
-            f"{gib(shutil.disk_usage(path.parent).free)} are free",
-            file=sys.stderr,
-        )
     made = _made(path, lambda: content, how.progress)
     for line in captions.warnings_of(made) if how.progress else ():
         print(f"{path.name}: {line}", file=sys.stderr)
@@ -310,6 +303,11 @@ def _made(path: Path, make: Callable[[], Content], progress: bool) -> cache.Data
         with lock_of(path):  # only one process of a host lists and downloads
             content = None if path.exists() else make()
         if content is not None:
+            if progress and content.meta.kind in ("latents", "text"):
+                what = "images' latents" if content.meta.kind == "latents" else "distinct captions"
+                needed, free = content.meta.count * content.image_bytes, shutil.disk_usage(path.parent).free
+                each = f"{content.meta.count:,} {what} of {content.image_bytes:,} bytes"
+                print(f"{path.name}: {each} need {gib(needed)}, {gib(free)} are free", file=sys.stderr)
             write_cache(path, content, progress)
     return cache.DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
 
@@ -366,7 +364,7 @@ def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) ->
 
 
 def _ways_key(data: DataSpec) -> str:
-    """Return the end of the name of a cache of latents, a hash of what is stored beside those of images; or ""."""
+    """Return the end of the name of a cache of latents: a hash of the keys that add others to those of images."""
     kept = {"kind", "scaled", "cut", "variants", "unmasked"}
     ways = {} if data.condition is None else data.condition.model_dump(include=kept)
     ways |= {"horizontal_flips": True} if data.horizontal_flips else {}

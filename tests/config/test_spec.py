@@ -168,6 +168,70 @@ def test_a_condition_that_does_not_fit_is_named_with_its_fix(
     test_what_does_not_fit_together_is_named_with_its_fix({**SOURCE, "data__condition": condition, **changes}, words)
 
 
+FOLDER: dict[str, Any] = {"data__source": "folder", "data__path": "pictures", "data__channels": 4}
+FOLDER |= {"sampler__clip": "none", "unet__attention_resolutions": []}
+LATENTS: dict[str, Any] = {**FOLDER, "data__autoencoder": "vae"}
+PAIR = [{"path": "a", "condition": "b"}, {"path": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("condition", "changes", "words"),
+    [
+        (
+            {"kind": "stored"},
+            LATENTS,
+            ["data.condition.kind = stored needs a condition of each image", "condition.path"],
+        ),
+        (
+            {"kind": "stored", "channels": 4, "path": "b"},
+            LATENTS,
+            ["data.condition.channels = 4 is used only with data"],
+        ),
+        (
+            {"kind": "cut_out"},
+            {**LATENTS, "data__path": None, "data__sources": PAIR},
+            ["data.condition.kind = cut_out needs a condition of each image"],
+        ),
+        ({"kind": "reduced"}, LATENTS, ["data.condition.kind = reduced needs data.autoencoder: null"]),
+        (
+            {"kind": "cut_out", "variants": 2},
+            SOURCE,
+            ["data.condition.variants = 2 is used only with data.autoencoder"],
+        ),
+        (
+            {"kind": "cut_out", "path": "b"},
+            {**FOLDER, "data__channels": 3},
+            ["data.condition.path has masks for kind: cut_out", "give data.autoencoder"],
+        ),
+        (
+            {"kind": "cut_out"},
+            {**FOLDER, "data__channels": 3, "data__image_size": 48, "data__buckets": {"step": 8}},
+            ["data.condition is used only with data.autoencoder or data.buckets: null; remove it"],
+        ),
+        (
+            {"kind": "cut_out", "path": "b"},
+            {**LATENTS, "data__held_out_path": "val"},
+            ["data.held_out_path = val has none; name it by data.condition.held_out_path"],
+        ),
+        (
+            None,
+            {**LATENTS, "data__held_out_path": "val", "data__mask": "masks"},
+            ["data.mask = masks has no masks of data.held_out_path; use alpha or beside"],
+        ),
+        (
+            None,
+            {**LATENTS, "data__path": None, "data__sources": PAIR},
+            ["data.sources has a condition, which only data.condition.kind = stored or cut_out reads; remove it"],
+        ),
+        (None, {"data__mask": "alpha"}, ["data.mask = alpha is used only with data.source: folder or arrays"]),
+    ],
+)
+def test_masks_and_conditions_that_do_not_fit_are_named_with_their_fix(
+    condition: dict[str, Any] | None, changes: dict[str, Any], words: list[str]
+) -> None:
+    test_what_does_not_fit_together_is_named_with_its_fix({**changes, "data__condition": condition}, words)
+
+
 def test_conditions_that_fit() -> None:
     for condition in (
         {**STORED, "drop": 0.1, "constants": ["a"], "constant_channels": 1, "normalise": "range"},
