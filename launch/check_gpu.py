@@ -35,7 +35,7 @@ from ddpm_ds.processes.supervisor import Processes  # noqa: E402
 from ddpm_ds.tracking.run_folder import METRICS  # noqa: E402
 
 CONFIGS, TESTS = REPOSITORY / "ds_configs", REPOSITORY / "tests"
-PACKAGES = ("torch", "deepspeed", "triton", "diffusers", "denoising-diffusion-pytorch")
+PACKAGES = ("torch", "deepspeed", "triton", "diffusers")
 Result = Literal["pass", "fail", "skipped", "measured"]
 SEVERAL, ROWS, PATIENCE = "several_gpus", "CHECK_GPU_ROWS", "PATIENCE_SECONDS"
 """Word in the names of tests that need several GPUs; variables with the file of the rows that tests measure, and with
@@ -194,7 +194,7 @@ def unets(machine: Machine) -> Iterator[Finding]:
     options, rows = settings(data__source="digits", unet__dropout=0), "plain,1f1b"
     if machine.device == "cuda":
         options += settings(train__batch_images=128)
-        rows += ",eager,diffusers,diffusers-compiled,diffusers-randn,lucidrains,ours-dim64"
+        rows += ",eager,diffusers,diffusers-compiled,diffusers-randn"
     else:
         options += settings(train__batch_images=2, unet__channels=32)
     yield from benchmark(machine, "CIFAR-10", "cifar10.yaml", rows, options)

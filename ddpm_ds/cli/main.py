@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     from ddpm_ds.cli.launch import run, train
     from ddpm_ds.cli.options import OneLineParser
     from ddpm_ds.cli.plan import plan
-    from ddpm_ds.cli.runs import add_checkpoint, compare, diagnose, note, send
+    from ddpm_ds.cli.runs import add_checkpoint, compare, diagnose, send
     from ddpm_ds.cli.sample import sample
     from ddpm_ds.cli.sweep import sweep
     from ddpm_ds.cli.trained import evaluate, export, import_
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ddpm_ds {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     add_init(verbs)
-    for each in (train, run, doctor, plan, sweep, compare, note, diagnose, send, prepare, schema):
+    for each in (train, run, doctor, plan, sweep, compare, diagnose, send, prepare, schema):
         each.add(verbs)
     add_checkpoint(verbs)
     for each in (sample, evaluate, export, import_, import_data):

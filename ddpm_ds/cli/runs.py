@@ -1,4 +1,4 @@
-"""Verbs for recorded runs, none of which needs a GPU: ``compare``, ``note``, ``diagnose``, ``send``, ``checkpoint``."""
+"""Verbs for recorded runs, none of which needs a GPU: ``compare``, ``diagnose``, ``send``, ``checkpoint``."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from ddpm_ds.ground.options import file_path, flag, option
 from ddpm_ds.ground.outputs import check_output
 from ddpm_ds.ground.units import Precision, aligned
 from ddpm_ds.tracking.run_folder import VERDICT, checkpoints_of
-from ddpm_ds.tracking.runs import ExperimentError, find_run, open_run
+from ddpm_ds.tracking.runs import find_run, open_run
 
 
 def metric_names(text: str) -> tuple[str, ...]:
@@ -43,11 +43,6 @@ class RunOptions:
     run_dir: Path = option("folder of a run", "RUN_DIR", names=("run_dir",))
 
 
-@dataclass(frozen=True)
-class NoteOptions(RunOptions):
-    text: str | None = option("text to add; may have several lines", names=("text",), nargs="?")
-
-
 @Verb
 def compare(options: CompareOptions) -> None:
     """Compare settings and results of runs.
@@ -59,25 +54,6 @@ def compare(options: CompareOptions) -> None:
     """
     runs = [run for folder in options.run_dirs for run in find_compared(folder)]
     print(terminal(runs, options.metrics, shutil.get_terminal_size((120, 24)).columns))
-
-
-@Verb
-def note(options: NoteOptions) -> None:
-    """Write down what was learned from a run.
-
-    Adds a dated text to the run's note, which MLflow shows as the description. Without a text it prints the note.
-
-      ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
-    """
-    text = None if options.text is None else options.text.strip()
-    if text == "":
-        raise ExperimentError(f"the text for the note of {options.run_dir} is empty; write some words")
-    run = find_run(options.run_dir)
-    if text is None:
-        print(run.note or f"{options.run_dir} has no note yet; write one: ddpm-ds note RUN_DIR TEXT")
-        return
-    run.add_note(text)
-    print(f"{run.name}: noted")
 
 
 @Verb
@@ -101,7 +77,10 @@ def diagnose(options: RunOptions) -> None:
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
     try:
-        find_run(folder).keep({VERDICT: shown}, tags(found))
+        with find_run(folder) as (client, run):
+            client.log_text(run.info.run_id, shown, VERDICT)
+            for name, value in tags(found).items():
+                client.set_tag(run.info.run_id, name, value)
     except UserError as error:
         print(f"ddpm-ds diagnose: not kept in MLflow: {error}", file=sys.stderr)
 

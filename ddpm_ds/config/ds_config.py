@@ -144,8 +144,6 @@ def _check_together(config: DsConfig, faults: _Faults) -> None:
         fault = f"= {shown(space)} does not go with pipeline.tensor.size = {shown(tensor)}; use --set "
         fault += "'ds.pipeline.space={}' or --set 'ds.pipeline.tensor={}'"
         faults.add("pipeline.space.size", fault, "pipeline.tensor.size")
-    if space not in (1, "auto") and config.compile:
-        faults.add("compile", f"= true does not go with pipeline.space.size = {space}; use --set ds.compile=false")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
         if config.fp16.enabled and "hysteresis" in config.fp16.model_fields_set and config.fp16.hysteresis != 1:
@@ -240,7 +238,8 @@ class ResolvedDsConfig:
         for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
             config["pipeline"][name] = _given(config["pipeline"][name], decided)
         params = config["optimizer"].get("params", {})  # DeepSpeed's Adam fails on a variant of PyTorch's that is null
-        config["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
+        params = {name: value for name, value in params.items() if value is not None and name != "stochastic_rounding"}
+        config["optimizer"]["params"] = params
         if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True

@@ -109,8 +109,8 @@ class FieldSource:
         """Yield a range of images in chunks; raises DataError for a value that can't be stored."""
         rows = self._rows()
         together = max(1, TOGETHER_BYTES // sum(stored.nbytes for stored in self.fields.values()))
-        parts = (numbers[first : first + together] for first in range(0, len(numbers), together))
-        return (self._chunk(rows, part) for part in parts)
+        for first in range(0, len(numbers), together):
+            yield self._chunk(rows, numbers[first : first + together])
 
     def content(self, *paths: Path) -> str:
         """Return a hash of names, shapes, labels, constants and the files at ``paths``; of large files, some images."""

@@ -93,9 +93,6 @@ class Request(BaseModel):
     def key(self) -> str:
         """Checksum of everything that determines the images, up to rounding."""
         exclude = {"origin", "weights", "images_seen", "guide", "batch_images"}
-        exclude |= {"inputs", "members", "steps_ahead"} if self.inputs is None else set()
-        exclude |= {"prompts", "negative"} if self.prompts is None else set()
-        exclude |= {"size"} if self.size is None else set()
         return hashlib.sha256(self.model_dump_json(exclude=exclude).encode()).hexdigest()[:8]
 
 

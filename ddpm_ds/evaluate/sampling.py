@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,9 @@ from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.ground import errors
 from ddpm_ds.ground.device import share_threads
-from ddpm_ds.ground.errors import (
-    COMMAND_ERROR,
-    EXIT_PEER_LOST,
-    EvaluationError,
-    LayoutError,
-    SpecError,
-    is_out_of_memory,
-    print_to_stderr,
-)
+from ddpm_ds.ground.errors import EvaluationError, LayoutError, SpecError, is_out_of_memory, print_to_stderr
 from ddpm_ds.ground.units import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
 from ddpm_ds.processes.hosts import use_interface_towards
 from ddpm_ds.schema.choices import OBJECTIVES
@@ -55,8 +48,6 @@ from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.shards import layers_of_rank, row_layers, rows_fault
 from ddpm_ds.unet.space import SpaceGroup
 
-LOST_SECONDS = 2.0
-"""Time within which the end of another process is noticed, once messages to it fail."""
 AHEAD = 2**49
 """Number that is added to an image's number for each further state; larger than every image number."""
 LOG_SECONDS = 30.0
@@ -79,30 +70,26 @@ class SpaceRanks:
         self._device, self._space = device, SpaceGroup(0, size)
         self._others = list[tuple[BaseProcess, Connection]]()
         self._shared = dict[tuple[UNet, tuple[Layer, ...]], UNet]()
-        self._told = list[UNet]()
+        self._told = list[tuple[UNet, tuple[Layer, ...]]]()
         self._watching = threading.Thread(target=self._watch, daemon=True)
 
     def share(self, trained: Trained) -> Trained:
         """Return the same weights, which predict with all ranks; raises SpecError if images have too few rows."""
-        split = SpaceSplit(self._space.size)
-        if split.size == 1:
+        if (size := self._space.size) == 1:
             return trained
-        if found := rows_fault(trained.layers, split, range(1, split.size)):
-            raise SpecError(f"--space {split.size}: {found[0]}; use --space {found[1][-1]}")
+        if found := rows_fault(trained.layers, SpaceSplit(size), range(1, size)):
+            raise SpecError(f"--space {size}: {found[0]}; use --space {found[1][-1]}")
         if (key := (trained.unet, trained.layers)) not in self._shared:
-            layers = row_layers(trained.layers, split)
-            self._shared[key] = unet = UNet(layers_of_rank(layers, 0), 0, self._space)
-            unet.eval().requires_grad_(False).load_state_dict(trained.unet.state_dict(), assign=True)
-            unet.register_forward_pre_hook(functools.partial(self._tell, layers), with_kwargs=True)
+            self._shared[key] = unet = _part(trained.layers, self._space, trained.unet.state_dict())
+            unet.register_forward_pre_hook(functools.partial(self._tell, key), with_kwargs=True)
         return replace(trained, unet=self._shared[key])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """End the other processes, unless the body failed since one of them has ended."""
         if self._others and kind is not None and issubclass(kind, RuntimeError):
-            self._watching.join(LOST_SECONDS)
+            self._watching.join(2.0)  # which ends this process if messages failed since another has ended
         others, self._others = self._others, []
         for process, _ in others:
             process.kill()
@@ -110,18 +97,15 @@ class SpaceRanks:
         if others:
             dist.destroy_process_group()
 
-    def _tell(
-        self, layers: Sequence[Layer], unet: UNet, inputs: Sequence[Tensor], named: dict[str, Tensor | None]
-    ) -> None:
-        """Let the others predict too; of a new U-Net, which has these ``layers``, send the weights first."""
+    def _tell(self, key: Any, unet: UNet, inputs: Sequence[Tensor], named: dict[str, Tensor | None]) -> None:
+        """Let the others predict too, by a U-Net for images of some size whose weights they may have."""
         if not self._others:
             self._start()
-        if unet not in self._told:
-            first = next(unet.parameters()).data_ptr()
-            alike = [number for number, known in enumerate(self._told) if next(known.parameters()).data_ptr() == first]
-            self._send((layers, alike[:1]), {} if alike else unet.state_dict())  # once for images of all sizes
-            self._told.append(unet)
-        self._send(self._told.index(unet), {f"input{n}": each for n, each in enumerate(inputs)} | named)
+        if key not in self._told:
+            alike = [number for number, (source, _) in enumerate(self._told) if source is key[0]]
+            self._send((key[1], alike[:1]), {} if alike else unet.state_dict())
+            self._told.append(key)
+        self._send(self._told.index(key), {f"input{n}": each for n, each in enumerate(inputs)} | named)
 
     def _send(self, what: tuple[Sequence[Layer], list[int]] | int, tensors: Mapping[str, Tensor | None]) -> None:
         """Send the layers of a U-Net with its weights, or one with the same, or the number of one with its inputs."""
@@ -150,8 +134,8 @@ class SpaceRanks:
         multiprocessing.connection.wait([process.sentinel for process, _ in self._others])
         if self._others:
             fix = "see the error above, or use a smaller --batch-images"
-            print_to_stderr(f"{COMMAND_ERROR}a process that shares the images with --space has ended; {fix}")
-            os._exit(EXIT_PEER_LOST)
+            print_to_stderr(f"{errors.COMMAND_ERROR}a process that shares the images with --space has ended; {fix}")
+            os._exit(errors.EXIT_PEER_LOST)
 
 
 def _join(space: SpaceGroup, device: torch.device, folder: str) -> None:
@@ -162,6 +146,13 @@ def _join(space: SpaceGroup, device: torch.device, folder: str) -> None:
     dist.init_process_group(backend, store=store, rank=space.rank, world_size=space.size)
     space.group = dist.group.WORLD
     dist.barrier()  # then no rank needs the folder
+
+
+def _part(layers: Sequence[Layer], space: SpaceGroup, weights: Mapping[str, Tensor]) -> UNet:
+    """Return a rank's part of the U-Net of whole ``layers``."""
+    unet = UNet(layers_of_rank(row_layers(layers, SpaceSplit(space.size)), space.rank), 0, space)
+    unet.eval().requires_grad_(False).load_state_dict(weights, assign=True)
+    return unet
 
 
 def _follow(rank: int, size: int, device: torch.device, folder: str, pipe: Connection) -> None:
@@ -185,8 +176,7 @@ def _follow(rank: int, size: int, device: torch.device, folder: str, pipe: Conne
                 unets[what](*given.values(), context=context)
             else:
                 layers, alike = what
-                unets.append(UNet(layers_of_rank(layers, rank), 0, space).eval().requires_grad_(False))
-                unets[-1].load_state_dict(unets[alike[0]].state_dict() if alike else given, assign=True)
+                unets.append(_part(layers, space, unets[alike[0]].state_dict() if alike else given))
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
         outputs = module(inputs)
         h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]  # it computes emb
         middle = _now(device)
-        torch.autograd.backward([h], [torch.ones_like(h)])
+        if h.requires_grad:  # else nothing of the first layer is trained
+            torch.autograd.backward([h], [torch.ones_like(h)])
         times.append((middle - start, _now(device) - middle))
     forwards, backwards = zip(*times[1:], strict=True)
     return LayerSeconds(statistics.median(forwards), statistics.median(backwards))
@@ -181,9 +182,11 @@ def measure_swap(name: str, device: torch.device) -> None:
 
 def _swap(rank: int, kind: str, folder: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    store = f"file://{folder}/store"
-    dist.init_process_group({"cuda": "nccl"}.get(kind, "gloo"), init_method=store, world_size=2, rank=rank)
+    device, backend = torch.device(kind), "gloo"
+    if kind == "cuda":
+        device, backend = torch.device(kind, rank), "nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", world_size=2, rank=rank)
     group, a = SpaceGroup(rank, 2, dist.group.WORLD), torch.randn((SIZES[kind][0],) * 2, device=device)
 
     def seconds(size: int) -> float:

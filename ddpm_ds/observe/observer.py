@@ -304,12 +304,7 @@ class Recording:
         self._swaps = list[Any]()  # marks before and after each wait
         if (space := engine.module.space).size > 1:
             swap = space.swap
-
-            def timed_swap(*given: Any) -> Callable[[], Any]:
-                finish = swap(*given)
-                return lambda: self._swapped(finish)
-
-            vars(space)["swap"] = timed_swap
+            vars(space)["swap"] = lambda *given: functools.partial(self._swapped, swap(*given))
             self._wrapping.callback(vars(space).pop, "swap")
         self.begin_step(step)
 

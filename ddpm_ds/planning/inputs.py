@@ -19,16 +19,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.ground.errors import LayoutError
 from ddpm_ds.ground.units import GIB, Precision
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
-from ddpm_ds.schema.layout import (
-    BUCKET_ELEMENTS,
-    ELEMENT_BYTES,
-    WHOLE,
-    Layout,
-    Schedule,
-    SpaceSplit,
-    Split,
-    TensorSplit,
-)
+from ddpm_ds.schema.layout import BUCKET_ELEMENTS, ELEMENT_BYTES, WHOLE, Layout, Schedule, Split
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 from ddpm_ds.unet.names import trained_layers
 from ddpm_ds.unet.shards import row_layers, split_layers
@@ -242,18 +233,18 @@ class Workload:
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net for images of ``data.image_size``."""
-        return layers_for(self.spec, self.spec.data.size, *self.split)
+        return layers_for(self.spec, self.spec.data.size, self.split)
 
     @functools.cached_property
     def largest_layers(self) -> tuple[Layer, ...]:
         """Layers for images of the largest bucket, which need most memory."""
         sizes = [size for size, _ in self.sizes]
-        return layers_for(self.spec, max(sizes, key=math.prod), *self.split) if sizes else self.layers
+        return layers_for(self.spec, max(sizes, key=math.prod), self.split) if sizes else self.layers
 
     @functools.cached_property
     def mean_macs(self) -> float:
         """Multiply-accumulates of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
-        return self._mean(lambda size: sum(layer.macs for layer in layers_for(self.spec, size, *self.split)))
+        return self._mean(lambda size: sum(layer.macs for layer in layers_for(self.spec, size, self.split)))
 
     @property
     def mean_pixels(self) -> float:
@@ -326,11 +317,11 @@ def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sch
     )
 
 
-def layers_for(spec: RunSpec, size: tuple[int, int], tensor: TensorSplit, space: SpaceSplit) -> tuple[Layer, ...]:
+def layers_for(spec: RunSpec, size: tuple[int, int], split: Split) -> tuple[Layer, ...]:
     """Return the layers of a run's U-Net for images of some size (height, width), as groups of ranks share them."""
-    layers = trained_layers(
-        unet_layers(spec.unet, replace(spec.data.interface, size=size)), spec.optimizer.train, spec.optimizer.rates
-    )
+    tensor, space = split
+    layers = unet_layers(spec.unet, replace(spec.data.interface, size=size))
+    layers = trained_layers(layers, spec.optimizer.train, spec.optimizer.rates)
     return row_layers(split_layers(layers, tensor), space)
 
 

@@ -166,7 +166,7 @@ def lay_out(files: RunFiles, hosts: Hosts, ranks: int, stages: int | None, chose
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, files.ds_path)
     check_rows(layers, ds.layout, files.ds_path)
-    layers = layers_for(spec, spec.data.size, *ds.layout.split)
+    layers = layers_for(spec, spec.data.size, ds.layout.split)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     places = _places(ds, layers, bounds, hosts)
     return RunDraft(spec, files.spec_path, ds, files.ds_path, layers, bounds, *places, chosen)

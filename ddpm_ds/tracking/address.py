@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import shlex
-import sqlite3
-from contextlib import closing, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -119,26 +117,11 @@ def check_experiment(name: str, output_root: Path) -> None:
     """Check, without asking a server, that the runs of an output root can be logged to an experiment.
 
     Raises:
-        SpecError: MLflow can't use the tracking URI, or the environment names another experiment, or it is deleted.
+        SpecError: MLflow can't use the tracking URI, or the environment names another experiment.
     """
-    uri = check_tracking_uri(output_root)
+    check_tracking_uri(output_root)
     if (other := os.environ.get(EXPERIMENT, name)) != name:
         raise SpecError(
             f"{EXPERIMENT}={other} differs from logging.experiment = {name}, which counts; give --set "
             f"{shlex.quote(f'logging.experiment={other}')}, or unset {EXPERIMENT}"
         )
-    if (file := sqlite_file(uri)) is None or not file.is_file():
-        return
-    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as store:
-        question = "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
-        if found := store.execute(question, [name]).fetchone():
-            raise SpecError(deleted_experiment(name, str(found[0]), uri))
-
-
-def deleted_experiment(name: str, experiment_id: str, uri: str) -> str:
-    """Return the error line for a deleted experiment, with the command that restores it."""
-    where = f"env {shlex.quote(f'MLFLOW_TRACKING_URI={uri}')} " if public_address(uri) == uri else ""
-    return (
-        f"logging.experiment = {name} is deleted in MLflow; name another, or restore it: "
-        f"{where}mlflow experiments restore --experiment-id {experiment_id}"
-    )

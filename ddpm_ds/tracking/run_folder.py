@@ -212,7 +212,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     if note is not None and identity_of(run_dir) is None:
         tags[NOTE_TAG] = note
     elif note is not None:
-        log(f'this run is resumed and keeps its note; add to it: ddpm-ds note {run_dir} "..."')
+        log("this run is resumed and keeps its note, which MLflow's page of the run edits")
     return tags
 
 

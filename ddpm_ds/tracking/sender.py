@@ -32,7 +32,7 @@ import psutil
 from filelock import FileLock
 from PIL import Image, UnidentifiedImageError  # here, since threads that import it at once may see it half-imported
 
-from ddpm_ds.ground.errors import OptionError, SpecError, UserError, print_to_stderr
+from ddpm_ds.ground.errors import OptionError, UserError, print_to_stderr
 from ddpm_ds.ground.files import replace_file
 from ddpm_ds.ground.options import limited_seconds
 from ddpm_ds.processes.ranks import for_good
@@ -40,7 +40,6 @@ from ddpm_ds.tracking.address import (
     DATABASES,
     SQLITE,
     check_tracking_uri,
-    deleted_experiment,
     quiet,
     reason,
     resolve_uri,
@@ -208,8 +207,6 @@ class Sender:
             self._client = client
             if experiment := client.get_experiment_by_name(start["experiment"]):
                 experiment_id = experiment.experiment_id
-                if experiment.lifecycle_stage == "deleted":
-                    raise SpecError(deleted_experiment(experiment.name, experiment_id, uri))
             else:
                 # A server knows where artifacts go; a bare database would put them into the working folder.
                 bare = uri.split(":")[0].split("+")[0] in DATABASES

@@ -148,7 +148,7 @@ class HostEma(Ema):
             self._copied.record()
 
     def _copy_of(self, master: Tensor) -> Tensor:
-        return master.to("cpu", copy=True)
+        return master.to("cpu", torch.float32, copy=True)
 
     @property
     def shadows(self) -> list[Tensor]:

@@ -207,7 +207,7 @@ def run_training(
             objective,
             seed=plan.spec.train.seed,
             programs=plan.programs,
-            others=[layers_for(plan.spec, size, *plan.ds.layout.split) for size in other_sizes],
+            others=[layers_for(plan.spec, size, plan.ds.layout.split) for size in other_sizes],
             drawn=not (prepared.checkpoint or prepared.initial),
             verbose=asked.verbose,
         )

@@ -176,9 +176,16 @@ def gradient_sums(x: Tensor, dy: Tensor, given: Given, silu: bool) -> tuple[Tens
     return _tile_sums(x, dy, given, silu)[:2].sum(2), dy
 
 
-def input_gradient(x: Tensor, dy: Tensor, given: Given, of_dh: Sequence[Tensor], silu: bool) -> Tensor:
-    """Return dx from the means of dh and dh h over groups, (N, G) each."""
-    _write_gradient(x, dy, dx := torch.empty_like(x), given, of_dh, silu)
+def input_gradient(
+    x: Tensor, dy: Tensor, given: Given, of_dh: Sequence[Tensor], silu: bool, dx: Tensor | None = None
+) -> Tensor:
+    """Return dx, in its memory if there is one, from the means of dh and dh h over groups, (N, G) each."""
+    from ddpm_ds.unet import fused_norm_kernels as kernels
+
+    vectors, mean, rstd = given
+    dx = torch.empty_like(x) if dx is None else dx
+    places, sizes = (dy, dy.stride(0), dx), {"G": mean.shape[1], "SILU": silu, "num_warps": GRADIENT_WARPS}
+    _tiled(kernels.write_gradient_tile, x, mean.shape[1], *places, *_strided(vectors), mean, rstd, *of_dh, **sizes)
     return dx
 
 
@@ -193,14 +200,6 @@ def _tile_sums(x: Tensor, dy: Tensor, given: Given, silu: bool) -> Tensor:
     places, sizes = (dy, dy.stride(0), sums, sums.stride(0)), {"G": groups, "SILU": silu, "num_warps": GRADIENT_WARPS}
     _tiled(kernels.tile_gradient_sums, x, groups, *places, *_strided(vectors), mean, rstd, **sizes)
     return sums
-
-
-def _write_gradient(x: Tensor, dy: Tensor, dx: Tensor, given: Given, of_dh: Sequence[Tensor], silu: bool) -> None:
-    from ddpm_ds.unet import fused_norm_kernels as kernels
-
-    vectors, mean, rstd = given
-    places, sizes = (dy, dy.stride(0), dx), {"G": mean.shape[1], "SILU": silu, "num_warps": GRADIENT_WARPS}
-    _tiled(kernels.write_gradient_tile, x, mean.shape[1], *places, *_strided(vectors), mean, rstd, *of_dh, **sizes)
 
 
 @torch.library.custom_op("ddpm_ds::norm_silu", mutates_args=())
@@ -291,7 +290,7 @@ def _norm_silu_backward(
             **sizes,
             **combined,
         )
-        _write_gradient(x, dy, dx, given, of_dh, silu)
+        input_gradient(x, dy, given, of_dh, silu, dx)
     columns = min(32, power_above(channels))
     kernels.sum_over_images[(-(-channels // columns),)](
         per_image, kind, dweight, dbias, images, C=channels, ROWS=min(64, power_above(images)), COLUMNS=columns

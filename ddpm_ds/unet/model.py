@@ -15,9 +15,9 @@ from ddpm_ds.ground.errors import DsConfigError
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import BlockLayer, Layer
-from ddpm_ds.unet.space import Band, SpaceGroup
+from ddpm_ds.unet.space import Band, SpaceGroup, leave_uncompiled
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
-from ddpm_ds.unet.weight_gradients import Tapped
+from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 AskedKernels = Literal["auto", "fused", "reference"]
 C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
@@ -109,6 +109,7 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, the drawing of masks and
     the queue of weight gradients differ between layers and stay outside, so that layers of one shape share code. A
     ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input.
+    Where ranks share images, the pieces between their swaps are compiled.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
@@ -116,8 +117,11 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))
     torch._dynamo.config.recompile_limit = limit
+    leave_uncompiled()
     for layer in modules:
         assert isinstance(layer, CarryLayer)
+        for part in weighted_parts(layer) if layer.arriving is not None else ():
+            part.beside = None  # taps give a layer's weight gradients together, after its swaps
         for name in layer.pieces:
             parts = [part for part in layer.parts_of(name) if not isinstance(part, operations.EmbeddingProjection)]
             written = getattr(layer, name)

@@ -17,7 +17,7 @@ from torch.nn.grad import conv2d_input
 
 from ddpm_ds.ground.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.space import Band, normalised
+from ddpm_ds.unet.space import Band
 from ddpm_ds.unet.weight_gradients import Weighted
 
 WIDENED_ON_CPU = (
@@ -284,7 +284,7 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         if self.band is not None:
             fused, vectors = self.kernels == "fused", (self.weight, self.bias, None, None, None)
-            return normalised(self.band, x, vectors, self.num_groups, self.eps, silu=False, fused=fused)
+            return self.band.normalised(x, vectors, self.num_groups, self.eps, silu=False, fused=fused)
         if self.kernels == "fused":
             return fused_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, silu=False)
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -299,7 +299,7 @@ def norm_silu(
     """
     if norm.band is not None:
         fused, vectors = norm.kernels == "fused", (norm.weight, norm.bias, add, scale, shift)
-        return normalised(norm.band, x, vectors, norm.num_groups, norm.eps, fused=fused, parts=norm.read_by)
+        return norm.band.normalised(x, vectors, norm.num_groups, norm.eps, fused=fused, parts=norm.read_by)
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
     x = norm(x if add is None else x + add[:, :, None, None])

@@ -210,6 +210,33 @@ class Band(NamedTuple):
         parts = self._by_rank(x)
         return torch.cat(self.group.exchange(parts, [parts[self.group.rank].shape] * self.group.size), dim=3)
 
+    def normalised(
+        self,
+        x: Tensor,
+        vectors: fused_norm.Vectors,
+        groups: int,
+        epsilon: float,
+        *,
+        silu: bool = True,
+        fused: bool = False,
+        parts: Sequence[Weighted] = (),
+    ) -> Tensor:
+        """Return SiLU(norm(x + add) * (1 + scale) + shift), with a row more on either side, zeros beyond the image.
+
+        Without ``silu`` there are neither SiLU nor more rows. The kernels are ``fused`` ones, or PyTorch's. While
+        gradients are swapped the backward computes the weight gradients of ``parts``, which read the result.
+        """
+        beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
+        how = _How(self, groups, epsilon, silu, fused_norm if fused else _Reference, beside)
+        return _Norm.apply(x, *vectors, how, *(part.weight for part in beside))
+
+
+@functools.cache
+def leave_uncompiled() -> None:
+    """Let ``torch.compile`` end a graph where ranks swap; a call, since importing the compiler takes seconds."""
+    for swaps in (Band.wide, Band.gathered, Band.to_heads, Band.to_rows, Band.normalised):
+        setattr(Band, swaps.__name__, torch.compiler.disable(swaps))
+
 
 class _Linear(torch.autograd.Function):
     """Linear exchange of a tensor, and the exchange that its gradient takes back."""
@@ -224,30 +251,8 @@ class _Linear(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def normalised(
-    band: Band,
-    x: Tensor,
-    vectors: fused_norm.Vectors,
-    groups: int,
-    epsilon: float,
-    *,
-    silu: bool = True,
-    fused: bool = False,
-    parts: Sequence[Weighted] = (),
-) -> Tensor:
-    """Return SiLU(norm(x + add) * (1 + scale) + shift) of images whose rows a group shares, with a row on either side.
-
-    Rows beyond the image are zeros. Without ``silu`` there are neither SiLU nor more rows. The kernels are ``fused``
-    ones, or PyTorch's. While gradients are swapped the backward computes the weight gradients of ``parts``, which read
-    the result.
-    """
-    beside = [part for part in parts if part.queue is not None and part.queue is part.beside]
-    how = _How(band, groups, epsilon, silu, fused_norm if fused else _Reference, beside)
-    return _Norm.apply(x, *vectors, how, *(part.weight for part in beside))
-
-
 class _How(NamedTuple):
-    """What a normalisation is given beside tensors: the arguments of :func:`normalised`."""
+    """What a normalisation is given beside tensors: the arguments of :meth:`Band.normalised`."""
 
     band: Band
     groups: int
@@ -277,6 +282,7 @@ class _Norm(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         band, groups, epsilon, silu, kernels, _ = how
+        x = x.contiguous(memory_format=torch.channels_last)  # as the fused kernels read it
         rows, beside, vectors = x.shape[2], int(silu), (weight, bias, add, scale, shift)
         own = kernels.moments(x, add, groups)  # (2, N, G)
         *others, both = band.group.trade(x[:, :, :beside], x[:, :, rows - beside :], own)()
@@ -334,7 +340,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Reference:
-    """The functions of :mod:`ddpm_ds.unet.fused_norm` as operations of PyTorch, with as few passes as it has."""
+    """The functions of :mod:`ddpm_ds.unet.fused_norm` in operations of PyTorch, with few passes over memory."""
 
     @staticmethod
     def moments(x: Tensor, add: Tensor | None, groups: int) -> Tensor:
@@ -358,7 +364,7 @@ class _Reference:
     @staticmethod
     def normalise(x: Tensor, y: Tensor, given: Sequence[Tensor], silu: bool) -> None:
         a, c, _, _ = given
-        u = torch.addcmul(_wide(c), x.to(a.dtype), _wide(a), out=y if y.dtype is a.dtype else None)
+        u = torch.addcmul(_per_pixel(c), x.to(a.dtype), _per_pixel(a), out=y if y.dtype is a.dtype else None)
         u = F.silu(u, inplace=True) if silu else u
         if u is not y:
             y.copy_(u)
@@ -368,7 +374,7 @@ class _Reference:
         a, c, m, r = given
         x, du = x.to(a.dtype), dy.to(a.dtype)
         if silu:
-            u = torch.addcmul(_wide(c), x, _wide(a))
+            u = torch.addcmul(_per_pixel(c), x, _per_pixel(a))
             du = torch.ops.aten.silu_backward.grad_input(du, u, grad_input=u)
         backward, wanted = torch.ops.aten.native_batch_norm_backward, [False, True, True]
         images = zip(du.split(1), x.split(1), m, r, strict=True)
@@ -380,11 +386,11 @@ class _Reference:
         a, _, m, r = given
         of_dh, of_dh_h = of_dh.repeat_interleave(a.shape[1] // of_dh.shape[2], dim=2)
         slope = -of_dh_h * r.square()
-        dx = torch.addcmul(_wide(-of_dh * r - slope * m), du, _wide(a), out=du if silu else None)
-        return dx.addcmul_(x.to(a.dtype), _wide(slope)).to(x.dtype)
+        dx = torch.addcmul(_per_pixel(-of_dh * r - slope * m), du, _per_pixel(a), out=du if silu else None)
+        return dx.addcmul_(x.to(a.dtype), _per_pixel(slope)).to(x.dtype)
 
 
-def _wide(vectors: Tensor) -> Tensor:
+def _per_pixel(vectors: Tensor) -> Tensor:
     """Return vectors (N, C) for every pixel."""
     return vectors[:, :, None, None]
 

@@ -27,7 +27,7 @@ from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.training.meters import peak_memory_bytes
 from rivals import measure, rows
-from rivals.choice import PACKAGES, TORCH_SCHEDULES, BenchmarkOptions
+from rivals.choice import NAMED, TORCH_SCHEDULES, BenchmarkOptions
 from rivals.deepspeed_rows import OurPipeline, StockPipeline
 from rivals.measure import HostCost, Spread
 from rivals.pipelining import TorchPipeline
@@ -51,10 +51,8 @@ def build_row(name: str, setting: Setting) -> Row:
             return StockPipeline(setting, folded=bool(variant))
         case "diffusers":
             return rows.diffusers_loop(setting, variant)
-        case "lucidrains":
-            return rows.lucidrains_loop(setting)
-        case "plain" | "ours":
-            return rows.our_loop(setting, dim64=bool(variant))
+        case "plain":
+            return rows.our_loop(setting)
     return OurPipeline(setting, SCHEDULES[name])
 
 
@@ -71,7 +69,7 @@ def run(
         barrier()
     if os.environ["RANK"] != "0":
         return
-    facts = about(setting, [PACKAGES[name] for name in names if name in PACKAGES], options, not_run)
+    facts = about(setting, ["diffusers"] if set(names) & set(NAMED) else [], options, not_run)
     print(table(facts, found), flush=True)
     if options.json is not None:
         with writing(options.json, overwrite=options.overwrite) as file:

@@ -30,8 +30,6 @@ ROWS = {
     "diffusers": "diffusers' UNet2DModel in a plain PyTorch loop, autocast, AdamW",
     "diffusers-compiled": "the same, its U-Net compiled by torch.compile",
     "diffusers-randn": "as diffusers, with noise, timesteps and flips from torch.randn and the like, as users have it",
-    "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
-    "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml in a plain PyTorch loop",
 }
 """Meanings by name, in the table's order; rows are compared to the first that runs."""
 TORCH_SCHEDULES = {
@@ -40,14 +38,7 @@ TORCH_SCHEDULES = {
     "torch-dualpipev": "ScheduleDualPipeV",
 }
 """PyTorch's schedules, by row."""
-PACKAGES = {
-    "diffusers": "diffusers",
-    "diffusers-compiled": "diffusers",
-    "diffusers-randn": "diffusers",
-    "lucidrains": "denoising_diffusion_pytorch",
-}
-"""Package that a row imports."""
-NAMED = (*PACKAGES, "ours-dim64")
+NAMED = ("diffusers", "diffusers-compiled", "diffusers-randn")
 """Rows of one process that run only if ``--rows`` names them: 16 bits under autocast take minutes on a CPU."""
 READ_TEXT = ("1f1b", "eager", "folded", "planned", "stock")
 """Rows of U-Nets that read text; DeepSpeed's engine relays it, with its gradient, through all stages."""
@@ -82,11 +73,9 @@ def why_not(row: str, plan: RunDraft) -> str | None:
     alone = 1 if row in NAMED else plan.ds.layout.space.size  # beside a space group its first rank runs the plain loop
     if row in ("plain", *NAMED) and processes > alone:
         return f"runs in one process, and {processes} were started"
-    if row in PACKAGES and find_spec(PACKAGES[row]) is None:
-        return f"{PACKAGES[row]} is not installed; pip install 'ddpm_ds[bench]'"
-    if row in ("lucidrains", "ours-dim64") and (spec.data.channels, spec.data.image_size) != (3, 32):
-        return "its images are 32x32x3; use --spec launch/specs/cifar10.yaml"
-    if row.startswith("diffusers") and spec.unet.dropout:
+    if row in NAMED and find_spec("diffusers") is None:
+        return "diffusers is not installed; pip install 'ddpm_ds[bench]'"
+    if row in NAMED and spec.unet.dropout:
         return "its dropout draws other masks; use --set unet.dropout=0"
     if row.endswith("randn") and SCHEDULES[spec.diffusion.schedule].continuous:
         return f"its timesteps are whole numbers, unlike diffusion.schedule = {spec.diffusion.schedule}"

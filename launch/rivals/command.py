@@ -23,7 +23,7 @@ time: the median over the rounds, with quartiles in brackets. Finally each row's
 
 EXAMPLES = f"""\
   These run only if --rows names them, since 16 bits under autocast take minutes on a CPU: {", ".join(NAMED)}.
-  diffusers-randn, lucidrains and ours-dim64 have other draws or another U-Net, so their losses are not compared.
+  diffusers-randn has other draws, so its losses are not compared.
   Only this project's engines recompute activations, if the JSON asks for it.
 
 examples
@@ -49,28 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_environment()
         options = read(BenchmarkOptions, parser.parse_args(arguments))
         check_outputs(overwrite=options.overwrite, json=options.json)
-        _benchmark(options)
+        found = take_files(options, DEFAULT_SPEC, quiet=os.environ.get("RANK", "0") != "0")
+        asked = [name.strip() for name in options.rows.split(",")] if options.rows else [*ROWS.keys() - NAMED]
+        if unknown := [name for name in asked if name not in ROWS]:
+            raise SpecError(f"argument --rows: {unknown[0]!r} is no row; rows are {', '.join(ROWS)}")
+        hosts = ("0",) * int(os.environ["WORLD_SIZE"])
+        files = read_run(found.spec, found.overrides, found.deepspeed_config)
+        chosen = choose_layout(files, hosts, len(hosts), options.pipeline_stages, options.device)
+        draft = lay_out(files, hosts, len(hosts), options.pipeline_stages, chosen)
+        names, not_run = choose([name for name in ROWS if name in asked], draft)
+        from ddpm_ds.ground.device import choose_device  # torch, now that everything cheap is checked
+        from ddpm_ds.pipeline import import_deepspeed
+
+        device = choose_device(options.device, draft.ds.layout.stages)
+        import_deepspeed()
+        from rivals.benchmark import run
+
+        run(draft, device, names, not_run, options)
     except (UserError, BadNumbersError) as error:
         print_for_all(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
-
-
-def _benchmark(options: BenchmarkOptions) -> None:
-    found = take_files(options, DEFAULT_SPEC, quiet=os.environ.get("RANK", "0") != "0")
-    asked = [name.strip() for name in options.rows.split(",")] if options.rows else [*ROWS.keys() - NAMED]
-    if unknown := [name for name in asked if name not in ROWS]:
-        raise SpecError(f"argument --rows: {unknown[0]!r} is no row; rows are {', '.join(ROWS)}")
-    hosts = ("0",) * int(os.environ["WORLD_SIZE"])
-    files = read_run(found.spec, found.overrides, found.deepspeed_config)
-    chosen = choose_layout(files, hosts, len(hosts), options.pipeline_stages, options.device)
-    draft = lay_out(files, hosts, len(hosts), options.pipeline_stages, chosen)
-    names, not_run = choose([name for name in ROWS if name in asked], draft)
-    from ddpm_ds.ground.device import choose_device  # torch, now that everything cheap is checked
-    from ddpm_ds.pipeline import import_deepspeed
-
-    device = choose_device(options.device, draft.ds.layout.stages)
-    import_deepspeed()
-    from rivals.benchmark import run
-
-    run(draft, device, names, not_run, options)

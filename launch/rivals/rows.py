@@ -13,7 +13,6 @@ import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
 
-from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.data.cache import DatasetCache, Subset
 from ddpm_ds.data.loader import MicroBatch, Share
 from ddpm_ds.data.prepare import How, prepare
@@ -27,13 +26,11 @@ from ddpm_ds.planning.run_plan import RunDraft, RunPlan, machine_here, make_plan
 from ddpm_ds.schema.layout import Schedule
 from ddpm_ds.training.objective import Denoising, Noised, fields_read, replica_batches
 from ddpm_ds.training.start import check_store
-from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels
 from ddpm_ds.unet.shards import whole_layers
 from rivals.choice import bounds_of
 
-DIM64 = SPECS / "cifar10_dim64.yaml"
 """Spec of a U-Net as wide as denoising-diffusion-pytorch's here."""
 
 
@@ -182,7 +179,7 @@ class Loop:
 
     def step(self) -> Tensor:
         total = torch.zeros((), device=self._device)
-        if dist.get_rank():
+        if dist.is_initialized() and dist.get_rank():
             return total
         for micro_batch in itertools.islice(self._batches, self._micro_batches):
             prepared = self._objective.prepare(micro_batch)
@@ -194,19 +191,15 @@ class Loop:
         return total
 
 
-def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
-    """Return the loop of our U-Net, or with ``dim64`` of :data:`DIM64`'s, in the precision of this JSON."""
-    plan, ds, layers = setting.plan, setting.plan.ds, whole_layers(setting.plan.layers)
-    if dim64:
-        layers = unet_layers(load_spec(DIM64, []).unet, plan.spec.data.interface)
-    unet = UNet(layers, plan.spec.train.seed).to(setting.device, DTYPES[ds.precision][1])
+def our_loop(setting: Setting) -> Loop:
+    """Return the loop of our U-Net in the precision of this JSON."""
+    plan, ds = setting.plan, setting.plan.ds
+    unet = UNet(whole_layers(plan.layers), plan.spec.train.seed).to(setting.device, DTYPES[ds.precision][1])
     use_kernels(unet.layers, choose_kernels(ds.config.kernels, setting.device, captured=False))
     if ds.config.compile:
         compile_layers(list(unet.layers), cache_folder() / "compiled")
-    name = f"plain PyTorch loop{', dim 64' if dim64 else ''}, {ds.precision}"
-    loop = Loop(setting, unet, name, fused=bool(ds.config.optimizer.params.fused))
-    loop.comparable = not dim64
-    return loop
+    name = f"plain PyTorch loop, {ds.precision}"
+    return Loop(setting, unet, name, fused=bool(ds.config.optimizer.params.fused))
 
 
 class AutocastLoop(Loop):
@@ -249,14 +242,3 @@ def diffusers_loop(setting: Setting, variant: str = "") -> Loop:
         model.compile()
         name += ", torch.compile"
     return AutocastLoop(setting, model, name, call, randn=variant == "randn")
-
-
-def lucidrains_loop(setting: Setting) -> Loop:
-    """Return the loop of denoising-diffusion-pytorch's ``Unet`` of 2023, as wide as :data:`DIM64`'s."""
-    from denoising_diffusion_pytorch import Unet
-
-    widths = load_spec(DIM64, []).unet
-    model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=setting.plan.spec.data.channels)
-    loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model)
-    loop.comparable = False
-    return loop

@@ -340,6 +340,23 @@ def test_a_layout_is_exact_or_refused(
             "scheduler is missing, but optimizer.warmup_images = 6400; use --set ds.scheduler.type=WarmupLR or --set "
             "optimizer.warmup_images=0",
         ),
+        (
+            {"pipeline__use_reentrant": True},
+            ["optimizer.train=[up_blocks]"],
+            "pipeline.use_reentrant = true loses gradients where optimizer.train leaves out the first layers; use "
+            "--set ds.pipeline.use_reentrant=false",
+        ),
+        (
+            {"optimizer__params__stochastic_rounding": True},
+            [],
+            "optimizer.params.stochastic_rounding = true is used only with optimizer.type: AdamW8bit; remove it, or "
+            "use false",
+        ),
+        (
+            {"optimizer": {"type": "AdamW8bit", "params": {"stochastic_rounding": True}}},
+            [],
+            "optimizer.params.stochastic_rounding = true is used only with bf16.enabled; remove it, or use false",
+        ),
     ],
 )
 def test_what_contradicts_the_spec_is_named_with_both_values(
@@ -417,6 +434,15 @@ def test_adam_in_8_bits_needs_none_of_pytorchs_settings_and_deepspeed_is_not_ask
         given = found.for_deepspeed()
         assert "optimizer" not in given and given["zero_allow_untested_optimizer"] is True
     assert not filled(config()).eight_bit_settings and "optimizer" in filled(config()).for_deepspeed()
+    kept = filled(config(optimizer__params__stochastic_rounding=False)).for_deepspeed()["optimizer"]["params"]
+    assert "stochastic_rounding" not in kept
+    rounded = {"type": "AdamW8bit", "params": {"stochastic_rounding": True}}
+    given = filled(config(optimizer=rounded, fp16=REMOVED, bf16={"enabled": True})).for_deepspeed()
+    assert given["bf16"] == {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
 
 
 def test_every_key_misspelt_is_refused() -> None:

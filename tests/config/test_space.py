@@ -101,7 +101,6 @@ def test_a_plan_says_which_rows_are_shared_and_what_that_costs(tmp_path: Path) -
         ({"size": "auto", "levels": [0]}, [], {}, "pipeline.space.size"),
         ({"size": 2}, BUCKETS, {}, "pipeline.space.size = 2 needs images of one height"),
         ("auto", [], {"pipeline": {"tensor": {"size": 2}}}, 'space.size = "auto" does not go with pipeline.tensor.si'),
-        ({"size": 2}, [], {"compile": True}, "compile = true does not go with pipeline.space.size = 2"),
         ({"size": 2}, [], {"pipeline": {"tensor": {"size": 2}}}, "does not go with pipeline.tensor.size = 2"),
         ({"size": 2}, [], {"pipeline": {"tensor": "auto"}}, 'does not go with pipeline.tensor.size = "auto"'),
     ],

@@ -64,15 +64,6 @@ def test_arrays_must_fit_the_meta_data(
     assert line in refused(copy, verify=False)
 
 
-def test_a_changed_byte_is_found_by_its_checksum(copy: Path) -> None:
-    content = (copy / "images.npy").read_bytes()
-    (copy / "images.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "images.npy has another checksum" in refused(copy)
-    DatasetCache.open(copy, verify=False)  # only verifying reads the bytes
-    (copy / "meta.json").write_text("{")
-    assert "meta.json does not describe a data-set cache" in refused(copy)
-
-
 @pytest.mark.parametrize("shape", [[10**30] * 3, [3, 2**16, 2**16], [0, 8, 8], [8, 8]])
 def test_a_forged_shape_is_one_line_before_it_allocates(shape: list[int], copy: Path) -> None:
     change_meta(copy, shape=shape)

@@ -292,22 +292,3 @@ def test_exact_draws_of_a_posterior_pass_and_draws_shifted_or_scaled_by_15_perce
         scaled = verdict(mean + factor * (members - mean), truths, observations)
         assert scaled.spread == pytest.approx(factor * exact.spread, rel=0.01) and not scaled.passes
         assert scaled.mean_error < 0.1 and abs(scaled.spread_over_skill - 1.0) > 0.1
-
-
-def test_the_posterior_is_that_of_the_information_form_and_observations_are_block_means() -> None:
-    generator = np.random.default_rng(0)
-    fields = gaussian_fields.draw_fields(4000, generator)
-    assert fields.shape == (4000, 16, 16) and (fields**2).mean() == pytest.approx(1.0, abs=0.05)
-    blocks = fields.reshape(-1, 4, 4, 4, 4).mean(axis=(2, 4))
-    seen = gaussian_fields.observe(fields, generator)
-    noise = (seen - blocks).ravel()  # 64,000 draws: the standard deviation errs by 0.3 %
-    assert noise.std() == pytest.approx(gaussian_fields.NOISE, rel=0.015) and abs(noise.mean()) < 0.005
-    at_length = gaussian_fields.covariance()[0, 4]
-    assert at_length == pytest.approx((1.0 + math.sqrt(3.0)) * math.exp(-math.sqrt(3.0)))
-    h, precision = gaussian_fields.observing(), 1.0 / gaussian_fields.NOISE**2
-    posterior = np.linalg.inv(np.linalg.inv(gaussian_fields.covariance()) + precision * h.T @ h)
-    assert np.allclose(gaussian_fields.posterior_covariance(), posterior, atol=1e-10)
-    mean = (posterior @ h.T @ seen.reshape(-1, 16).T * precision).T.reshape(-1, 16, 16)
-    assert np.allclose(gaussian_fields.posterior_mean(seen), mean, atol=1e-10)
-    error = ((fields - mean) ** 2).mean()
-    assert error == pytest.approx((gaussian_fields.posterior_sd() ** 2).mean(), rel=0.03)

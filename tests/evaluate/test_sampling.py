@@ -96,14 +96,6 @@ def test_images_of_another_size_are_those_of_a_u_net_that_learned_it(trained: Tr
     assert resized.layers == other.layers and trained.resized((8, 8)).layers == trained.layers
 
 
-def test_a_size_is_asked_for_by_height_and_width(planted: Path, sample: Sample, tmp_path: Path) -> None:
-    for asked, shape in (("12x8", (2, 12, 8, 1)), ("16", (2, 16, 16, 1))):
-        sample(
-            "--size", asked, "--count", "2", "--guide", planted, "--guidance", "2", "--out", tmp_path / f"{asked}.npz"
-        )
-        assert np.load(tmp_path / f"{asked}.npz")["arr_0"].shape == shape
-
-
 def made_of(run: SamplerSpec, *arguments: str) -> SamplerSpec:
     parser = argparse.ArgumentParser()
     add_options(parser, SamplerOptions)

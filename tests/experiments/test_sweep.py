@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ddpm_ds.cli.main import main
@@ -93,9 +92,8 @@ def folder_of(root: Path, trial: str = "") -> Path:
 
 def recorded(folder: Path, artifacts: str = "") -> tuple[Run, list[str]]:
     """The run of a folder in MLflow, and the files among its artifacts."""
-    run = find_run(folder)
-    client = MlflowClient(run.tracking_uri)
-    return client.get_run(run.id), [file.path for file in client.list_artifacts(run.id, artifacts)]
+    with find_run(folder) as (client, run):
+        return run, [file.path for file in client.list_artifacts(run.info.run_id, artifacts)]
 
 
 SEED = "train.seed"
@@ -136,7 +134,8 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     assert (parent.info.status, parent.data.tags[NOTE_TAG]) == ("FINISHED", "how high?")
     assert files == ["comparison.txt"]
     folder = folder_of(tmp_path, "optimizer.learning-rate-1e-3")
-    tags = find_run(folder).tags
+    with find_run(folder) as (_, run):
+        tags = run.data.tags
     assert (tags[PARENT_TAG], tags["sweep.values"]) == (parent.info.run_id, "optimizer.learning_rate=1e-3")
     assert open_run(folder).status == "FINISHED" and open_run(folder).metrics["step"] == list(range(2, 51, 2))
 

@@ -307,3 +307,4 @@ def test_weights_of_16_bits_follow_fp32_masters_within_what_random_roundings_add
     deviation = ulp / 2 * math.sqrt(steps / ends[1].numel())
     assert float((ends[1] - ends[0]).mean()) == pytest.approx(0, abs=6 * deviation + 1e-5)
     assert (ends[1] - ends[0]).abs().max() < 6 * ulp / 2 * math.sqrt(steps)
+    assert len({*map(tuple, ends[1].view(size, BLOCK).tolist())}) == size, "blocks are rounded by other bits"

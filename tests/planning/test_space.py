@@ -137,12 +137,14 @@ def field(size: tuple[int, int], devices: int, kind: str = "h100", **rates: Any)
 
 
 def in_space(predictor: Predictor, devices: int) -> Prediction:
-    return predictor.predict(replace(ALONE, space=SpaceSplit(devices), zero_stage=2))
+    """One group of all devices, with the levels that take least time."""
+    space = next(one for one in space_splits(predictor, devices) if one.size == devices)
+    return predictor.predict(replace(ALONE, space=space, zero_stage=2))
 
 
 ALONE = Layout(1, 1, "1f1b", 1, 1, 0, 0, False)
-FIELDS = {(512, 640): (1.75, 3.08, 5.01), (1056, 1792): (1.95, 3.69, 6.67)}
-"""Speed of 2, 4 and 8 H100 relative to one (docs/space.md)."""
+FIELDS = {(512, 640): (1.79, 3.20, 5.29), (1056, 1792): (1.96, 3.75, 6.83)}
+"""Speed of 2, 4 and 8 H100 relative to one (docs/planner.md)."""
 
 
 @pytest.mark.parametrize("size", FIELDS)
@@ -152,10 +154,6 @@ def test_a_field_is_as_much_faster_on_several_gpus_as_the_page_says(size: tuple[
         shared = in_space(field(size, devices), devices)
         assert one.step_seconds / shared.step_seconds == pytest.approx(faster, rel=0.01)
         assert shared.memory[0].activations < 1.2 / devices * one.memory[0].activations
-        swaps = sum(swaps_of(field(size, 1).job.of(shared.layout).layers, 0), Swaps())
-        assert swaps.number == 211 and shared.summing_seconds == pytest.approx(
-            211 * 4e-5 + swaps.size(2) / (0.7 * 450e9)
-        )
 
 
 def looked_for(predictor: Predictor, *, assumes: bool = True) -> Plan:

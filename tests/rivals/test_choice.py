@@ -30,16 +30,12 @@ def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: 
 
 
 DIFFUSERS = ("diffusers", "diffusers-compiled", "diffusers-randn")
-PLAIN = dict.fromkeys(("plain", *DIFFUSERS, "lucidrains", "ours-dim64"), "runs in one process, and")
+PLAIN = dict.fromkeys(("plain", *DIFFUSERS), "runs in one process, and")
 REPLICATED = {
     **dict.fromkeys(("folded", "stock-dualpipev", "torch-dualpipev"), "needs 4 micro-batches, and the batch has 3"),
     **dict.fromkeys(("torch", "torch-zbv"), "has no replicas"),
 }
-DROPPED = {
-    **dict.fromkeys(DIFFUSERS, "draws other masks; use --set unet.dropout=0"),
-    "lucidrains": "denoising_diffusion_pytorch is not installed; pip install 'ddpm_ds[bench]'",
-    "ours-dim64": "use --spec launch/specs/cifar10.yaml",
-}
+DROPPED = dict.fromkeys(DIFFUSERS, "draws other masks; use --set unet.dropout=0")
 PIPED = dict.fromkeys(("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES), "needs 2 stages")
 
 
@@ -51,7 +47,7 @@ PIPED = dict.fromkeys(("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES)
         (plan_of(1, 1, "unet.dropout=0.1"), PIPED | DROPPED),
         (
             plan_of(1, 1, "diffusion.schedule=edm", "diffusion.objective=v", spec="cifar10_dim64.yaml"),
-            PIPED | {"diffusers-randn": "timesteps are whole numbers", "lucidrains": "not installed"},
+            PIPED | {"diffusers-randn": "timesteps are whole numbers"},
         ),
         (
             plan_of(2, 2, batch=8, micro=4, spec="tiny_text.yaml"),

@@ -23,6 +23,7 @@ from ddpm_ds.tracking.pictures import Drawn
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, origin_tags, recorded
 from ddpm_ds.tracking.run_folder import (
+    FOLDER_TAG,
     LOCK,
     METRICS,
     NOTE_TAG,
@@ -32,6 +33,8 @@ from ddpm_ds.tracking.run_folder import (
     checkpoints_of,
     claim_folder,
     disk_errors_reported,
+    labels,
+    write_labels,
 )
 from ddpm_ds.tracking.tracker import RunStart, Tracker
 from ddpm_ds.training.resume import claim_run, find_checkpoint
@@ -329,3 +332,14 @@ def test_damaged_points_are_left_out_and_a_damaged_identity_is_one_line(tmp_path
         with pytest.raises(OutputError, match="identity") as caught:
             folder.identity()
         assert str(caught.value).isprintable()
+
+
+def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Path) -> None:
+    printed: list[str] = []
+    write_labels(tmp_path, {"sweep.values": "precision=fp16"})
+    given = {"sweep.values": "precision=fp16", FOLDER_TAG: str(tmp_path)}
+    assert labels(tmp_path, "why not", printed.append) == {**given, NOTE_TAG: "why not"}
+    (tmp_path / "identity").write_text("1234\n")
+    assert labels(tmp_path, None, printed.append) == given and printed == []
+    assert labels(tmp_path, "another reason", printed.append) == given
+    assert len(printed) == 1 and "keeps its note" in printed[0]

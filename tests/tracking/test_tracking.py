@@ -147,7 +147,7 @@ def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, mon
     assert read_run(root).info.status == "FINISHED" and len(said) == 2
 
 
-def test_a_deleted_experiment_gets_one_line_with_the_way_to_restore_it_and_training_goes_on(
+def test_a_deleted_experiment_gets_one_line_and_its_run_once_it_is_restored(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db?timeout=30&key=hush")
@@ -157,8 +157,7 @@ def test_a_deleted_experiment_gets_one_line_with_the_way_to_restore_it_and_train
     tracker = start(root, log=said.append, sender=module.start_child())  # as if it was started ahead
     tracker.metrics({"train/loss": 1.0}, 1)
     wait_for(lambda: said)
-    assert len(said) == 1 and "logging.experiment = experiment is deleted" in said[0]
-    assert f"restore it: mlflow experiments restore --experiment-id {deleted}); training continues" in said[0]
+    assert len(said) == 1 and f"experiment {deleted}" in said[0].lower() and "training continues" in said[0]
     client.restore_experiment(deleted)
     link = tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(1, 1.0)] and "hush" not in f"{said} {link}"

@@ -149,7 +149,8 @@ LAYOUTS = {
 def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
     found = Courses(tmp_path_factory.mktemp("courses"))
     found.train([found.course(name, *kind) for name, kind in LAYOUTS.items()])
-    found.train([found.course(f"resumed-{name}", *LAYOUTS[name], [name]) for name in LAYOUTS])
+    sources = {name: [name] for name in LAYOUTS} | {"parts": ["parts", "parts of two stages"]}
+    found.train([found.course(f"resumed-{name}", *LAYOUTS[name], sources[name]) for name in LAYOUTS])
     return found
 
 
@@ -177,6 +178,16 @@ def test_what_is_not_trained_stays_and_has_no_moments(layout: str, courses: Cour
             with pytest.raises(CheckpointError, match=f"exp_avg of {ours} are in none of its files"):
                 end.read("exp_avg", ours)
     assert kinds == {False, True}
+
+
+@pytest.mark.launch
+def test_layers_of_bf16_keep_the_fp32_values_of_what_is_not_trained(courses: Courses) -> None:
+    wide, resumed = courses.half("parts of two stages"), courses.end("resumed-parts", "parts of two stages")
+    same = [torch.equal(wide.read("ema", name), resumed.read("ema", name)) for name in wide.manifest.parameters]
+    assert same.count(False) == sum(bool(resumed._spans_of("exp_avg", name)) for name in wide.manifest.parameters)
+    values = [resumed.read("master", name) for name in wide.manifest.parameters]
+    narrow = sum(not one.bfloat16().float().equal(one) for one in values)
+    assert narrow > same.count(False), "bf16 has not their bits"
 
 
 @pytest.mark.launch

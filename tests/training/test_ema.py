@@ -16,9 +16,9 @@ from ddpm_ds.training.ema import Ema, HostEma, averages_of
 STEPS, BATCH = 5, 16
 
 
-def engine_of(*sizes: int, offloads: bool = False) -> Any:
+def engine_of(*sizes: int, offloads: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(0)
-    masters = [torch.randn(size, generator=generator) for size in sizes]
+    masters = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     optimizer = SimpleNamespace(param_groups=[{"params": masters}])
     wrapper, gradients = SimpleNamespace(cpu_offload=offloads), SimpleNamespace(refresh_weights=lambda: None)
     cpu = torch.device("cpu")
@@ -61,19 +61,26 @@ def test_a_slow_host_has_the_bits_of_the_device(
     assert all(map(torch.equal, wanted, found)) and not torch.equal(wanted[0], insides.masters(here)[0])
 
 
-def test_weights_and_averages_are_as_before_once_the_averages_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_weights_and_averages_are_as_before_once_the_averages_were_used(
+    on_host: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averages of weights in 16 bits are in fp32, and rounded where they are used."""
     monkeypatch.setattr(ema_module, "PIECE", 32)
-    engine = engine_of(50, 20)
-    ema = averages_of(engine, EmaSpec(on_host=True))
-    assert isinstance(ema, HostEma)
-    locked = {new.untyped_storage().data_ptr(): new.untyped_storage().nbytes() // 4 for new in ema._new}
-    assert list(locked.values()) == [32, 32, 6], "PyTorch page-locks powers of two"
+    engine = engine_of(50, 20, dtype=dtype)
+    ema = averages_of(engine, EmaSpec(on_host=on_host))
+    if isinstance(ema, HostEma):
+        locked = {new.untyped_storage().data_ptr(): new.untyped_storage().nbytes() for new in ema._new}
+        assert [size // dtype.itemsize for size in locked.values()] == [32, 32, 6], "PyTorch page-locks powers of two"
     averages = trained(engine, ema)
+    assert {average.dtype for average in averages} == {torch.float32}
     weights = [master.clone() for master in insides.masters(engine)]
-    with ema.applied():
-        assert all(map(torch.equal, insides.masters(engine), averages))
-    assert all(map(torch.equal, insides.masters(engine), weights))
-    assert all(map(torch.equal, ema.shadows, averages))
+    for _ in range(2):
+        with ema.applied():
+            assert all(map(torch.equal, insides.masters(engine), (average.to(dtype) for average in averages)))
+        assert all(map(torch.equal, insides.masters(engine), weights))
+        assert all(map(torch.equal, ema.shadows, averages))
 
 
 def test_an_error_of_the_host_thread_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

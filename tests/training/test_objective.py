@@ -114,15 +114,13 @@ def test_ranks_that_share_images_read_their_rows_and_train_on_the_same_bits(
 
 def test_whole_images_are_read_where_other_rows_are_needed(tmp_path: Path) -> None:
     band = Band(SpaceGroup(0, 2), (4, 4))
-    fields = field_spec(tmp_path)
-    store = prepare(fields.data)
-    assert rows_read(fields, store, None) is None and rows_read(fields, store, band) is band
-    narrow = prepare(fields.data.model_copy(update={"crop_from": (8, 12), "image_size": (8, 8)}))
-    digits = tiny_spec()
-    for spec, kept in (
-        (field_spec(tmp_path, diffusion={"input_perturbation": 0.1}), store),
-        (field_spec(tmp_path, diffusion={"noise_pairs": 4}), store),
-        (fields.model_copy(update={"data": fields.data.model_copy(update={"image_size": (8, 8)})}), narrow),
-        (tiny_spec(data={"condition": {"kind": "reduced", "factor": 2}}), prepare(digits.data)),
-    ):
-        assert rows_read(spec, kept, band) is None
+    store = prepare(tiny_spec().data)
+    assert rows_read(tiny_spec(), store, None) is None and rows_read(tiny_spec(), store, band) is band
+    small: dict[str, Any] = {"data": {"image_size": 4, "crop_from": 8}, "unet": {"attention_resolutions": []}}
+    reduced = {"data": {"condition": {"kind": "reduced", "factor": 2}}}
+    noises = ({"diffusion": {key: value}} for key, value in (("input_perturbation", 0.1), ("noise_pairs", 4)))
+    for sections in (small, reduced, *noises):
+        assert rows_read(tiny_spec(**sections), store, band) is None
+    np.savez(tmp_path / "fields.npz", **{**arrays(), "coarse": arrays()["t2m"][:, ::2]})  # as large as a band of 4 rows
+    fields, store = field_spec(tmp_path), prepare(field_spec(tmp_path).data)
+    assert rows_read(fields, store, band) is None is not rows_read(fields, store, Band(band.group, (2, 6)))

@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, TypeGuard
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -86,16 +86,12 @@ def captions_in(value: object) -> list[str] | None:
     """Return the captions in a text or a list of texts, None without any; raises ValueError for anything else."""
     if value is None or value == []:
         return None
-    if not are_texts(value):
-        raise ValueError("its captions are neither a text nor a list of texts")
     texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("its captions are neither a text nor a list of texts")
     if len(texts) > MOST_CAPTIONS:
         raise ValueError(f"it has {len(texts):,} captions, and an image may have {MOST_CAPTIONS}")
     return texts
-
-
-def are_texts(value: object) -> TypeGuard[str | list[str]]:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
 
 
 class Source(Protocol):

@@ -83,7 +83,16 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
             f"{key} has no image column; its columns are {columns}: if one has images, set data.image_column"
         )
     classes, labels = _labels(rows, spec.label_column, key)
-    captions = None if spec.text is None else _captions(rows, spec.text.captions, key)
+    captions = None
+    if spec.text is not None:
+        named = spec.text.captions
+        _column(rows, "data.text.captions", named, key)
+        try:
+            (texts := rows.data.column(named)).validate(full=True)
+            captions = base.Captions(base.captions_in(value.as_py()) for value in texts)
+        except ValueError as error:  # Arrow's, of a text that is not UTF-8; a list with a null
+            fault = f"has captions in column {named} that can't be read ({base.one_line(error)})"
+            raise DataError(f"{key} {fault}") from error
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
     images = rows.data.column(column)
     try:
@@ -168,14 +177,3 @@ def _labels(rows: Any, given: str | None, key: str) -> tuple[tuple[str, ...], ba
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
         raise DataError(f"{key} has {what} in column {column}; {fix}")
     return base.labelled(labels, names)
-
-
-def _captions(rows: Any, column: str, key: str) -> base.Captions:
-    """Return the captions in a column of texts or lists of texts; raises DataError."""
-    _column(rows, "data.text.captions", column, key)
-    values = rows.data.column(column)
-    try:
-        values.validate(full=True)
-        return base.Captions(base.captions_in(value.as_py()) for value in values)
-    except ValueError as error:  # Arrow's, of a text that is not UTF-8; a list with a null
-        raise DataError(f"{key} has captions in column {column} that can't be read ({base.one_line(error)})") from error
