@@ -224,10 +224,9 @@ def run_exchange(
         if rank < layout.stages - 1:
             cuts = [(ends[0][1], 0), *((start, 1) for start, _ in ends[1:])]
             messages.append(width * sum(sent_elements(layers, *cut, layout.schedule) for cut in cuts))
-    gradient = shared.passes * shared.gradient_bytes * ring
     return Exchange(
         messages=tuple(messages),
-        gradients=tuple(gradient * count for count in reduced),
+        gradients=tuple(shared.passes * shared.gradient_bytes * ring * count for count in reduced),
         weights=tuple(shared.weight_bytes * ring * count for count in parameters),
         sums=tuple(sums),
         swaps=tuple(images * one.size(summed_bytes) for one in swaps),

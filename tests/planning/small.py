@@ -14,6 +14,18 @@ EIGHT_BIT = {"type": "AdamW8bit", "params": {}}
 FUSED = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 
 
+def field_spec(size: object, channels: int, unet: dict[str, Any]) -> RunSpec:
+    """A U-Net that trains on one field a step, of some size and number of channels."""
+    data = {"source": "arrays", "path": "fields.npz", "values": "float32", "image_size": size, "channels": channels}
+    return tiny_spec(
+        data=data | {"horizontal_flips": False},
+        unet=unet | {"attention_resolutions": [], "dropout": 0.0, "norm_groups": 32, "classes": None},
+        train={"batch_images": 1, "label_drop": 0.0},
+        sampler={"clip": "none"},
+        samples={"count": 1},
+    )
+
+
 def small_job(spec: RunSpec | None = None, *, on_cpu: bool = False, **config: Any) -> Workload:
     """A job of the tiny U-Net, or of ``spec``, with a DeepSpeed JSON of these blocks."""
     return Workload(spec or tiny_spec(), config_of(**{"optimizer": ADAMW, **config}), on_cpu)

@@ -12,27 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ddpm_ds.config.spec import RunSpec
-from tests.launching import run_ranks, tiny_spec
+from ddpm_ds.pipeline.schedule import PASSES, Instruction
+from tests.launching import run_ranks
+from tests.planning.small import field_spec
 
-STEPS = 4
-"""Steps of which the least is taken, after one that is not timed."""
+STEPS = 4  # of which the least is taken, after one that is not timed
 
 
 def spec_of(size: int) -> RunSpec:
-    """A U-Net of 6.1 million parameters without attention."""
-    data = {"source": "arrays", "path": "fields.npz", "values": "float32", "image_size": size, "channels": 8}
-    unet = {"channels": 64, "multipliers": [1, 2, 2], "blocks_per_level": 2, "dropout": 0.0, "norm_groups": 32}
-    return tiny_spec(
-        data=data | {"horizontal_flips": False},
-        unet=unet | {"attention_resolutions": [], "classes": None},
-        train={"batch_images": 1, "label_drop": 0.0},
-        sampler={"clip": "none"},
-    )
+    """A U-Net of 6.1 million parameters."""
+    return field_spec(size, 8, {"channels": 64, "multipliers": [1, 2, 2], "blocks_per_level": 2})
 
 
 def measured(size: int, ranks: int) -> float:
@@ -50,7 +45,6 @@ def train(size: int, folder: Path) -> None:
 
     from ddpm_ds.ground.device import choose_device
     from ddpm_ds.observe.observer import instructions_wrapped
-    from ddpm_ds.pipeline.schedule import PASSES
     from ddpm_ds.processes.process_group import process_group
     from tests.pipeline.batches import global_batch, micro_batches
     from tests.pipeline.ladder_worker import Case
@@ -62,7 +56,7 @@ def train(size: int, folder: Path) -> None:
         case = Case(1, 1, 0, "fp32", 0, micro_batches=1, fused=True, space=dist.get_world_size())
         engine = case.engine(spec, kernels="auto")
 
-        def timed(instruction, execute) -> None:  # type: ignore[no-untyped-def]
+        def timed(instruction: Instruction, execute: Callable[[], None]) -> None:
             begin = time.perf_counter()
             execute()
             taken[-1] += (time.perf_counter() - begin) * (instruction.name in PASSES)

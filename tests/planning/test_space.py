@@ -23,7 +23,7 @@ from ddpm_ds.schema.layout import Layout, SpaceSplit, TensorSplit
 from ddpm_ds.unet.shards import Swaps, swaps_of
 from tests.ds_json import laid_out
 from tests.launching import REPOSITORY, drafted, tiny_spec
-from tests.planning.small import FUSED, small_job, small_machine
+from tests.planning.small import FUSED, field_spec, small_job, small_machine
 
 DIGITS, ZERO_2 = REPOSITORY / "launch" / "specs" / "digits.yaml", REPOSITORY / "ds_configs" / "zero2_bf16.json"
 ONE = Layout(1, 1, "1f1b", 4, 2, 0, 1, False)
@@ -73,7 +73,7 @@ def test_ranks_that_share_images_keep_half_of_their_activations_and_of_adams_sta
 
 def test_a_measured_swap_counts_in_the_place_of_what_is_assumed() -> None:
     job, machine = job_of(), small_machine(2, kind="cpu")
-    own = [one for one in swaps_of(job.of(SHARED).layers, 0)]
+    own = swaps_of(job.of(SHARED).layers, 0)
     for swap in (None, (0.5, 1e3)):
         wait, bandwidth = swap or (machine.sum_seconds, machine.link_bandwidth)
         expected = sum(one.number * wait + 4 * one.size(4) / bandwidth for one in own)
@@ -124,15 +124,7 @@ def test_gradients_go_around_the_ring_of_all_ranks_that_hold_them() -> None:
 
 def field(size: tuple[int, int], devices: int, kind: str = "h100", **rates: Any) -> Predictor:
     """A weather field of 99 channels, one image a step in bf16, each step a graph: 73 M parameters."""
-    spec = tiny_spec(
-        data={"source": "arrays", "path": "fields.npz", "values": "float32", "image_size": size, "channels": 99}
-        | {"horizontal_flips": False},
-        unet={"channels": 128, "multipliers": [1, 2, 2, 2, 2], "blocks_per_level": 4, "attention_resolutions": []}
-        | {"dropout": 0.0, "norm_groups": 32, "classes": None},
-        train={"batch_images": 1, "label_drop": 0.0},
-        sampler={"clip": "none"},
-        samples={"count": 1},
-    )
+    spec = field_spec(size, 99, {"channels": 128, "multipliers": [1, 2, 2, 2, 2], "blocks_per_level": 4})
     blocks: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "graphs": True}
     job = small_job(spec, **blocks, optimizer=FUSED)
     return Predictor(job, replace(machine(kind, half=True, devices=devices, nodes=1), **rates))
@@ -196,15 +188,12 @@ def test_what_fits_no_device_is_shared_even_if_no_swap_was_measured() -> None:
     assert "One image does not fit: 4 ranks share it." in why(found)
 
 
-def opened(job: Workload, **pipeline: Any) -> Workload:
-    return replace(job, config=changed(job.config, {"pipeline": {"space": {"size": "auto"}, **pipeline}}))
-
-
 @pytest.mark.parametrize("tensor", [1, "auto"])
 def test_a_run_that_leaves_space_open_shares_what_is_large_on_one_host_if_a_swap_was_measured(tensor: Any) -> None:
     def choice(hosts: str = "aa", size: tuple[int, int] = (512, 640), **rates: Any) -> Choice:
         predictor = field(size, 2, **rates)
-        job = opened(predictor.job, tensor={"size": tensor})
+        asked = {"pipeline.space.size": "auto", "pipeline.tensor.size": tensor}
+        job = replace(predictor.job, config=changed(predictor.job.config, asked))
         return choose_layout(replace(predictor, job=job), "x.json", hosts, None)
 
     measured = choice(swap=(2e-5, 3e11))
@@ -218,6 +207,7 @@ def test_a_run_that_leaves_space_open_shares_what_is_large_on_one_host_if_a_swap
     assert closed.space is None and closed.keys == {}
 
 
+RECOMPUTE = "ds.pipeline.activation_checkpoint_interval"
 LARGE = ["unet.attention_resolutions=[]", "data.image_size=512", "train.batch_images=4", "samples.count=4"]
 
 
@@ -226,23 +216,19 @@ def test_a_run_that_fits_no_device_is_refused_with_ranks_that_share_an_image(mon
     monkeypatch.setattr("ddpm_ds.ground.device.host_memory", lambda: 2**40)
 
     def again(changes: Sequence[str], stages: int) -> RunDraft:
-        given = [*LARGE, "ds.pipeline.activation_checkpoint_interval=0", *changes]
+        given = [*LARGE, f"{RECOMPUTE}=0", *changes]
         return drafted(DIGITS, given, ZERO_2, world_size=4, stages=stages, hosts="aaaa")
 
     def gpus(size: int) -> Machine:
         return machine_like("NVIDIA H100", size, half=True, devices=4)
 
-    most = 2**40
-    shared = again(["ds.pipeline.space.size=4", "train.accumulation=4", *RECOMPUTE], 1)
-    needs = memory_need(shared, gpus(most), 0).size
+    shared = again(["ds.pipeline.space.size=4", "train.accumulation=4", f"{RECOMPUTE}=1"], 1)
+    needs = memory_need(shared, gpus(2**40), 0).size
     with pytest.raises(LayoutError, match="so that 4 ranks share an image, or a GPU with ") as found:
         check_memory(again([], 1), gpus(int(needs / 0.89)), 0, again, new=False)
     typed = re.findall(r"--set (\S+?),? ", str(found.value))
     assert "ds.pipeline.space.size=4" in typed
     assert check_memory(again(typed, 1), gpus(int(needs / 0.89)), 0, again, new=False) is None
-
-
-RECOMPUTE = ["ds.pipeline.activation_checkpoint_interval=1"]
 
 
 def test_a_forecast_warns_where_swaps_take_a_third_of_a_step_and_its_advice_is_a_plan(
