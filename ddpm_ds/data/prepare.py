@@ -46,8 +46,6 @@ from ddpm_ds.ground.host import processes_on_host, processors
 from ddpm_ds.ground.units import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 VERIFIED_BYTES = 2**34
@@ -337,13 +335,10 @@ def _written_below(store_root: Path) -> Iterator[None]:
 
 def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
     """Return the content of a text cache: the encoded distinct captions of ``images``."""
-    texts, fields = captions.texts_of(images), captions.text_fields(encoders)
-
-    def chunks(numbers: range) -> Iterator[Chunk]:
-        return captions.encoded_texts(encoders, texts[numbers.start : numbers.stop])
-
-    meta = _meta_of("text", fields, len(texts), source=images.meta.source, folder=images.meta.folder)
-    return Content(meta.model_copy(update={"sha256": captions.text_sources(images, encoders)}), chunks)
+    texts, sources = captions.texts_of(images), captions.text_sources(images, encoders)
+    known = {"source": images.meta.source, "folder": images.meta.folder, "sha256": sources}
+    meta = _meta_of("text", captions.text_fields(encoders), len(texts), **known)
+    return Content(meta, lambda part: captions.encoded_texts(encoders, texts[part.start : part.stop]))
 
 
 def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) -> Content:
