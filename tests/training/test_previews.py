@@ -231,11 +231,10 @@ def test_masked_latents_with_conditions_train_and_go_on_bit_for_bit(tmp_path: Pa
     assert recorded and all(map(math.isfinite, recorded.values())) and recorded == recorded_losses(resumed)
     one, other = (folder / "samples" / "images-000000064.png" for folder in (whole, resumed))
     assert one.read_bytes() == other.read_bytes()
-    held_out = parts(spec.data, cache, cache)[1]
+    held_out, pictures = parts(spec.data, cache, cache)[1], prepare(pixels_of(spec.data), group=8)
     beside = Previews(spec, engine_of(8), WATCHDOG, held_out)._beside(torch.zeros(8, 3, 16, 16, dtype=torch.uint8))
-    pictures = prepare(pixels_of(spec.data), group=8)
-    row = held_out.of_size(spec.data.size).positions[:1]
     assert beside.truths is not None and beside.given is not None and beside.truths.shape[1:] == (3, 16, 16)
+    row = held_out.of_size(spec.data.size).positions[:1]
     coder = Coder(Autoencoder.open(tmp_path / "autoencoder"), torch.device("cpu"))
     for shown, name in ((beside.truths, "images"), (beside.given, "condition")):
         pixels = torch.from_numpy(pictures.fields[name].read(row))
