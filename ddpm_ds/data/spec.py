@@ -24,7 +24,7 @@ class ConditionSpec(Section):
 
     kind: Annotated[
         Literal["stored", "reduced", "grey", "cut_out"] | None,
-        needs("stored", types.OF_FILES, "channels or data.source=folder"),
+        needs("stored", "channels or data.source=folder", types.OF_FILES),
         needs("reduced", types.PIXELS),
         needs("grey", "data.channels=3", types.PIXELS),
     ] = None

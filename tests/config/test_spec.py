@@ -168,9 +168,8 @@ def test_a_condition_that_does_not_fit_is_named_with_its_fix(
     test_what_does_not_fit_together_is_named_with_its_fix({**SOURCE, "data__condition": condition, **changes}, words)
 
 
-FOLDER: dict[str, Any] = {"data__source": "folder", "data__path": "pictures", "data__channels": 4}
-FOLDER |= {"sampler__clip": "none", "unet__attention_resolutions": []}
-LATENTS: dict[str, Any] = {**FOLDER, "data__autoencoder": "vae"}
+FOLDER: dict[str, Any] = {"data__source": "folder", "data__path": "pictures", "unet__attention_resolutions": []}
+LATENTS: dict[str, Any] = {**FOLDER, "data__channels": 4, "data__autoencoder": "vae", "sampler__clip": "none"}
 PAIR = [{"path": "a", "condition": "b"}, {"path": "c"}]
 
 

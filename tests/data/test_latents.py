@@ -339,5 +339,6 @@ def test_the_verb_encodes_and_refuses_without_an_autoencoder(
     latent = ["data.channels=4", f"data.autoencoder={model[0]}", "sampler.clip=none", "data.image_size=4"]
     latent.append("unet.attention_resolutions=[]")
     assert command.main([*arguments, *(word for change in latent for word in ("--set", change))]) == 0
-    out = capsys.readouterr().out
+    out, notes = capsys.readouterr()
     assert "digits-8px-3ch-latents-" in out and "1,797 latents of 4x4x4" in out
+    assert "1,797 images' latents of 128 bytes need 0.2 MiB" in notes

@@ -249,8 +249,8 @@ def test_nothing_of_a_condition_waits_for_the_device() -> None:
 
 def latent_spec(condition: dict[str, Any]) -> RunSpec:
     """A U-Net on latents with captions and pooled text."""
-    data = {"autoencoder": "vae", "channels": 4, "path": "pictures", "mask": "alpha", "horizontal_flips": True}
-    data |= {"text": {"encoders": "x", "drop": 0.1}, "condition": condition, "image_size": [4, 6]}
+    data = {"autoencoder": "vae", "channels": 4, "mask": "alpha", "horizontal_flips": True, "image_size": [4, 6]}
+    data |= {"text": {"encoders": "x", "drop": 0.1}, "condition": condition}
     return tiny_text_spec(data=data, sampler={"clip": "none"})
 
 
@@ -272,9 +272,10 @@ def test_one_draw_drops_texts_and_conditions_of_latents_and_there_is_no_flag(kin
     dropped = (x_t[:, 4:] == 0.0).all(dim=(1, 2, 3))
     assert torch.equal(dropped, (p <= drawn) & (drawn < 3 * p)) and dropped.sum() > 200
     assert torch.equal(x_t[~dropped, 4:], torch.ones_like(x_t[~dropped, 4:])), "neither moved nor scaled"
-    at_rest = Conditions(spec.data, CPU).at_rest({"condition": ones}, index, Scale())
+    conditions = Conditions(spec.data, CPU)
+    at_rest = conditions.at_rest({"condition": ones}, index, Scale())
+    without = conditions.dropped(at_rest)
     assert torch.equal(at_rest.channels, ones.float()) and at_rest.others == ()
-    without = Conditions(spec.data, CPU).dropped(at_rest)
     assert without is not None and not without.channels.any() and without.others == ()
     assert fields_read(spec, first=True, last=False, text=False) >= {"images", "condition"}
     assert fields_read(spec, first=False, last=True, text=False) == {"images", "mask"}

@@ -19,6 +19,8 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.held_out import parts, split
 from ddpm_ds.data.latents import Autoencoder, Coder, pixels_of
 from ddpm_ds.data.prepare import How, Recipes, prepare, prepared
+from ddpm_ds.ground.errors import SpecError
+from ddpm_ds.training.start import check_store
 from ddpm_ds.training.validation import Previews
 from tests.autoencoders import save_autoencoder
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
@@ -218,6 +220,9 @@ def test_masked_latents_with_conditions_train_and_go_on_bit_for_bit(tmp_path: Pa
     spec = latent_spec(tmp_path)
     cache = prepared(Recipes(spec.data).all(8), How(encode_on=torch.device("cpu")))
     assert len(cache.caches) == 2 and all(count > 8 for count in cache.counts)
+    tall = spec.model_copy(update={"data": spec.data.model_copy(update={"image_size": (16, 4)})})
+    with pytest.raises(SpecError, match=r"samples.every_images = 64 draws for .* \[16,4\], and its bucket has none"):
+        check_store(cache, tall)
     whole = train(tmp_path / "whole", spec, 2)
     train(tmp_path / "parts", latent_spec(tmp_path, images=24), 2)
     resumed = train(tmp_path / "parts", spec, 2)
@@ -226,11 +231,10 @@ def test_masked_latents_with_conditions_train_and_go_on_bit_for_bit(tmp_path: Pa
     assert recorded and all(map(math.isfinite, recorded.values())) and recorded == recorded_losses(resumed)
     one, other = (folder / "samples" / "images-000000064.png" for folder in (whole, resumed))
     assert one.read_bytes() == other.read_bytes()
-    held_out = parts(spec.data, cache, cache)[1]
+    held_out, pictures = parts(spec.data, cache, cache)[1], prepare(pixels_of(spec.data), group=8)
     beside = Previews(spec, engine_of(8), WATCHDOG, held_out)._beside(torch.zeros(8, 3, 16, 16, dtype=torch.uint8))
-    pictures = prepare(pixels_of(spec.data), group=8)
-    row = held_out.of_size(spec.data.size).positions[:1]
     assert beside.truths is not None and beside.given is not None and beside.truths.shape[1:] == (3, 16, 16)
+    row = held_out.of_size(spec.data.size).positions[:1]
     coder = Coder(Autoencoder.open(tmp_path / "autoencoder"), torch.device("cpu"))
     for shown, name in ((beside.truths, "images"), (beside.given, "condition")):
         pixels = torch.from_numpy(pictures.fields[name].read(row))
