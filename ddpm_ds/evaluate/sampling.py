@@ -70,7 +70,7 @@ class SpaceRanks:
         self._device, self._space = device, SpaceGroup(0, size)
         self._others = list[tuple[BaseProcess, Connection]]()
         self._shared = dict[tuple[UNet, tuple[Layer, ...]], UNet]()
-        self._told = list[tuple[UNet, tuple[Layer, ...]]]()
+        self._known = list[tuple[UNet, tuple[Layer, ...]]]()
         self._watching = threading.Thread(target=self._watch, daemon=True)
 
     def share(self, trained: Trained) -> Trained:
@@ -101,11 +101,11 @@ class SpaceRanks:
         """Let the others predict too, by a U-Net for images of some size whose weights they may have."""
         if not self._others:
             self._start()
-        if key not in self._told:
-            alike = [number for number, (source, _) in enumerate(self._told) if source is key[0]]
+        if key not in self._known:
+            alike = [number for number, (source, _) in enumerate(self._known) if source is key[0]]
             self._send((key[1], alike[:1]), {} if alike else unet.state_dict())
-            self._told.append(key)
-        self._send(self._told.index(key), {f"input{n}": each for n, each in enumerate(inputs)} | named)
+            self._known.append(key)
+        self._send(self._known.index(key), {f"input{n}": each for n, each in enumerate(inputs)} | named)
 
     def _send(self, what: tuple[Sequence[Layer], list[int]] | int, tensors: Mapping[str, Tensor | None]) -> None:
         """Send the layers of a U-Net with its weights, or one with the same, or the number of one with its inputs."""

@@ -59,7 +59,12 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         devices = torch.cuda.device_count()
         check_cuda(devices)
     if wanted == "cuda" and not devices:
-        raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")
+        why = "PyTorch finds no CUDA device; use --device cpu, or fix the driver"
+        if torch.version.cuda is None:
+            why = "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
+        elif _hidden():
+            why = "CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu, or unset it"
+        raise LayoutError(f"{asked_by} = cuda, but {why}")
     if not devices:
         os.environ["DS_ACCELERATOR"] = "cpu"
         with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -219,11 +224,3 @@ def _gpus() -> int:
         return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def _why_no_device() -> str:
-    if torch.version.cuda is None:
-        return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
-    if _hidden():
-        return "CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu, or unset it"
-    return "PyTorch finds no CUDA device; use --device cpu, or fix the driver"

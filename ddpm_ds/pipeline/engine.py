@@ -233,14 +233,11 @@ class UnetPipelineEngine(PipelineEngine):
         self._queues = [self._waiting, *dict.fromkeys(part.beside for part in parts if part.beside is not None)]
         self.gradients.expect(gradient_passes(programs[self.stage_id]))
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
-        own = self.programs[self.stage_id]
-        self._steps = [(one, self._sources(ahead)) for one, ahead in zip(own, posted_before(own), strict=True)]
-
-    def _sources(self, passes: Sequence[Instruction]) -> list[Channel]:
-        """Return the channels from which passes take their messages."""
-        ends = [(self._channels[one.phase], one.name) for one in passes if one.name != "WeightGradients"]
-        found = [own.activations_in if name == "ForwardPass" else own.gradients_in for own, name in ends]
-        return [channel for channel in found if channel is not None]
+        own, self._steps = self.programs[self.stage_id], []
+        for one, passes in zip(own, posted_before(own), strict=True):
+            ends = [(self._channels[each.phase], each.name) for each in passes if each.name != "WeightGradients"]
+            sources = [end.activations_in if name == "ForwardPass" else end.gradients_in for end, name in ends]
+            self._steps.append((one, [channel for channel in sources if channel is not None]))
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""

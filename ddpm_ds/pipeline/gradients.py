@@ -114,7 +114,9 @@ class FlatGradients(OwnStep):
         """Sum of the own gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
         self._keeps = False
         self._tensor = engine.module.tensor
-        counted, self._partial, self._alike = map(self._runs, self._tensor.by_spread(flat.places))
+        counted, self._partial, self._alike = (
+            [self.own_sum[place] for place in self._places(group)] for group in self._tensor.by_spread(flat.places)
+        )
         counted = [self.own_sum] if self._tensor.size == 1 else counted or [self.own_sum[:0]]
         self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else owned)]
         self._packed = None
@@ -199,10 +201,6 @@ class FlatGradients(OwnStep):
                 start = found.pop().start
             found.append(slice(start, stop))
         return found
-
-    def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the contiguous pieces of the own sum that belong to some parameters."""
-        return [self.own_sum[place] for place in self._places(parameters)]
 
     def _by_rate(self) -> list[tuple[Tensor, slice]]:
         """Return the flat master, or if parameters have other rates the pieces of it that the optimizer steps then."""

@@ -94,21 +94,17 @@ class OwnStep:
         self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._skipped = torch.zeros((), device=engine.device)
         self._withheld = torch.zeros((), device=engine.device)  # 1 skips any step
-        self.frozen = list(self._frozen_pieces())
-        """Parameters that are not trained."""
-
-    def _frozen_pieces(self) -> Iterator[OwnedPiece]:
-        """Yield all parameters that are not trained. The replica that saves one keeps it in fp32, on the host if the
-        layers have 16 bits.
+        self.frozen: list[OwnedPiece] = []
+        """Parameters that are not trained. The replica that saves one keeps it in fp32, on the host if the layers have
+        16 bits.
         """
-        engine, masters = self._engine, insides.masters(self._engine)
         replicas = engine.dp_world_size if insides.is_partitioned(engine) else 1
-        frozen = [(name, one.detach()) for name, one in engine.module.named_parameters() if not one.requires_grad]
+        frozen = [(name, one) for name, one in engine.module.named_parameters() if not one.requires_grad]
         for number, (name, one) in enumerate(frozen):
-            saved = number % replicas == engine.grid.get_data_parallel_id()
-            master = one.to("cpu", torch.float32) if saved and one.dtype != masters[0].dtype else one
-            parameter = engine.module.get_parameter(name)
-            yield OwnedPiece(name, 0, one.numel(), master, 0, one.dim(), shard_of(parameter), False, saved)
+            saved, master = number % replicas == engine.grid.get_data_parallel_id(), one.detach()
+            if saved and one.dtype != insides.masters(engine)[0].dtype:
+                master = master.to("cpu", torch.float32)
+            self.frozen.append(OwnedPiece(name, 0, one.numel(), master, 0, one.dim(), shard_of(one), False, saved))
 
     @torch.no_grad()
     def load_frozen(self, read: Callable[[OwnedPiece], Tensor]) -> None:

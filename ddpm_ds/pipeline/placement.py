@@ -78,11 +78,10 @@ class Grid:
         """Number of tensor or space groups whose ranks are not all on one host."""
         if not self.hosts:
             return 0
-        members = [self._members(stage) for stage in range(self.stages)]
-        tensor = [hosts for of_stage in members for hosts in zip(*of_stage, strict=True)]
-        starts = range(0, self.replicas, self.space)
-        space = [part[start : start + self.space] for of_stage in members for part in of_stage for start in starts]
-        return sum(len(set(hosts)) > 1 for hosts in (*tensor, *space))
+        stages = range(self.stages)
+        groups = [hosts for stage in stages for hosts in zip(*self._members(stage), strict=True)]
+        groups += [hosts for stage in stages for hosts in self._space_groups(stage)]
+        return sum(len(set(hosts)) > 1 for hosts in groups)
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
@@ -105,8 +104,7 @@ class Grid:
         """Connections between neighbours in the space groups of each rank of the pipeline, and between all members."""
         found = []
         for stage in range(self.stages):
-            starts = range(0, self.replicas, self.space)
-            groups = [part[start : start + self.space] for part in self._members(stage) for start in starts]
+            groups = self._space_groups(stage)
             near = [pair for group in groups for one in itertools.pairwise(group) for pair in (one, one[::-1])]
             found.append((Edges(near), Edges(pair for group in groups for pair in itertools.permutations(group, 2))))
         return tuple(found)
@@ -117,6 +115,11 @@ class Grid:
             [self.hosts[self.rank(stage, replica, part)] for replica in range(self.replicas)]
             for part in range(self.tensor)
         ]
+
+    def _space_groups(self, stage: int) -> list[tuple[Hashable, ...]]:
+        """Return the hosts of the members of each space group at a rank of the pipeline."""
+        starts = range(0, self.replicas, self.space)
+        return [tuple(part[start : start + self.space]) for part in self._members(stage) for start in starts]
 
 
 def _ring_edges(rings: Iterable[Sequence[Hashable]]) -> Edges:
@@ -199,12 +202,11 @@ def run_exchange(
     images = layout.batch_images // layout.replicas if images is None else images
     width, ring = images * ELEMENT_BYTES[ds.precision], (layout.data_ranks - 1) / layout.data_ranks
     group, summed_bytes = layout.tensor.size, arithmetic_bytes or ELEMENT_BYTES[ds.precision]
-    interval = layout.interval_so_far
     gradient_bytes = shared.gradient_bytes / (layout.data_ranks if shared.weight_bytes else 1)  # of the own partition
 
     def summed(own: Sequence[Layer]) -> float:
         """Bytes of a stage over each edge of the ring through its tensor group."""
-        passes = sums_of(own, interval, reentrant=config.pipeline.use_reentrant)
+        passes = sums_of(own, layout.interval_so_far, reentrant=config.pipeline.use_reentrant)
         elements = images * sum(one.elements for one in passes)
         agreed = agreed_elements(own, given=gives_gradients)
         return (2 * elements * summed_bytes + agreed * gradient_bytes) * (group - 1) / group
@@ -220,7 +222,7 @@ def run_exchange(
             fewer = (shared.reductions - count for count in reductions[rank])
             reduced[-1] -= sum(less * own for less, own in zip(fewer, weights, strict=True))
         sums.append(sum(map(summed, stages)))
-        swaps.append(sum((one for own in stages for one in swaps_of(own, interval)), Swaps()))
+        swaps.append(sum((one for own in stages for one in swaps_of(own, layout.interval_so_far)), Swaps()))
         if rank < layout.stages - 1:
             cuts = [(ends[0][1], 0), *((start, 1) for start, _ in ends[1:])]
             messages.append(width * sum(sent_elements(layers, *cut, layout.schedule) for cut in cuts))

@@ -4,15 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_ds.ground.files import expanded
-from ddpm_ds.ground.options import (
-    HIDDEN,
-    flag,
-    limited_seconds,
-    option,
-    seconds,
-    step_range,
-    valid_text,
-)
+from ddpm_ds.ground.options import HIDDEN, flag, limited_seconds, option, seconds, step_range, valid_text
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 

@@ -8,7 +8,7 @@ A replica takes any share of the calls, ``unet(*inputs(i))``, and adds each pred
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +68,14 @@ class HeldOutLoss:
         self._channels = channel_names(spec.data)
         self.images = min(images, len(positions))
         """Number of images of each call."""
-        self._parts = list(self._micro_batches(store, positions))
+        self._parts: list[_Part] = []  # of one size each, the size's last one filled up with images that don't count
+        start = 0
+        for cache, stored in zip(store.caches, store.by_bucket(positions), strict=True):
+            for first in range(0, len(stored), self.images):
+                places = np.arange(first, first + self.images)
+                counts, places = (places < len(stored)).astype(np.float64), places.clip(max=len(stored) - 1)
+                self._parts.append(_Part(cache, stored[places], start + places, counts))
+            start += len(stored)
         self.calls = len(self._quantiles) * len(self._parts)
         """Number of calls of the U-Net."""
         self._noised: dict[int, tuple[Noised, Tensor]] = {}
@@ -117,16 +124,6 @@ class HeldOutLoss:
         if len(quantiles) == 1:
             del values[f"validation/loss_{names[0]}"]
         return {"eval/loss": sum(losses) / len(losses), **values}
-
-    def _micro_batches(self, store: DatasetCache, positions: Indices) -> Iterator[_Part]:
-        """Yield micro-batches of one size; a size's last one is filled up with images that don't count."""
-        start = 0
-        for cache, stored in zip(store.caches, store.by_bucket(positions), strict=True):
-            for first in range(0, len(stored), self.images):
-                places = np.arange(first, first + self.images)
-                counts, places = (places < len(stored)).astype(np.float64), places.clip(max=len(stored) - 1)
-                yield _Part(cache, stored[places], start + places, counts)
-            start += len(stored)
 
     def _read(self, part: _Part, names: Sequence[str]) -> MicroBatch:
         found = {name: torch.from_numpy(part.store.fields[name].read(part.positions)) for name in names}
