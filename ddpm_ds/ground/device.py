@@ -55,7 +55,10 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
     chosen, devices = dict[str, str](), 0
     if wanted != "cpu":
-        chosen = _prepare_messages()
+        # NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
+        if os.environ.get("WORLD_SIZE", "1") != "1" and not _hidden() and _gpus():
+            chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
+            os.environ.update(chosen)
         devices = torch.cuda.device_count()
         check_cuda(devices)
     if wanted == "cuda" and not devices:
@@ -158,16 +161,6 @@ def wait_for_device(device: torch.device) -> None:
     """Wait until a device has finished all its work, on every stream, posted receives included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _prepare_messages() -> dict[str, str]:
-    """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them."""
-    # NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
-    if os.environ.get("WORLD_SIZE", "1") == "1" or _hidden() or not _gpus():
-        return {}
-    chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(chosen)
-    return chosen
 
 
 def check_cuda(devices: int) -> None:

@@ -304,7 +304,14 @@ class Recording:
         self._swaps = list[Any]()  # marks before and after each wait
         if (space := engine.module.space).size > 1:
             swap = space.swap
-            vars(space)["swap"] = lambda *given: functools.partial(self._swapped, swap(*given))
+
+            def wait(finish: Callable[[], Value]) -> Value:  # in the middle of a pass
+                begin, found = self._clock.mark(), finish()
+                if self._inside is not None:
+                    self._swaps += begin, self._clock.mark()
+                return found
+
+            vars(space)["swap"] = lambda *given: functools.partial(wait, swap(*given))
             self._wrapping.callback(vars(space).pop, "swap")
         self.begin_step(step)
 
@@ -371,14 +378,6 @@ class Recording:
         end = self._clock.mark()
         self._events.append(Event(name, phase, number, begin if self._resumed is None else self._resumed, end))
         self._inside = None
-
-    def _swapped(self, finish: Callable[[], Value]) -> Value:
-        """Wait for a swap with a space group, a part of the pass that it is in."""
-        begin = self._clock.mark()
-        found = finish()
-        if self._inside is not None:
-            self._swaps += begin, self._clock.mark()
-        return found
 
     def _waiting(self, name: str, wait: Callable[[], Value]) -> Value:
         """Wait inside an instruction, recorded as an event before it."""

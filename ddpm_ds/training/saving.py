@@ -50,17 +50,6 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
     return found
 
 
-def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str, Tensor]:
-    """Return Adam's state for one of its tensors; create it if the optimizer has not stepped yet."""
-    state = engine.basic_optimizer.state[master]
-    for moment in MOMENTS:
-        if moment not in state:
-            state[moment] = torch.zeros_like(master)
-    (fused,) = {bool(group.get("fused")) for group in engine.basic_optimizer.param_groups}
-    state["step"] = torch.tensor(float(steps), device=master.device if fused else "cpu")
-    return {moment: state[moment] for moment in MOMENTS}
-
-
 def described(
     spec: RunSpec, ds: ResolvedDsConfig, layers: Sequence[Layer], data_sha256: dict[str, str], fields: FieldFacts | None
 ) -> Description:
@@ -150,7 +139,11 @@ class Saver:
                 for kind in moments:
                     optimizer.load(piece, kind, reader.read_part(kind, *place))
             elif moments:
-                tensors |= _moments(engine, piece.master, state.optimizer_steps)
+                adam = optimizer.state[piece.master]  # empty before its first step
+                adam |= {kind: torch.zeros_like(piece.master) for kind in MOMENTS if kind not in adam}
+                where = piece.master.device if optimizer.param_groups[0].get("fused") else "cpu"
+                adam["step"] = torch.tensor(float(state.optimizer_steps), device=where)
+                tensors |= {kind: adam[kind] for kind in MOMENTS}
             for kind, tensor in tensors.items():
                 piece.of(tensor).copy_(reader.read_part(kind, *place))
         if isinstance(optimizer, Adam8bit):
