@@ -186,7 +186,7 @@ def evaluate_ensembles(
     """
     trained, inputs = setup.trained, setup.inputs
     assert inputs is not None, "ensembles are drawn for inputs"
-    if not inputs.are_known:
+    if inputs.truths(inputs.positions[:1]) is None:
         raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
     count = len(inputs) if count is None else count
     request = request_for(setup, "all", count=count, members=members, **numbers)

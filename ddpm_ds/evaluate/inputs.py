@@ -103,11 +103,6 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.positions)
 
-    @property
-    def are_known(self) -> bool:
-        """Whether the true image of the first input is known."""
-        return self.truths(self.positions[:1]) is not None
-
     def condition(self, numbers: Sequence[int], device: torch.device) -> Condition:
         """Return the conditions of the inputs with these ``numbers``; each input is read once."""
         different, places = np.unique(np.asarray(numbers, np.int64), return_inverse=True)

@@ -91,9 +91,7 @@ LayerTimes = Callable[[Sequence[Layer], int], Sequence[LayerSeconds]]
 
 
 def measured_times(
-    device: torch.device,
-    precision: Precision,
-    progress: Callable[[Layer, int], None] = lambda layer, images: None,
+    device: torch.device, precision: Precision, progress: Callable[[Layer, int], None] = lambda layer, images: None
 ) -> LayerTimes:
     """Return a function that measures layers: each shape once for each micro-batch, on ``device`` in ``precision``.
 

@@ -42,20 +42,20 @@ class SignalThread:
     """
 
     def __init__(self, receive: Callable[[int], None]) -> None:
-        self._receive = receive
         self._received, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno())
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
-        # The thread keeps this object, and so the socket, which nobody else may refer to.
-        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        with self._received:
-            while numbers := self._received.recv(1):
-                if numbers[0] in STOP_SIGNALS:
-                    self._receive(numbers[0])
+        def run() -> None:
+            with self._received:
+                while numbers := self._received.recv(1):
+                    if numbers[0] in STOP_SIGNALS:
+                        receive(numbers[0])
+
+        # The thread keeps this object, and so the socket, which nobody else may refer to.
+        self._thread = threading.Thread(target=run, name="signals", daemon=True)
+        self._thread.start()
 
     def close(self, *, leaving: bool = False) -> None:
         """Handle signals as before; with ``leaving`` ignore them, since the process is about to end."""

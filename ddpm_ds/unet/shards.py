@@ -103,10 +103,11 @@ def busiest_share(height: int, ranks: int) -> float:
     return -(-height // ranks) * ranks / height if height >= ranks else math.inf
 
 
-def lowest_shared(height: int, levels: int, space: SpaceSplit) -> int:
-    """Return the lowest of so many ``levels`` whose rows a space group shares, for images of a ``height``."""
+def lowest_shared(layers: Sequence[Layer], space: SpaceSplit) -> int:
+    """Return the lowest level whose rows a space group shares."""
     if space.levels != "auto":
         return max(space.levels)
+    height, levels = layers[0].in_size[0], 1 + max(level_of(layer, 0) for layer in layers)
     even = [level for level in range(levels) if busiest_share(height >> level, space.size) <= EVEN_SHARE]
     return max(even, default=0)
 
@@ -115,8 +116,7 @@ def row_layers(layers: Sequence[Layer], space: SpaceSplit) -> tuple[Layer, ...]:
     """Return whole layers as the busiest rank of a space group has them: with most rows, then with two neighbours."""
     if space.size == 1:
         return tuple(layers)
-    levels, height = 1 + max(level_of(layer, 0) for layer in layers), layers[0].in_size[0]
-    lowest = lowest_shared(height, levels, space)
+    height, lowest = layers[0].in_size[0], lowest_shared(layers, space)
     own = rows_by_rank(height >> lowest, space.size)
     shared = {height >> level: tuple(rows << lowest - level for rows in own) for level in range(lowest + 1)}
     busiest = max(range(space.size), key=lambda rank: (own[rank], 0 < rank < space.size - 1))
@@ -221,8 +221,7 @@ def layer_swaps(layer: Layer) -> Iterator[tuple[Swaps, Swaps]]:
 
 def rows_fault(layers: Sequence[Layer], space: SpaceSplit, sizes: Sequence[int]) -> tuple[str, list[int]] | None:
     """Return why a space group can't share the rows of layers, and which of some ``sizes`` can; None if it can."""
-    height, levels = layers[0].in_size[0], 1 + max(level_of(layer, 0) for layer in layers)
-    lowest = lowest_shared(height, levels, space)
+    height, lowest = layers[0].in_size[0], lowest_shared(layers, space)
     rows = height >> lowest
     if space.size == 1 or (share := busiest_share(rows, space.size)) <= MOST_SHARE:
         return None
@@ -237,8 +236,7 @@ def check_rows(layers: Sequence[Layer], layout: Layout, path: Path | str) -> Non
     space, key = layout.space, "pipeline.space"
     if (found := rows_fault(layers, space, divisors(layout.world_size // layout.stages, space.size))) is None:
         return
-    (fault, sizes), height = found, layers[0].in_size[0]
-    levels = range(lowest_shared(height, 1 + max(level_of(layer, 0) for layer in layers), space))
+    (fault, sizes), height, levels = found, layers[0].in_size[0], range(lowest_shared(layers, space))
     able = [level for level in levels if busiest_share(height >> level, space.size) <= MOST_SHARE]
     fixes = [f"ds.{key}.size={sizes[-1]}", *(f"ds.{key}.levels={shown([*range(one + 1)])}" for one in able[-1:])]
     advice = " or ".join(f"--set {shlex.quote(fix)}" for fix in fixes)

@@ -58,11 +58,7 @@ _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": 
 
 
 def to_diffusers(
-    state: Mapping[str, Tensor],
-    layers: Sequence[Layer],
-    *,
-    linear_projection: bool = False,
-    order: Sequence[int] = (),
+    state: Mapping[str, Tensor], layers: Sequence[Layer], *, linear_projection: bool = False, order: Sequence[int] = ()
 ) -> dict[str, Tensor]:
     """Return tensors by diffusers' names from tensors by ours (``4.conv1.weight``), as views.
 
