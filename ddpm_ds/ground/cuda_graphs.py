@@ -7,7 +7,7 @@ After a failed capture PyTorch's allocator frees no memory, and the device's ran
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -38,27 +38,23 @@ class Graphs:
     def capture(self, work: Callable[[], object]) -> None:
         """Capture ``work``, which may draw none of PyTorch's random numbers; free the memory if that fails."""
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two calls
-        generator = torch.cuda.default_generators[self._device]
-        kept = generator.graphsafe_get_state()
-        # A failure spoils the generator in use, so it is a spare one.
-        generator.graphsafe_set_state(torch.Generator(f"cuda:{self._device}").graphsafe_get_state())
-        _capturing.append(self)
-        try:
-            self._begin()
-            work()
-            self._graphs[-1].capture_end()
-        except Exception:
+        with _spare_generator(self._device):
+            _capturing.append(self)
             try:
+                self._begin()
+                work()
                 self._graphs[-1].capture_end()
-            except RuntimeError:  # the same failure, before the allocator has learnt of the end
-                with contextlib.suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self._device, self._pool)
-                torch._C._cuda_releasePool(self._device, self._pool)
-            self.reset()
-            raise
-        finally:
-            _capturing.remove(self)
-            generator.graphsafe_set_state(kept)
+            except Exception:
+                try:
+                    self._graphs[-1].capture_end()
+                except RuntimeError:  # the same failure, before the allocator has learnt of the end
+                    with contextlib.suppress(RuntimeError):
+                        torch._C._cuda_endAllocateToPool(self._device, self._pool)
+                    torch._C._cuda_releasePool(self._device, self._pool)
+                self.reset()
+                raise
+            finally:
+                _capturing.remove(self)
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -100,3 +96,15 @@ def cached(make: Callable[..., Made]) -> Callable[..., Made]:
         return found
 
     return get
+
+
+@contextlib.contextmanager
+def _spare_generator(device: int) -> Iterator[None]:
+    """Let a capture use a spare generator of random numbers, since a failure spoils it."""
+    generator = torch.cuda.default_generators[device]
+    kept = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(torch.Generator(f"cuda:{device}").graphsafe_get_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(kept)
