@@ -71,7 +71,15 @@ class SpaceRanks:
         self._others = list[tuple[BaseProcess, Connection]]()
         self._shared = dict[tuple[UNet, tuple[Layer, ...]], UNet]()
         self._known = list[tuple[UNet, tuple[Layer, ...]]]()
-        self._watching = threading.Thread(target=self._watch, daemon=True)
+
+        def watch() -> None:
+            multiprocessing.connection.wait([process.sentinel for process, _ in self._others])
+            if self._others:  # a message to the one that has ended would wait for ever
+                fix = "see the error above, or use a smaller --batch-images"
+                print_to_stderr(f"{errors.COMMAND_ERROR}a process that shares the images with --space has ended; {fix}")
+                os._exit(errors.EXIT_PEER_LOST)
+
+        self._watching = threading.Thread(target=watch, daemon=True)
 
     def share(self, trained: Trained) -> Trained:
         """Return the same weights, which predict with all ranks; raises SpecError if images have too few rows."""
@@ -128,14 +136,6 @@ class SpaceRanks:
             signal.signal(signal.SIGINT, before)
             self._watching.start()
             _join(self._space, self._device, folder)
-
-    def _watch(self) -> None:
-        """End this process if another one ends, since a message to that would wait for ever."""
-        multiprocessing.connection.wait([process.sentinel for process, _ in self._others])
-        if self._others:
-            fix = "see the error above, or use a smaller --batch-images"
-            print_to_stderr(f"{errors.COMMAND_ERROR}a process that shares the images with --space has ended; {fix}")
-            os._exit(errors.EXIT_PEER_LOST)
 
 
 def _join(space: SpaceGroup, device: torch.device, folder: str) -> None:
