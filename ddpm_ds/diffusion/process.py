@@ -42,10 +42,19 @@ class Diffusion:
         shape: torch.Size | tuple[int, ...],
         more_words: Mapping[int, int] = MappingProxyType({}),
         more_normals: Mapping[int, int] = MappingProxyType({}),
+        band: Band | None = None,
     ) -> Draws:
-        """Return all draws of a micro-batch with x_t of `shape` (N, C, H, W), and draws of more streams."""
+        """Return all draws of a micro-batch with x_t of `shape` (N, C, H, W), and draws of more streams.
+
+        With a ``band`` the noise has its rows alone, where they can be drawn without the others.
+        """
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
-        normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
+        (channels, height, width), normals = shape[1:], dict[int, int | Sequence[range]]()
+        if self.diffuses:
+            normals[Stream.NOISE] = math.prod(shape[1:])
+            if band is not None and width % 4 == 0 and not self.spec.multires_noise:
+                starts = range(0, channels * height * width, height * width)
+                normals[Stream.NOISE] = [range(one + band.first * width, one + band.stop * width) for one in starts]
         if self.spec.noise_offset:
             normals[Stream.NOISE_OFFSET] = shape[1]
         if self.spec.multires_noise:
@@ -64,11 +73,13 @@ class Diffusion:
         return Moves(size, place, draws.coins(Stream.FLIP) if flips else None)
 
     def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
+        """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W); the
+        noise has the rows that are drawn.
+        """
         t = self.levels.draw(draws, shape[2:])  # (N,)
         if not self.diffuses:
             return t, t.new_zeros(shape).contiguous(memory_format=torch.channels_last)
-        eps = draws.normal(Stream.NOISE).reshape(shape)
+        eps = draws.normal(Stream.NOISE).reshape(*shape[:2], -1, shape[3])
         if self.spec.noise_offset:  # Guttenberg 2023, "Diffusion with offset noise"
             offset = draws.normal(Stream.NOISE_OFFSET)[:, :, None, None]  # (N, C, 1, 1)
             eps = torch.add(eps, offset, alpha=self.spec.noise_offset)

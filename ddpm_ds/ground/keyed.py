@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -82,8 +82,11 @@ def drop_threshold(drop: float) -> int:
     return min(round(drop * 2**16), 2**16 - 1)
 
 
-def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each; ``blocks`` counts them by stream."""
+Ranges = tuple[range, ...]
+
+
+def _philox(seed: int, blocks: Mapping[int, Ranges], images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each, of these counters by stream."""
     key_0, index = seed, images.to(torch.int64)[:, None]  # (N, 1)
     x0, key_1 = _columns(tuple(blocks.items()), images.device)
     x1 = index & _WORD
@@ -102,17 +105,18 @@ def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tenso
 
 
 @cached
-def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor | int]:
+def _columns(blocks: tuple[tuple[int, Ranges], ...], device: torch.device) -> tuple[Tensor, Tensor | int]:
     """Return the counters of the blocks, (1, blocks) int64, and their streams; a single stream is a number."""
-    counters = torch.cat([torch.arange(count, device=device) for _, count in blocks])
+    every = [torch.arange(one.start, one.stop, device=device) for _, ranges in blocks for one in ranges]
+    counters = torch.cat(every)
     if len(blocks) == 1:
         return counters[None], int(blocks[0][0])
-    streams = torch.cat([torch.full((count,), int(stream), device=device) for stream, count in blocks])
-    return counters[None], streams[None]
+    streams = [torch.full((sum(map(len, ranges)),), int(stream), device=device) for stream, ranges in blocks]
+    return counters[None], torch.cat(streams)[None]
 
 
 @cached
-def _codes(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+def _codes(blocks: tuple[tuple[int, Ranges], ...], device: torch.device) -> Tensor:
     """Return the counter of each block plus 2^32 times its stream, (blocks,) int64."""
     counters, streams = _columns(blocks, device)
     return (counters + (streams << 32))[0]
@@ -145,25 +149,35 @@ class Draws:
         seed: integer in [0, 2^32), as streams; others raise ValueError.
         images: (N,) int64 image indices.
         words: number of 32-bit words of each stream of bits; a uniform draw or an integer takes one.
-        normals: number of normal draws of each stream that has some.
+        normals: number of normal draws of each stream that has some, or ranges of draws whose ends 4 divides.
     """
 
     def __init__(
-        self, seed: int, images: Tensor, words: Mapping[int, int], normals: Mapping[int, int] = MappingProxyType({})
+        self,
+        seed: int,
+        images: Tensor,
+        words: Mapping[int, int],
+        normals: Mapping[int, int | Sequence[range]] = MappingProxyType({}),
     ) -> None:
-        self._counts = {int(stream): count for stream, count in (*words.items(), *normals.items())}
+        asked = {int(stream): count for stream, count in (*words.items(), *normals.items())}
+        drawn = {stream: (range(of),) if isinstance(of, int) else of for stream, of in asked.items()}
+        self._counts = {stream: sum(map(len, ranges)) for stream, ranges in drawn.items()}
         for stream in self._counts:
             check_key(seed, stream)
         # A block is four words, and two words make two normal draws.
-        blocks = {stream: -(-count // 4) for stream, count in self._counts.items()}
-        self._first = dict(zip(blocks, itertools.accumulate(blocks.values(), initial=0), strict=False))
+        blocks = {
+            stream: tuple(range(one.start // 4, -(-one.stop // 4)) for one in ranges)
+            for stream, ranges in drawn.items()
+        }
+        sizes = {stream: sum(map(len, ranges)) for stream, ranges in blocks.items()}
+        self._first = dict(zip(blocks, itertools.accumulate(sizes.values(), initial=0), strict=False))
         self._normals: Tensor | None = None
         write = _fused(images.device)
         if write is None:
             self._bits = torch.stack(_philox(seed, blocks, images), dim=-1).flatten(1)
             return
-        lowest, of_words = min(blocks), 4 * sum(blocks[stream] for stream in words)
-        codes = _codes(tuple((stream - lowest, count) for stream, count in blocks.items()), images.device)
+        lowest, of_words = min(blocks), 4 * sum(sizes[stream] for stream in words)
+        codes = _codes(tuple((stream - lowest, ranges) for stream, ranges in blocks.items()), images.device)
         self._bits = images.new_empty((len(images), of_words), dtype=torch.int64)
         self._normals = images.new_empty((len(images), 4 * len(codes) - of_words), dtype=torch.float32)
         write(images.to(torch.int64).contiguous(), codes, seed, lowest, self._bits, self._normals)
@@ -220,7 +234,7 @@ def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float, f
     `count`. ``ddpm_ds.unet.keyed_mask`` computes the same bits in one kernel. Numbers out of range raise ValueError.
     """
     threshold = drop_threshold(drop) - 2**15  # compared with the bits as a signed integer
-    key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, {stream: 1}, images))  # (N, 1) each
+    key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, {stream: (range(1),)}, images))  # (N, 1) each
     counter = torch.arange(first // 2, -(-(first + count) // 2), dtype=torch.int32, device=images.device)
     x = torch.add(key_0, counter, alpha=_COUNTER_STEP)  # (N, words)
     # MurmurHash3's finaliser, except that the second key enters half-way: with one key, two images with close keys

@@ -96,12 +96,14 @@ class Denoising:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         stored, size = batch.images.shape[2:], self._size(batch)
-        draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
+        shape = (*batch.images.shape[:2], *size)
+        draws = self._diffusion.draws(batch.index, shape, *self._conditions.draws(), band=self.band)
         flips = spec.data.horizontal_flips and spec.data.autoencoder is None  # latents are read mirrored
         moves = self._diffusion.moves(draws, stored, None if self.band else size, flips)
         x0, mask = self._moved(batch, moves)
-        (t, eps), labels, classes = self._diffusion.draw(draws, (*x0.shape[:2], *size)), None, spec.unet.classes
-        eps = eps if self.band is None else self.band.cut(eps).clone()
+        (t, eps), labels, classes = self._diffusion.draw(draws, shape), None, spec.unet.classes
+        if self.band is not None and eps.shape[2] == size[0]:  # all rows were drawn
+            eps = self.band.cut(eps).clone()
         if batch.pairs is not None:
             eps = eps[batch.pairs].contiguous(memory_format=torch.channels_last)
         if classes is not None:

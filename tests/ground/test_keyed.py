@@ -215,9 +215,9 @@ def test_keep_mask_is_independent_between_elements_images_layers_and_seeds() -> 
 
 def test_streams_that_are_counted_on_from_meet_no_other() -> None:
     most_layers, most_timesteps = 10_000, 100_000
-    above = [Stream.MULTIRES, Stream.MULTIRES_RATIO, Stream.NOISE_OFFSET]
-    assert sorted(Stream)[-6:] == [Stream.DROPOUT, *above, Stream.HELD_OUT, Stream.SAMPLE]
-    assert Stream.DROPOUT + most_layers < Stream.MULTIRES and Stream.HELD_OUT + most_timesteps < Stream.SAMPLE
+    above = [Stream.ROUNDING, Stream.MULTIRES, Stream.MULTIRES_RATIO, Stream.NOISE_OFFSET]
+    assert sorted(Stream)[-7:] == [Stream.DROPOUT, *above, Stream.HELD_OUT, Stream.SAMPLE]
+    assert Stream.DROPOUT + most_layers < Stream.ROUNDING and Stream.HELD_OUT + most_timesteps < Stream.SAMPLE
     assert Stream.SAMPLE + 1 + most_timesteps < 2**32
     assert len(set(Stream)) == len(Stream.__members__)
 
@@ -256,5 +256,17 @@ def test_draws_on_cuda_are_those_of_the_cpu() -> None:
 def test_keys_of_draws_stay_where_a_cuda_graph_reads_them() -> None:
     """However many sizes of images there are: buckets of aspect may be 41, and each has a graph of its own."""
     for made in (keyed._columns, keyed._codes):
-        kept = [made(((0, 4), (1, blocks)), torch.device("cpu")) for blocks in range(1, 101)]
-        assert all(made(((0, 4), (1, blocks)), torch.device("cpu")) is kept[blocks - 1] for blocks in range(1, 101))
+        kept = [made(((0, (range(4),)), (1, (range(blocks),))), torch.device("cpu")) for blocks in range(1, 101)]
+        assert all(
+            made(((0, (range(4),)), (1, (range(blocks),))), torch.device("cpu")) is kept[blocks - 1]
+            for blocks in range(1, 101)
+        )
+
+
+def test_ranges_of_normal_draws_are_those_of_all_draws_and_no_others_are_made() -> None:
+    images = torch.tensor([3, 2**33])
+    everything = keyed.Draws(5, images, {7: 3}, {1: 96}).normal(1)
+    draws = keyed.Draws(5, images, {7: 3}, {1: [range(8, 20), range(56, 68)], 3: 5})
+    assert torch.equal(draws.normal(1), torch.cat((everything[:, 8:20], everything[:, 56:68]), dim=1))
+    assert torch.equal(draws.normal(3), keyed.normal(5, 3, images, 5))
+    assert draws._bits.shape == (2, 4 * (1 + 3 + 3 + 2))

@@ -110,7 +110,9 @@ def run_course(course: Course, folder: Path) -> None:
     def saver(source: str) -> Saver:
         there = folder / course.name / source
         dist.barrier()  # savers of one store count their checkpoints anew
-        return Saver(engine, ema, there, SPEC.checkpoint, about, log=print, store=store)
+        made = Saver(engine, ema, there, SPEC.checkpoint, about, log=print, store=store)
+        dist.barrier()  # rank 0 has named this start, by which all ranks find one folder
+        return made
 
     def train(saving: Saver, steps: int) -> None:
         for step in range(engine.global_steps, engine.global_steps + steps):
