@@ -117,8 +117,10 @@ class CaptionTokens(cache.ByPosition):
         self, positions: cache.Indices, out: cache.Images | None = None, draw: cache.Draw | None = None
     ) -> cache.Images:
         rows, spec = cache.chosen(self._images.others[cache.CAPTIONS], positions, draw), self._encoders.spec.tags
+        starts, ends = self._starts[rows].tolist(), self._starts[rows + 1].tolist()
         with _captions_file(self._images) as lines:
-            texts = [json.loads(os.pread(lines.fileno(), *self._place(row))) for row in rows.tolist()]
+            file = lines.fileno()
+            texts = [json.loads(os.pread(file, end - at, at)) for at, end in zip(starts, ends, strict=True)]
         if spec is not None:
             from ddpm_ds.ground.keyed import Stream  # imports torch
 
@@ -131,11 +133,6 @@ class CaptionTokens(cache.ByPosition):
             return found
         out[:] = found
         return out
-
-    def _place(self, row: int) -> tuple[int, int]:
-        """Return the length of a text in the file, and where it begins."""
-        start, end = self._starts[row : row + 2].tolist()
-        return end - start, start
 
 
 def with_tokens(images: cache.DatasetCache, encoders: TextEncoders) -> cache.DatasetCache:

@@ -46,8 +46,6 @@ from ddpm_ds.ground.host import processes_on_host, processors
 from ddpm_ds.ground.units import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 VERIFIED_BYTES = 2**34
@@ -337,24 +335,20 @@ def _written_below(store_root: Path) -> Iterator[None]:
 
 def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
     """Return the content of a text cache: the encoded distinct captions of ``images``."""
-    texts, fields = captions.texts_of(images), captions.text_fields(encoders)
-
-    def chunks(numbers: range) -> Iterator[Chunk]:
-        return captions.encoded_texts(encoders, texts[numbers.start : numbers.stop])
-
-    meta = _meta_of("text", fields, len(texts), source=images.meta.source, folder=images.meta.folder)
-    return Content(meta.model_copy(update={"sha256": captions.text_sources(images, encoders)}), chunks)
+    texts, sources = captions.texts_of(images), captions.text_sources(images, encoders)
+    known = {"source": images.meta.source, "folder": images.meta.folder, "sha256": sources}
+    meta = _meta_of("text", captions.text_fields(encoders), len(texts), **known)
+    return Content(meta, lambda part: captions.encoded_texts(encoders, texts[part.start : part.stop]))
 
 
 def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) -> Content:
     """Return the content of a cache of latents, encoded from all ``pixels``."""
     fields = latent_fields(pixels, data)
+    kept = fields.keys() & pixels.others.keys() - {cache.CONDITION, cache.MASK}
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, found in encoded(pixels, coder, data, numbers):
-            rows = {
-                name: stored[part] for name, stored in pixels.others.items() if name in fields.keys() - found
-            } | found
+            rows = {name: pixels.others[name][part] for name in kept} | found
             others = {name: [fields[name].rounded(row).data for row in each] for name, each in rows.items()}
             yield Chunk(others.pop(cache.IMAGES), pixels.labels[part].tolist(), [], others)
 
