@@ -89,7 +89,11 @@ def plan(options: PlanOptions) -> None:
         raise LayoutError("--tflops has no effect on layers that --measure times; leave one of them out")
     set_environment()
     if options.measure and options.processes > 1:
-        _measure_swap("cpu" if options.device_kind == "cpu" else "auto")
+        from ddpm_ds.ground.device import choose_device, described
+        from ddpm_ds.observe.device_speed import measure_swap
+
+        device = choose_device("cpu" if options.device_kind == "cpu" else "auto")
+        measure_swap("cpu" if device.type == "cpu" else described(1)[0], device)  # which space groups wait for
     on = options.device_kind or "devices like this machine's"
     print(f"planning {spec.name} for {counted(options.processes, 'process')} on {on}", file=sys.stderr, flush=True)
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
@@ -141,15 +145,6 @@ def _draw(found: Plan, name: str, path: Path, *, overwrite: bool) -> None:
     with writing(path, overwrite=overwrite) as file:
         draw_step(step.events, step.step_seconds, list(map(str, range(len(step.events)))), title, file)
     print(f"{path}: the step of 1")
-
-
-def _measure_swap(wanted: str) -> None:
-    """Measure a swap between two devices, which space groups wait for."""
-    from ddpm_ds.ground.device import choose_device, described
-    from ddpm_ds.observe.device_speed import measure_swap
-
-    device = choose_device(wanted)
-    measure_swap("cpu" if device.type == "cpu" else described(1)[0], device)
 
 
 def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:

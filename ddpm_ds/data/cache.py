@@ -521,7 +521,7 @@ class DatasetCache:
         """Return this cache with these rows alone of fields of the images' size, but of a mask all."""
         size, others = self.images.shape[2:], dict(self.others)
         for name, stored in self.others.items():
-            if name != "mask" and stored.shape[2:] == size:
+            if not name.startswith(MASK) and stored.shape[2:] == size:
                 others[name] = stored.rows(first, stop)
         return replace(self, images=self.images.rows(first, stop), others=others)
 

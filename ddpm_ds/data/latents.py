@@ -441,16 +441,15 @@ def encoded(
     for first in range(numbers.start, numbers.stop, together):
         part = slice(first, min(first + together, numbers.stop))
         found: dict[str, Tensor] = {}
-        images = torch.from_numpy(cache.images[part])
-        given = [] if data.condition is None else _given(cache, spec, part)
+        images, given = torch.from_numpy(cache.images[part]), _given(cache, spec, part) if data.condition else []
         for mirrored in (False, True)[: 1 + data.horizontal_flips]:
-            found[variant(IMAGES, 0, mirrored)] = coder.encode(_turned(mirrored, images))
+            turned = (lambda each: each.flip(-1)) if mirrored else (lambda each: each)
+            found[variant(IMAGES, 0, mirrored)] = coder.encode(turned(images))
             if MASK in cache.others:
-                mask = _turned(mirrored, torch.from_numpy(cache.others[MASK][part]))
-                found[variant(MASK, 0, mirrored)] = torch.nn.functional.avg_pool2d(mask.float(), factor).round()
+                mask = turned(torch.from_numpy(cache.others[MASK][part])).float()
+                found[variant(MASK, 0, mirrored)] = torch.nn.functional.avg_pool2d(mask, factor).round()
             for number, each in enumerate(given):
-                made = condition_of(coder, spec, _turned(mirrored, images), _turned(mirrored, each))
-                found[variant(CONDITION, number, mirrored)] = made
+                found[variant(CONDITION, number, mirrored)] = condition_of(coder, spec, turned(images), turned(each))
         for values in found.values():
             largest = values.abs().amax(dim=(1, 2, 3))  # (n,), NaN if any value is
             beyond = ~(largest <= MOST_FLOAT16)
@@ -462,11 +461,6 @@ def encoded(
                     f"autoencoder, or a smaller scaling_factor in its {CONFIG}"
                 )
         yield part, {name: values.numpy() for name, values in found.items()}
-
-
-def _turned(mirrored: bool, images: Tensor) -> Tensor:
-    """Return images (N, C, H, W), which may be ``mirrored``."""
-    return images.flip(-1) if mirrored else images
 
 
 def _given(cache: DatasetCache, spec: ConditionSpec, part: slice) -> list[Tensor]:

@@ -344,12 +344,11 @@ def text_content(images: cache.DatasetCache, encoders: TextEncoders) -> Content:
 def latents_content(pixels: cache.DatasetCache, coder: Coder, data: DataSpec) -> Content:
     """Return the content of a cache of latents, encoded from all ``pixels``."""
     fields = latent_fields(pixels, data)
+    kept = fields.keys() & pixels.others.keys() - {cache.CONDITION, cache.MASK}
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, found in encoded(pixels, coder, data, numbers):
-            rows = {
-                name: stored[part] for name, stored in pixels.others.items() if name in fields.keys() - found
-            } | found
+            rows = {name: pixels.others[name][part] for name in kept} | found
             others = {name: [fields[name].rounded(row).data for row in each] for name, each in rows.items()}
             yield Chunk(others.pop(cache.IMAGES), pixels.labels[part].tolist(), [], others)
 

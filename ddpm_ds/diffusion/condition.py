@@ -269,7 +269,7 @@ class Conditions:
         """Return a condition's own channels, (N, c, H, W) in stored units, or None; ``scale`` is the images'."""
         if self.spec.kind is None:
             return None
-        count = {"stored": self.spec.channels, "grey": 1}.get(self.spec.kind, self._shape[0])
+        count = {"stored": self.spec.channels, "grey": 1}.get(self.spec.kind) or self._shape[0]
         unscaled = self.spec.kind == "stored" and (not self._of_pictures or self.spec.normalise is not None)
         return (self._scale if unscaled else scale).to_physical(condition.channels[:, :count])
 

@@ -90,6 +90,8 @@ class Inputs:
         key, fields = hashlib.sha256(found.key.encode()).hexdigest(), found.fields
         if trained.autoencoder is not None:
             fields = {CONDITION: Reading(partial(_encoded, trained, found.fields))}
+        elif trained.facts is None and data.condition_is_stored:
+            fields = {CONDITION: found.fields[IMAGES]}
         return cls(trained, fields, np.arange(found.count), key, found.truths)
 
     @classmethod

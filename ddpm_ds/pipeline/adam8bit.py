@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +31,8 @@ STEP_BITS, NUMBER_BITS, SHARD_BITS = 39, 25, 21
 CHUNK_BLOCKS = BUCKET_ELEMENTS // BLOCK
 """Number of blocks that are stepped at a time."""
 
+_Part = tuple[int, Tensor, int, float]
+"""Part of the gradients, weights in it, first place in the rows, factor on the learning rate over the first group's."""
 Picks = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 """Function that picks some tensors of a sequence."""
 
@@ -50,7 +51,7 @@ class _Chunk:
     tiles: Picks
     """Picks their gradients from the parts of all gradients."""
     rates: list[float]
-    """Factors on their learning rate, relative to the first group's."""
+    """Factors on their learning rate over the first group's."""
     index: Tensor
     """Number of each row, or element if there is one row, to draw its roundings by: (N,) int64."""
 
@@ -80,11 +81,11 @@ class Adam8bit(torch.optim.Optimizer):
         The ``names`` of all parameters of the U-Net, in their order, and the ``seed`` decide how weights are rounded.
         """
         numbers, self._seed = {name: number << NUMBER_BITS for number, name in enumerate(names)}, seed
-        index, elements_index = list[Tensor](), list[Tensor]()
+        index, elements_index = [torch.arange(0)], list[Tensor]()
         first_factor = self.param_groups[0].get("factor", 1.0)
         factors = [group.get("factor", 1.0) / first_factor for group in self.param_groups for _ in group["params"]]
         self._masters: list[Tensor] = [master for group in self.param_groups for master in group["params"]]
-        device = self._masters[0].device
+        device, self._rounds = self._masters[0].device, self._masters[0].dtype is not torch.float32
         self._codes = {moment: code_of(moment, device) for moment in MOMENTS}
         self._steps = torch.zeros((), device=device)
         self._first: dict[tuple[str, int], int] = {}  # place of a piece's first element, in the rows or among vectors
@@ -100,7 +101,7 @@ class Adam8bit(torch.optim.Optimizer):
                 number = numbers[piece.name] + ((piece.shard.rank if piece.shard else 0) << SHARD_BITS)
                 if piece.dimensions <= 1:
                     self._first[piece.name, piece.first] = elements
-                    vectors.append(_Part(part + len(sizes), piece.of(master), elements, rate))
+                    vectors.append((part + len(sizes), piece.of(master), elements, rate))
                     elements_index.append(torch.arange(piece.first, piece.first + piece.length) + number)
                     elements += piece.length
                     sizes.append(piece.length)
@@ -112,7 +113,7 @@ class Adam8bit(torch.optim.Optimizer):
                 left = piece.of(master)
                 while len(left):  # a chunk ends within large weights
                     length = min(len(left), BLOCK * CHUNK_BLOCKS - place % (BLOCK * CHUNK_BLOCKS))
-                    weights.append(_Part(part + len(sizes), left[:length], place, rate))
+                    weights.append((part + len(sizes), left[:length], place, rate))
                     sizes.append(length)
                     left, place = left[length:], place + length
             if gap := master.numel() - sum(sizes):
@@ -128,17 +129,12 @@ class Adam8bit(torch.optim.Optimizer):
         }
         self._plain = {moment: torch.zeros(elements, device=device) for moment in MOMENTS}
         numbered = of_vectors = torch.empty(0)
-        if self.rounds:
+        if self._rounds:
             numbered, of_vectors = torch.cat([*index, *elements_index]).to(device).split([rows, elements])
         spans = [slice(first, min(first + CHUNK_BLOCKS, rows)) for first in range(0, rows, CHUNK_BLOCKS)]
         self._chunks = [_chunk(weights, span, numbered[span]) for span in spans]
         self._vectors = _chunk(vectors, slice(0, 1), of_vectors, elements) if elements else None
         self.state[self._masters[0]] = {"step": self._steps}
-
-    @property
-    def rounds(self) -> bool:
-        """Whether weights have 16 bits, without fp32 masters, and are rounded at random."""
-        return self._masters[0].dtype is not torch.float32
 
     @torch.no_grad()
     def take(self, gradients: Sequence[Tensor], factor: Tensor | None) -> None:
@@ -148,7 +144,7 @@ class Adam8bit(torch.optim.Optimizer):
         found, taken = self.found_inf != 0, 1 - self.found_inf
         self._steps.add_(taken)
         steps, rate = self._steps.clamp(min=1), group["lr"] * taken
-        for one in self.param_groups if decay and not self.rounds else ():
+        for one in self.param_groups if decay and not self._rounds else ():
             torch._foreach_mul_(one["params"], 1 - one["lr"] * taken * decay)
         shares = (1 - beta1) * taken, (1 - beta2) * taken
         size, wide = -rate / (1 - beta1**steps), (1 - beta2**steps).sqrt()
@@ -166,7 +162,7 @@ class Adam8bit(torch.optim.Optimizer):
             torch.sqrt(second, out=packed).div_(wide).add_(group["eps"])
             torch.div(first, packed, out=packed).mul_(size)
             steps = list(chunk.slots(packed.view(-1).split(chunk.sizes)))
-            if self.rounds:
+            if self._rounds:
                 new = torch.zeros_like(packed)
                 parts = list(chunk.slots(new.view(-1).split(chunk.sizes)))
                 torch._foreach_copy_(parts, chunk.masters)
@@ -174,7 +170,7 @@ class Adam8bit(torch.optim.Optimizer):
                     packed.addcmul_(new, -rate * decay)
             if {*chunk.rates} != {1.0}:
                 torch._foreach_mul_(steps, chunk.rates)
-            if self.rounds:
+            if self._rounds:
                 round_at_random(new.add_(packed), self._seed, (self._steps.long() << STEP_BITS) + chunk.index)
                 torch._foreach_copy_(chunk.masters, parts)
             else:
@@ -242,36 +238,24 @@ def round_at_random(values: Tensor, seed: int, index: Tensor) -> None:
     values.view(torch.int32).add_(bits.view(values.shape)).bitwise_and_(-(2**16))
 
 
-class _Part(NamedTuple):
-    """Consecutive elements of a parameter that are stepped together."""
-
-    gradient: int
-    """Its part of the gradients."""
-    weights: Tensor
-    place: int
-    """Place of its first element in the rows."""
-    rate: float
-    """Factor on its learning rate, relative to the first group's."""
-
-
 def _chunk(parts: Sequence[_Part], rows: slice, index: Tensor, width: int = BLOCK) -> _Chunk:
     """Return the chunk of these rows of a width; parts are in rising order, and ``index`` has a number for each row,
     or for each element of the only row.
     """
     at, stop = rows.start * width, rows.stop * width
-    own = [part for part in parts if at <= part.place < stop]
+    own = [part for part in parts if at <= part[2] < stop]
     sizes: list[int] = []
     slots = []
-    for part in own:
-        if gap := part.place - at:
+    for _, weights, place, _ in own:
+        if gap := place - at:
             sizes.append(gap)
         slots.append(len(sizes))
-        sizes.append(len(part.weights))
-        at = part.place + len(part.weights)
+        sizes.append(len(weights))
+        at = place + len(weights)
     if gap := stop - at:
         sizes.append(gap)
-    weights, rates = [part.weights for part in own], [part.rate for part in own]
-    return _Chunk(rows, sizes, weights, _picks(slots), _picks([part.gradient for part in own]), rates, index)
+    tiles, masters, _, rates = map(list, zip(*own, strict=True))
+    return _Chunk(rows, sizes, masters, _picks(slots), _picks(tiles), rates, index)
 
 
 def _picks(places: list[int]) -> Picks:

@@ -42,9 +42,9 @@ EIGHT_BIT_BYTES = 226  # the same for Adam in 8 bits, which passes over memory s
 ROUNDING_BYTES = 60  # bytes per parameter that random rounding reads and writes besides
 EMA_BYTES = 12  # bytes per parameter that an average of the weights reads and writes
 
-DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
+DRAWS, UPDATE, EIGHT_BIT_UPDATE, ROUNDING_UPDATE = 10, 30, 47, 12
 """Kernels launched to draw a micro-batch's noise, timesteps and flips; by the optimizer's step with averages; and by
-Adam in 8 bits for each ``BUCKET_ELEMENTS``."""
+Adam in 8 bits for each ``BUCKET_ELEMENTS``, without and for random rounding."""
 
 LAUNCHES: dict[type[Layer], tuple[int, int]] = {
     AttentionLayer: (5, 11),
@@ -238,7 +238,8 @@ def beside_a_message(machine: Machine, layout: Layout) -> float:
 def update_seconds(job: Workload, machine: Machine, layout: Layout, owned: float) -> float:
     """Return the seconds of the optimizer's step and the averages for the ``owned`` parameters of a rank."""
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
-    count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.config.is_8bit else 0)
+    each = (EIGHT_BIT_UPDATE + ROUNDING_UPDATE * job.config.rounds) * job.config.is_8bit
+    count = UPDATE + each * math.ceil(owned / BUCKET_ELEMENTS)
     seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
     if layout.offload:
         seconds += owned * (4 + job.stored_bytes) / min(machine.host_bandwidth, PCIE_BANDWIDTH)

@@ -236,8 +236,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         "imbalance": f"{slowest('pass_seconds', 'computes for', now.micro_batches)}, the mean rank for "
         f"{_seconds(now.micro_batches * facts.mean('pass_seconds'))}, and the others wait",
         "communication": f"{lost} go to messages and gradients{wires}",
-        "swaps": f"{lost} are waits for the {now.space.size - 1} others that share each image of "
-        f"{'x'.join(map(str, facts.spec.data.size))}, for each of them {facts.swaps} in a micro-batch",
+        "swaps": f"{lost} are waits for the ranks of a space group, {facts.swaps} in a micro-batch of images of "
+        f"{'x'.join(map(str, facts.spec.data.size))}",
         "data wait": f"{slowest('data_wait_seconds', 'waits')} for the next images, with data.workers = "
         f"{facts.spec.data.workers}, from data.store_root = {facts.spec.data.store_root}",
         "transfers": f"{slowest('load_seconds', 'takes')} to bring images to its device and add noise",

@@ -192,8 +192,9 @@ def rows_read(spec: RunSpec, cache: DatasetCache, band: Band | None) -> Band | N
     It does for work that needs other rows, and where a band would have the shape of a smaller condition.
     """
     data, diffusion, condition = spec.data, spec.diffusion, spec.data.condition or ConditionSpec()
-    looks = condition.kind not in (None, "stored") or diffusion.noise_pairs > 1 or diffusion.input_perturbation > 0.0
-    if band is None or looks or data.size != cache.size:
+    made = condition.kind is not None and not data.condition_is_stored
+    looks = made or diffusion.noise_pairs > 1 or diffusion.input_perturbation > 0.0
+    if band is None or looks or data.size != cache.size or cache.buckets:
         return None
     smaller = {stored.shape[2:] for stored in cache.others.values()} - {cache.size}
     return None if (band.stop - band.first, cache.size[1]) in smaller else band

@@ -88,7 +88,7 @@ MAY_CHANGE = (
     *("name", "train.images", "train.accumulation", "ema.on_host"),
     *("checkpoint.", "bad_numbers.", "sampler.", "samples.", "evaluation.", "logging."),
     *("data.workers", "data.store_root", "data.autoencoder", "data.max_bad_fraction"),
-    *("data.path", "data.held_out_path", "data.condition.path", "data.condition.held_out_path"),
+    *("data.path", "data.held_out_path", "data.condition.path", "data.condition.held_out_path", "data.mask"),
 )
 """Spec keys that a resumed run may change: length, layout, cadences, samples, logging, machine and places."""
 NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "scheduler")

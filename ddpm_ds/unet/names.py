@@ -12,34 +12,25 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ddpm_ds.schema.section import shown
-from ddpm_ds.unet.layers import (
-    AttentionLayer,
-    BlockLayer,
-    EmbedLayer,
-    InputLayer,
-    Layer,
-    OutputLayer,
-    TransformerBlockLayer,
-    TransformerInputLayer,
-    TransformerOutputLayer,
-)
+from ddpm_ds.unet import layers as kinds
+from ddpm_ds.unet.layers import Layer
 
 _EMBEDDINGS = {"linear": "time_embedding", "level": "class_embedding", "text": "add_embedding"}
 _MODULES: dict[type[Layer], dict[str, str]] = {
-    EmbedLayer: {f"{ours}{n}": f"{theirs}.linear_{n}" for ours, theirs in _EMBEDDINGS.items() for n in (1, 2)}
+    kinds.EmbedLayer: {f"{ours}{n}": f"{theirs}.linear_{n}" for ours, theirs in _EMBEDDINGS.items() for n in (1, 2)}
     | {"label_embedding": "class_embedding"},
-    InputLayer: {"conv": "conv_in"},
-    OutputLayer: {"norm": "conv_norm_out", "conv": "conv_out"},
-    BlockLayer: {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
+    kinds.InputLayer: {"conv": "conv_in"},
+    kinds.OutputLayer: {"norm": "conv_norm_out", "conv": "conv_out"},
+    kinds.BlockLayer: {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
     | {"time_projection": "time_emb_proj", "shortcut": "conv_shortcut"},
-    AttentionLayer: {"norm": "group_norm", "qkv": "to_q to_k to_v", "projection": "to_out.0"},
-    TransformerInputLayer: {"norm": "norm", "projection": "proj_in"},
-    TransformerBlockLayer: {
+    kinds.AttentionLayer: {"norm": "group_norm", "qkv": "to_q to_k to_v", "projection": "to_out.0"},
+    kinds.TransformerInputLayer: {"norm": "norm", "projection": "proj_in"},
+    kinds.TransformerBlockLayer: {
         **{"norm1": "norm1", "qkv": "attn1.to_q attn1.to_k attn1.to_v", "projection1": "attn1.to_out.0"},
         **{"norm2": "norm2", "q": "attn2.to_q", "kv": "attn2.to_k attn2.to_v", "projection2": "attn2.to_out.0"},
         **{"norm3": "norm3", "gated": "ff.net.0.proj", "projection3": "ff.net.2"},
     },
-    TransformerOutputLayer: {"projection": "proj_out"},
+    kinds.TransformerOutputLayer: {"projection": "proj_out"},
 }
 """Modules of diffusers by modules of our layers, in which several may be fused; every other layer has a `conv`."""
 
@@ -49,9 +40,9 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
         modules = _MODULES.get(type(layer), {"conv": "conv"})
-        outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)
+        outside = isinstance(layer, kinds.EmbedLayer | kinds.InputLayer | kinds.OutputLayer)
         place = "" if outside else f"{_place(layer.name, levels)}."
-        if isinstance(layer, TransformerBlockLayer):
+        if isinstance(layer, kinds.TransformerBlockLayer):
             place += f"transformer_blocks.{layer.name.rpartition('.')[2]}."
         for ours in layer.listed:
             module, _, kind = ours.name.rpartition(".")

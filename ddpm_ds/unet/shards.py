@@ -291,18 +291,22 @@ def is_asked(layer: Layer, layers: Sequence[Layer], tensor: TensorSplit) -> bool
 def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) -> tuple[Sums, Sums]:
     """Return the sums of the forward and of the backward of a stage with these ``layers``.
 
-    A backward sums each layer's gradient, and the embedding's once for each walk with split residual blocks. It repeats
-    the forward's sums in the layers that it recomputes, a group of ``interval`` (0: none) at a time. Unless checkpoints
-    are ``reentrant``, recomputing stops before the last sum of a group, which the backward does not need.
+    A backward sums the gradient of each layer that it comes to, and the embedding's once for each walk with split
+    residual blocks. It repeats the forward's sums in the layers that it recomputes, a group of ``interval`` (0: none)
+    at a time. Unless checkpoints are ``reentrant``, recomputing stops before the last sum of a group, which the
+    backward does not need.
     """
     forward = Sums(sum(layer.sums for layer in layers), sum(layer.summed_elements[0] for layer in layers))
+    embeds = layers[0].reached  # else a backward does not come to the embedding
+    if not (layers := [layer for layer in layers if layer.reached]):
+        return forward, Sums(0, 0)
     walks = [layers]
     if interval:
         rest = layers[isinstance(layers[0], EmbedLayer) :]
         walks = [rest[start : start + interval] for start in range(0, len(rest), interval)]
-    number, elements = forward.number, sum(layer.summed_elements[1] for layer in layers)
+    number, elements = sum(layer.sums for layer in layers), sum(layer.summed_elements[1] for layer in layers)
     for walk in walks:
-        if split := [layer for layer in walk if isinstance(layer, BlockLayer) and layer.shards > 1]:
+        if embeds and (split := [layer for layer in walk if isinstance(layer, BlockLayer) and layer.shards > 1]):
             number, elements = number + 1, elements + split[0].embedding_channels
         if interval:
             number += sum(layer.sums for layer in walk)

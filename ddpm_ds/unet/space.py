@@ -44,16 +44,13 @@ class SpaceGroup:
     ) -> Callable[[], dict[int, list[Tensor]]]:
         """Begin to send tensors to some ranks, and to receive others from them; return a function that waits.
 
-        What goes from one rank to another is one message; all messages are posted as one call. Pairs of ranks have one
-        order everywhere, and of a pair the lower rank sends first, so that even a transport without such calls can't
-        lock.
+        Sent tensors may not change until then. What goes from one rank to another is one message; all messages are
+        posted as one call. Pairs of ranks have one order everywhere, and of a pair the lower rank sends first, so that
+        even a transport without such calls can't lock.
         """
         wanted = {rank: kinds for rank, kinds in wanted.items() if kinds}
-        sends = {
-            rank: torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-            for rank, parts in sent.items()
-            if parts
-        }
+        flat = {rank: [part.reshape(-1).view(torch.uint8) for part in parts] for rank, parts in sent.items() if parts}
+        sends = {rank: torch.cat(parts) if len(parts) > 1 else parts[0] for rank, parts in flat.items()}
         make = torch.zeros if self.group is None else torch.empty
         sizes = {rank: [math.prod(shape) * dtype.itemsize for shape, dtype in kinds] for rank, kinds in wanted.items()}
         received = {rank: make(sum(own), dtype=torch.uint8, device=device) for rank, own in sizes.items()}

@@ -40,8 +40,8 @@ def spec_of(tmp_path: Path) -> SpecOf:
         colours = random.integers(0, 255, (16, 24, 4))
         colours[..., 3] = 255 if number == 0 else np.arange(24) * 10
         save(tmp_path / "pictures" / name, colours[..., :3] if number == 0 else colours)
-        save(tmp_path / "masks" / name, random.integers(0, 2, (16, 24)) * 255)
-        save(tmp_path / "second" / name, random.integers(0, 255, (16, 24, 3)))
+        save((tmp_path / "masks" / name).with_suffix(".bmp"), random.integers(0, 2, (16, 24)) * 255)
+        save((tmp_path / "second" / name).with_suffix(".bmp"), random.integers(0, 255, (16, 24, 3)))
     save_autoencoder(tmp_path / "autoencoder")
 
     def make(**changes: Any) -> DataSpec:
@@ -63,7 +63,7 @@ def pixels(path: Path, channels: str = "RGB") -> npt.NDArray[np.uint8]:
 
 
 def below(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.png"))
+    return sorted(folder.glob("*/*.*"))
 
 
 def seen(cache: DatasetCache, fields: set[str], count: int = 60, start: int = 0, seed: int = 3) -> list[MicroBatch]:
@@ -93,13 +93,14 @@ def test_masks_are_cropped_like_their_pictures_and_are_means_in_latents(
         expected = [pixels(file, "RGBA")[3:] for file in files]
     elif given == "beside":
         expected = [np.full((1, 16, 16), 255), *(pixels(file, "L") for file in files if "label" in file.name)]
-    spec = spec_of(mask=str(tmp_path / "masks") if given == "folder" else given)
+    spec = spec_of(mask=str(tmp_path / "masks") if given == "folder" else given, horizontal_flips=True)
     latents = prepare(spec, How(encode_on=CPU))
     assert len(latents) == COUNT and latents.meta.stored["mask"].shape == (1, 8, 8)
     mine = prepare(spec.model_copy(update={"autoencoder": None, "channels": 3, "image_size": 16}))
     np.testing.assert_array_equal(mine.others["mask"][:], np.stack(expected))
     means = np.stack(expected).astype(float).reshape(COUNT, 1, 8, 2, 8, 2).mean(axis=(3, 5))
     np.testing.assert_allclose(latents.others["mask"][:], means, atol=0.5 + 1e-9)
+    assert np.array_equal(latents.others["mask-mirrored"][:], latents.others["mask"][:][..., ::-1])
     assert latents.meta.facts is None and mine.meta.facts is None, "neither has fields of arrays"
     assert prepare(spec).meta == latents.meta
 
@@ -135,7 +136,7 @@ def test_a_second_picture_is_encoded_like_the_first(scaled: bool, spec_of: SpecO
 
 
 def test_each_cut_is_drawn_encoded_and_read_by_key(spec_of: SpecOf, tmp_path: Path) -> None:
-    spec = spec_of(condition={"kind": "cut_out", "variants": 3, "unmasked": 0.4}, horizontal_flips=True)
+    spec = spec_of(mask="alpha", condition={"kind": "cut_out", "variants": 3, "unmasked": 0.4}, horizontal_flips=True)
     cache, autoencoder = prepare(spec, How(encode_on=CPU)), autoencoder_of(spec)
     assert autoencoder is not None and spec.interface.condition_channels == 5 and spec.interface.numbers == 0
     coder, images = Coder(autoencoder, CPU), torch.tensor(np.stack([*map(pixels, below(tmp_path / "pictures"))]))
@@ -167,6 +168,11 @@ def test_each_cut_is_drawn_encoded_and_read_by_key(spec_of: SpecOf, tmp_path: Pa
         used.add(name)
     assert len(used) == 6
     assert np.array_equal(cache.fields["condition"].read(np.arange(COUNT)), cache.others["condition"][:])
+    fields = {"images", "condition", "mask"}
+    for every, part in zip(seen(cache, fields, 9), seen(cache.rows(2, 5), fields, 9), strict=True):
+        for one, other in ((every.images, part.images), (every.condition, part.condition)):
+            assert one is not None and other is not None and torch.equal(one[:, :, 2:5], other)
+        assert every.mask is not None and part.mask is not None and torch.equal(every.mask, part.mask), "whole"
 
 
 def test_given_masks_are_cut_out(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -178,22 +184,15 @@ def test_given_masks_are_cut_out(spec_of: SpecOf, tmp_path: Path) -> None:
 
 
 def test_buckets_and_several_folders_have_theirs(spec_of: SpecOf, tmp_path: Path) -> None:
-    for number in (0, 4):  # taller than wide
-        name = f"{'a' if number < 3 else 'b'}/{number}.png"
-        for folder in ("pictures", "masks", "second"):
-            with Image.open(tmp_path / folder / name) as image:
-                image.rotate(90, expand=True).save(tmp_path / folder / name)
-    sources = [
-        {
-            "path": tmp_path / "pictures" / "a",
-            "mask": str(tmp_path / "masks" / "a"),
-            "condition": tmp_path / "second" / "a",
-        }
+    for path in (each for each in tmp_path.glob("*/?/*.*") if each.stem in "04"):  # taller than wide
+        with Image.open(path) as image:
+            image.rotate(90, expand=True).save(path)
+    sources: list[dict[str, Any]] = [
+        {"path": tmp_path / "pictures" / name, "condition": tmp_path / "second" / name} for name in "ab"
     ]
-    sources.append({"path": tmp_path / "pictures" / "b", "condition": tmp_path / "second" / "b"})
-    spec = spec_of(
-        path=None, sources=sources, condition={"kind": "stored"}, buckets={"step": 8, "widest": 2.0}, image_size=(8, 12)
-    )
+    sources[0]["mask"] = str(tmp_path / "masks" / "a")
+    changes = {"buckets": {"step": 8, "widest": 2.0}, "image_size": (8, 12)}
+    spec = spec_of(path=None, sources=sources, condition={"kind": "stored"}, **changes)
     cache = prepared(Recipes(spec).all(1), How(encode_on=CPU))
     assert [each.size for each in cache.caches] == [(8, 12), (12, 8)] and [*cache.counts] == [4, 2]
     white = [(each.others["mask"][:] == 255).all((1, 2, 3)).tolist() for each in cache.caches]
@@ -203,29 +202,24 @@ def test_buckets_and_several_folders_have_theirs(spec_of: SpecOf, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["mask", "condition"])
 def test_what_is_missing_or_of_another_size_is_one_line(kind: str, spec_of: SpecOf, tmp_path: Path) -> None:
-    folder = tmp_path / ("masks" if kind == "mask" else "second")
-    given: dict[str, Any] = (
-        {"mask": str(folder)} if kind == "mask" else {"condition": {"kind": "stored", "path": folder}}
-    )
-    key = "data.mask" if kind == "mask" else "data.condition.path"
-    whole = spec_of(**given)
-    prepare(whole, How(encode_on=CPU))
-    save(folder / "a" / "1.png", np.zeros((16, 24)))
+    folder, key = (tmp_path / "masks", "data.mask") if kind == "mask" else (tmp_path / "second", "data.condition.path")
+    file = folder / "a" / "1.bmp"
+
+    def made(path: Path, encode_on: torch.device | None = CPU) -> DatasetCache:
+        given = {"mask": str(path)} if kind == "mask" else {"condition": {"kind": "stored", "path": path}}
+        return prepare(spec_of(**given), How(encode_on=encode_on))
+
+    made(folder)
+    save(file, 255 - np.asarray(Image.open(file)))  # as many bytes
     with pytest.raises(DataError, match=r"data\.path = \S+ has other images than"):
-        prepare(whole)
-    save(folder / "a" / "1.png", np.zeros((16, 23)))
+        made(folder, None)
+    save(file, np.zeros((16, 23)))
     (tmp_path / "stores").rename(tmp_path / "before")
-    with pytest.raises(
-        DataError, match=rf"data\.{kind}: \S+1.png has \[16,23\] pixels, and a/1.png has \[16,24\]; give"
-    ):
-        prepare(whole, How(encode_on=CPU))
-    (folder / "a" / "1.png").unlink()
+    fault = rf"data\.{kind}: \S+1.bmp has \[16,23\] pixels, and a/1.png has \[16,24\]; give"
+    with pytest.raises(DataError, match=fault):
+        made(folder)
+    file.unlink()
     with pytest.raises(DataError, match=rf"{key} = \S+ has no picture for 1 of 6 images, first a/1.png; add one of"):
-        prepare(whole, How(encode_on=CPU))
+        made(folder)
     with pytest.raises(DataError, match=rf"{key} = nowhere is no folder; name one with a picture for each image"):
-        prepare(
-            spec_of(
-                **({"mask": "nowhere"} if kind == "mask" else {"condition": {"kind": "stored", "path": "nowhere"}})
-            ),
-            How(encode_on=CPU),
-        )
+        made(Path("nowhere"))

@@ -110,7 +110,9 @@ ONE_PROCESS = [
     Case(1, 1, 0, "fp32", 0, compile=True, process="buckets"),
 ]
 MORE_BY_TWO = [
-    Case(2, 1, 0, "fp32", 0, process="edm", train=("conv_out", "up_blocks.1")),
+    *(Case(2, 1, 0, kind, 0, process="edm", train=("conv_out", "up_blocks.1")) for kind in ("fp32", "fp16", "bf16")),
+    Case(2, 1, 1, "bf16", 0, process="edm", train=("conv_out",), rates=(("bias", 0.5),), **ROUNDED),
+    Case(1, 1, 0, "fp32", 1, process="heads", tensor=2, train=("up_blocks",), eight_bit=True),
     Case(1, 1, 1, "fp32", 0, process="edm", random_programs=31, space=2, train=("time_emb", "conv1.weight", "norm2")),
     Case(2, 1, 0, "fp16", 0, fixed_scale=128, process="flow", rates=(("up_blocks", 0.25),)),
     Case(1, 2, 1, "fp32", 0, eight_bit=True, process="edm", train=("blocks",), rates=(("conv1", 0.25),)),

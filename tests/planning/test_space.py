@@ -106,6 +106,8 @@ def test_cuts_follow_the_rows_that_a_rank_has() -> None:
     assert predictor.bounds(shared) != predictor.bounds(layout)
     phases = [rank.pass_seconds for rank in predictor.costs(shared)]
     assert max(phases) < max(rank.pass_seconds for rank in predictor.costs(shared, predictor.bounds(layout)))
+    waiting = replace(predictor, machine=replace(predictor.machine, swap=(10.0, 1e12)), _cuts={})
+    assert waiting.bounds(shared) != predictor.bounds(shared)
     sent, whole = (predictor.costs(one)[0].phases[0].activation_bytes for one in (shared, layout))
     assert sent < whole
 

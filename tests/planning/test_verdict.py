@@ -264,3 +264,15 @@ def test_no_change_gives_graphs_up() -> None:
         facts = replace(eager, job=job, replayed=replayed)
         others = _fastest_layouts(facts, traced_predictor(facts), 1.0, same_stages=False)
         assert bool(others) != replayed
+
+
+def test_waits_for_swaps_are_no_work_and_the_planner_knows_how_long_they_take() -> None:
+    facts = FAULTS["swaps"].traced()
+    found, (rank,) = shares(facts), facts.ranks
+    working = 2 * rank.pass_seconds - rank.swap_seconds
+    assert found["swaps"] == pytest.approx(rank.swap_seconds / facts.step_seconds)
+    assert found["useful work"] + found["low utilisation"] == pytest.approx(working / facts.step_seconds)
+    predicted = traced_predictor(facts).simulate(facts.layout, facts.bounds)
+    assert predicted.step_seconds == pytest.approx(facts.step_seconds, rel=0.01)
+    said = verdict(facts).evidence
+    assert said.endswith("step are waits for the ranks of a space group, 55 in a micro-batch of images of 8x8")
