@@ -1,7 +1,5 @@
 """Masks and conditions in files beside pictures: cropped like them, stored with latents, and drawn by key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path

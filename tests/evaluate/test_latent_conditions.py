@@ -1,7 +1,5 @@
 """Conditions in latents: U-Nets that inpaint, edit and estimate depth, from and to diffusers' pipelines."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -7,8 +7,6 @@ forward and backward of the least of some steps. The planner predicts both from 
 between two processes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

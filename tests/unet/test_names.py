@@ -1,7 +1,5 @@
 """Parameters by diffusers' names, and those that patterns choose to train."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
