@@ -275,9 +275,9 @@ def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
     return of_pixels or {name: value for name, value in checksums.items() if not name.startswith((TEXTS, BUCKETS))}
 
 
-def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
-    """Return the function from drawn images or latents to pixels; NaN becomes black."""
-    return _as_bytes if autoencoder is None else Coder(autoencoder, device).decode
+def to_pixels(coder: Coder | None) -> ToPixels:
+    """Return the function from drawn images, or a coder's latents, to pixels; NaN becomes black."""
+    return _as_bytes if coder is None else coder.decode
 
 
 def _as_bytes(images: Tensor) -> Tensor:

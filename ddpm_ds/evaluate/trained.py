@@ -130,7 +130,7 @@ class Trained:
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
         """Function from the U-Net's images or latents to uint8 pixels."""
-        return to_pixels(None, self.device) if self.autoencoder is None else self.coder.decode
+        return to_pixels(None if self.autoencoder is None else self.coder)
 
     @functools.cached_property
     def coder(self) -> Coder:

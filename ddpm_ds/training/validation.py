@@ -79,8 +79,9 @@ class Previews:
         data, device, statistics = spec.data, engine.device, store.meta.statistics
         own = statistics.get("images") if data.are_fields else None
         self._scale = Scale.of(data.normalise, own, device, pictures=not data.are_fields)
-        self._autoencoder = autoencoder_of(data)
-        self._to_pixels = to_pixels(self._autoencoder, device)
+        autoencoder = autoencoder_of(data)
+        self._coder = None if autoencoder is None else Coder(autoencoder, device)
+        self._to_pixels = to_pixels(self._coder)
         self._conditions: Conditions | None = None
         self.count, self.members = spec.samples.count, 1
         if data.condition is not None:
@@ -174,14 +175,13 @@ class Previews:
             return Drawn(drawn, channels=names, prompts=() if self._prompts is None else self._prompts.texts)
         inputs = torch.arange(min(self.count // self.members, MOST_ROWS))
         condition, images = self._condition(self._conditions, inputs), self._field("images", inputs)
-        if self._autoencoder is None:
+        if self._coder is None:
             shown = self._conditions.shown(condition, self._scale)
             truths = Moves(self._spec.data.size).of(images).float().cpu()
         else:
             with self._watchdog.pause():
-                coder = Coder(self._autoencoder, self._engine.device)
-                shown = condition_pixels(coder, self._conditions.spec, condition.channels).float()
-                truths = coder.decode(images).float().cpu()
+                shown = condition_pixels(self._coder, self._conditions.spec, condition.channels).float()
+                truths = self._coder.decode(images).float().cpu()
         return Drawn(drawn, self.members, shown, truths, names, given)
 
 

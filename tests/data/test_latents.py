@@ -85,7 +85,9 @@ def test_drawn_latents_become_what_diffusers_decodes_some_at_a_time(
         return decode(self, part)
 
     monkeypatch.setattr(AutoencoderKL, "decode", counted)
-    found = to_pixels(autoencoder_of(spec_of()), CPU)(drawn)
+    autoencoder = autoencoder_of(spec_of())
+    assert autoencoder is not None
+    found = to_pixels(Coder(autoencoder, CPU))(drawn)
     assert together == [2, 2, 1] and torch.equal(drawn, before)
     expected = (decode(model[1], drawn / 0.7 + 0.25).sample + 1) * 127.5
     assert found.shape == (5, 3, 8, 8) and found.dtype == torch.uint8 and expected.std() > 5

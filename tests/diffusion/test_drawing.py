@@ -51,7 +51,7 @@ def unet(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
 
 def pixels_of(drawing: Drawing) -> Tensor:
     """The finished images (N, C, H, W) as uint8 pixels."""
-    return to_pixels(None, torch.device("cpu"))(drawing.images())
+    return to_pixels(None)(drawing.images())
 
 
 def drawn(drawing: Drawing) -> Tensor:

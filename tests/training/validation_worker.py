@@ -178,7 +178,7 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
     )
     for number in range(drawing.calls):
         drawing.take(unet(*drawing.inputs(), context=drawing.context(number)))
-    return to_pixels(None, torch.device("cpu"))(drawing.images())
+    return to_pixels(None)(drawing.images())
 
 
 def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, float]:
