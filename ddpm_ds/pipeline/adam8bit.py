@@ -81,7 +81,7 @@ class Adam8bit(torch.optim.Optimizer):
         The ``names`` of all parameters of the U-Net, in their order, and the ``seed`` decide how weights are rounded.
         """
         numbers, self._seed = {name: number << NUMBER_BITS for number, name in enumerate(names)}, seed
-        index, elements_index = [torch.arange(0)], list[Tensor]()
+        numbered_rows, numbered_elements = [(range(0), 0)], list[tuple[range, int]]()  # with the number of the piece
         first_factor = self.param_groups[0].get("factor", 1.0)
         factors = [group.get("factor", 1.0) / first_factor for group in self.param_groups for _ in group["params"]]
         self._masters: list[Tensor] = [master for group in self.param_groups for master in group["params"]]
@@ -102,13 +102,13 @@ class Adam8bit(torch.optim.Optimizer):
                 if piece.dimensions <= 1:
                     self._first[piece.name, piece.first] = elements
                     vectors.append((part + len(sizes), piece.of(master), elements, rate))
-                    elements_index.append(torch.arange(piece.first, piece.first + piece.length) + number)
+                    numbered_elements.append((range(piece.first, piece.first + piece.length), number))
                     elements += piece.length
                     sizes.append(piece.length)
                     continue
                 self._first[piece.name, piece.first] = place = rows * BLOCK + piece.first % BLOCK
                 blocks = blocks_of(piece.first, piece.length)
-                index.append(torch.arange(blocks.start, blocks.stop) + number)
+                numbered_rows.append((blocks, number))
                 rows += len(blocks)
                 left = piece.of(master)
                 while len(left):  # a chunk ends within large weights
@@ -128,11 +128,13 @@ class Adam8bit(torch.optim.Optimizer):
             for moment, code in self._codes.items()
         }
         self._plain = {moment: torch.zeros(elements, device=device) for moment in MOMENTS}
-        numbered = of_vectors = torch.empty(0)
+        of_rows = of_vectors = torch.empty(0)
         if self._rounds:
-            numbered, of_vectors = torch.cat([*index, *elements_index]).to(device).split([rows, elements])
-        spans = [slice(first, min(first + CHUNK_BLOCKS, rows)) for first in range(0, rows, CHUNK_BLOCKS)]
-        self._chunks = [_chunk(weights, span, numbered[span]) for span in spans]
+            spans = (*numbered_rows, *numbered_elements)
+            index = torch.cat([torch.arange(span.start, span.stop) + number for span, number in spans])
+            of_rows, of_vectors = index.to(device).split([rows, elements])
+        places = [slice(first, min(first + CHUNK_BLOCKS, rows)) for first in range(0, rows, CHUNK_BLOCKS)]
+        self._chunks = [_chunk(weights, place, of_rows[place]) for place in places]
         self._vectors = _chunk(vectors, slice(0, 1), of_vectors, elements) if elements else None
         self.state[self._masters[0]] = {"step": self._steps}
 
