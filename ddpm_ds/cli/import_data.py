@@ -180,11 +180,8 @@ def from_sd_scripts(content: Block, found: Found) -> None:
     """Read a data set configuration: keys of a subset, else of its data set, else of all."""
     found.check(content, meanings("general datasets", {}), "file")
     of_all = {key: text for key, text in SD_SCRIPTS.items() if key not in OF_SUBSETS}
-    general, images, regular = (
-        found.check(content.get("general", {}), of_all, "general"),
-        0.0,
-        list[tuple[Block, float]](),
-    )
+    general = found.check(content.get("general", {}), of_all, "general")
+    images, regular = 0.0, list[tuple[Block, float]]()
     for at, dataset in enumerate(content.get("datasets", [])):
         of_set = found.check({**dataset, "subsets": []}, {**of_all, "subsets": ""}, f"datasets.{at}")
         for number, subset in enumerate(dataset.get("subsets", [])):

@@ -93,7 +93,7 @@ def plan(options: PlanOptions) -> None:
         from ddpm_ds.observe.device_speed import measure_swap
 
         device = choose_device("cpu" if options.device_kind == "cpu" else "auto")
-        measure_swap("cpu" if device.type == "cpu" else described(1)[0], device)  # which space groups wait for
+        measure_swap(described(1)[0], device)  # which space groups wait for
     on = options.device_kind or "devices like this machine's"
     print(f"planning {spec.name} for {counted(options.processes, 'process')} on {on}", file=sys.stderr, flush=True)
     with tqdm(desc="timing layers", unit=" layers", leave=False, disable=None if options.measure else True) as bar:
@@ -128,7 +128,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _parameters(layers: Sequence[Layer]) -> str:
-    """Return the number of parameters in words, and of those that are trained if some are not."""
+    """Return words on the number of parameters, and on the trained ones if some are frozen."""
     layers = whole_layers(layers)
     total, trained = (sum(getattr(layer, what) for layer in layers) for what in ("parameters", "trained"))
     return f"{total:,} parameters{f' ({trained:,} trained)' if trained < total else ''}"

@@ -179,7 +179,7 @@ def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timest
 
 def check_guidance(sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
     """Check that some steps of a sampler are in its interval of guidance; raises SpecError."""
-    if (sampler.guidance, sampler.condition_guidance) == (1.0, 1.0) or sampler.guidance_between == ALL_SIGMAS:
+    if not sampler.is_guided or sampler.guidance_between == ALL_SIGMAS:
         return
     sigmas = [visit.sigma for visit in levels_of(diffusion).visits(sampler)]
     if not any(map(sampler.guides_at, sigmas)):

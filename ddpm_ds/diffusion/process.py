@@ -51,15 +51,15 @@ class Diffusion:
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
         (channels, height, width), normals = shape[1:], dict[int, int | Sequence[range]]()
         if self.diffuses:
-            normals[Stream.NOISE] = math.prod(shape[1:])
+            normals[Stream.NOISE] = channels * height * width
             if band is not None and width % 4 == 0 and not self.spec.multires_noise:
                 starts = range(0, channels * height * width, height * width)
                 normals[Stream.NOISE] = [range(one + band.first * width, one + band.stop * width) for one in starts]
         if self.spec.noise_offset:
-            normals[Stream.NOISE_OFFSET] = shape[1]
+            normals[Stream.NOISE_OFFSET] = channels
         if self.spec.multires_noise:
             grids = coarser_grids(shape[2:])
-            normals[Stream.MULTIRES] = shape[1] * sum(map(math.prod, grids))
+            normals[Stream.MULTIRES] = channels * sum(map(math.prod, grids))
             words[Stream.MULTIRES_RATIO] = len(grids)
         (normals if self.levels.normal else words)[Stream.TIMESTEP] = 1
         return Draws(self.seed, index, {**words, **more_words}, {**normals, **more_normals})

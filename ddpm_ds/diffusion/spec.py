@@ -163,11 +163,16 @@ class SamplerSpec(Section):
         """Number of predictions that guidance mixes: with class or text, without it, and without condition too."""
         return 3 if self.condition_guidance != 1.0 else 1 if self.guidance in (0.0, 1.0) else 2
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether a guidance is not 1."""
+        return (self.guidance, self.condition_guidance) != (1.0, 1.0)
+
     def guides_at(self, sigma: float) -> bool:
         """Return whether an evaluation at this noise over signal is guided; never if guidance is 1."""
         low, high = self.guidance_between
         everywhere = self.guidance_between == types.ALL_SIGMAS  # also at noise 0
-        return (self.guidance, self.condition_guidance) != (1.0, 1.0) and (everywhere or low < sigma <= high)
+        return self.is_guided and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
         """Return the number of steps from noise to image, with the default for null; a regression has one."""

@@ -83,6 +83,7 @@ def drop_threshold(drop: float) -> int:
 
 
 Ranges = tuple[range, ...]
+"""Counters of Philox blocks."""
 
 
 def _philox(seed: int, blocks: Mapping[int, Ranges], images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -107,8 +108,7 @@ def _philox(seed: int, blocks: Mapping[int, Ranges], images: Tensor) -> tuple[Te
 @cached
 def _columns(blocks: tuple[tuple[int, Ranges], ...], device: torch.device) -> tuple[Tensor, Tensor | int]:
     """Return the counters of the blocks, (1, blocks) int64, and their streams; a single stream is a number."""
-    every = [torch.arange(one.start, one.stop, device=device) for _, ranges in blocks for one in ranges]
-    counters = torch.cat(every)
+    counters = torch.cat([torch.arange(one.start, one.stop, device=device) for _, of in blocks for one in of])
     if len(blocks) == 1:
         return counters[None], int(blocks[0][0])
     streams = [torch.full((sum(map(len, ranges)),), int(stream), device=device) for stream, ranges in blocks]

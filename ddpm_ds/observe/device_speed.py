@@ -162,8 +162,12 @@ def _now(device: torch.device) -> float:
 
 def known_swap(name: str) -> tuple[float, float] | None:
     """Return what :func:`measure_swap` has found between devices of a ``name``, such as ``cpu``; None if nothing."""
-    found = Remembered("swap_speed.json").get([name, platform.machine(), torch.__version__])
+    found = Remembered("swap_speed.json").get(_swap_facts(name))
     return None if found is None else (found[0], found[1])
+
+
+def _swap_facts(name: str) -> list[object]:
+    return [name, platform.machine(), torch.__version__]
 
 
 def measure_swap(name: str, device: torch.device) -> None:
@@ -174,8 +178,7 @@ def measure_swap(name: str, device: torch.device) -> None:
         return
     with TemporaryDirectory() as folder, contextlib.suppress(ProcessException):  # where no process may start
         spawn(_swap, (device.type, folder, torch.get_num_threads()), nprocs=2)
-        facts = [name, platform.machine(), torch.__version__]
-        Remembered("swap_speed.json").set(facts, read_json(Path(folder, SPEED)))
+        Remembered("swap_speed.json").set(_swap_facts(name), read_json(Path(folder, SPEED)))
 
 
 def _swap(rank: int, kind: str, folder: str, threads: int) -> None:

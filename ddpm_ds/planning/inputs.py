@@ -110,7 +110,7 @@ class Machine:
     """Seconds of a layer's passes that do not depend on the images, by kind of layer; empty if not measured."""
     swap: tuple[float, float] | None = None
     """Seconds that a swap between two devices of a node waits, and bytes per second that each of them sends meanwhile;
-    None if not measured (:func:`ddpm_ds.observe.device_speed.swap_speed`)."""
+    None if not measured (:func:`ddpm_ds.observe.device_speed.measure_swap`)."""
 
     @property
     def is_cpu(self) -> bool:
@@ -138,7 +138,7 @@ class Machine:
 
     @property
     def swap_speed(self) -> tuple[float, float]:
-        """The measured :attr:`swap`, or else what is assumed."""
+        """The measured :attr:`swap`, or else assumed numbers."""
         return self.swap or (self.sum_seconds, self.link_bandwidth)
 
     def on(self, hosts: Sequence[Hashable]) -> Machine:

@@ -163,7 +163,7 @@ def prepare(*given: *Given) -> Given:
 
 
 def normalise(x: Tensor, y: Tensor, given: Given, silu: bool) -> None:
-    """Write y, whose images may be apart."""
+    """Write y (N, C, H, W) of x; other rows may lie between the images of y."""
     from ddpm_ds.unet import fused_norm_kernels as kernels
 
     vectors, mean, rstd = given

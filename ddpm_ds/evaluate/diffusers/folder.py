@@ -5,6 +5,7 @@ one file, or shards with an index, in full precision or in 16 bits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import warnings
@@ -254,7 +255,7 @@ class DiffusersFolder:
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
     def _of_pipeline(self) -> FieldsFile | None:
-        index, settings = self._pipeline()
+        index, settings = self._pipeline
         name = index.get("_class_name")
         use = next((use for use, names in PIPELINES.items() if name in names), None)
         if use is None or not self.interface.condition_channels:
@@ -269,8 +270,9 @@ class DiffusersFolder:
         data |= {"condition": keys[use], "autoencoder": TEXT_AUTOENCODER}
         return FieldsFile.model_validate({"data": data, "facts": None}, strict=False)
 
+    @functools.cached_property
     def _pipeline(self) -> tuple[Mapping[str, Any], _PipelineArguments]:
-        """Return the content of ``model_index.json``, empty without it, and its settings."""
+        """Content of ``model_index.json``, empty without it, and its settings."""
         index = self.path / PIPELINE
         known = _read_json(index) if index.is_file() else {}
         parts = {key for key, value in known.items() if isinstance(value, list) or key == "_class_name"}
@@ -287,7 +289,7 @@ class DiffusersFolder:
                 return {}
             found["encoders"] = self._hub_name or str(self.path.resolve())
             second = (self.path / "text_encoder_2" / CONFIG).is_file()
-            zeros = self._pipeline()[1].force_zeros_for_empty_prompt
+            zeros = self._pipeline[1].force_zeros_for_empty_prompt
         zeros = second if zeros is None else zeros
         return {**found, "layer": "penultimate" if second else "last", "drop_to": "zeros" if zeros else "empty"}
 

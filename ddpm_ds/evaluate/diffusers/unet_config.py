@@ -243,12 +243,13 @@ def use_of(unet: UnetSpec, data: DataSpec | None) -> Literal["inpaint", "edit", 
     """Return the use of latents' conditions that diffusers has pipelines for: images are inpainted, edited as by
     InstructPix2Pix, or looked through as by Marigold, which has no pooled text. None is any other U-Net.
     """
-    condition = None if data is None or data.autoencoder is None or unet.text is None else data.condition
-    if condition is None or condition.kind not in ("cut_out", "stored"):
+    if data is None or data.autoencoder is None or data.condition is None or unet.text is None:
         return None
-    if condition.kind == "cut_out":
+    if data.condition.kind == "cut_out":
         return "inpaint"
-    return "depth" if condition.scaled and unet.text and unet.text.pooled_channels is None else "edit"
+    if data.condition.kind != "stored":
+        return None
+    return "depth" if data.condition.scaled and unet.text.pooled_channels is None else "edit"
 
 
 def input_order(unet: UnetSpec, data: DataSpec | None) -> list[int]:
